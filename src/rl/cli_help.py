@@ -1,0 +1,63 @@
+"""`--help`, from the docstrings of the config fields."""
+
+import types
+import typing
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+USAGE = """usage: {program} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
+
+  @ run.toml                  settings from a file; several files merge left to right, flags win
+  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
+  --trainer.optim.lr 1e-6     any key below as a flag; --learning_rate and --steps are aliases of trainer.optim.lr and max_steps
+  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
+  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
+  --clean                     delete the run directory and start over
+  --dry-run                   print the resolved configuration and exit
+  --schema                    print the JSON schema of the configuration and exit
+"""
+
+
+def model_in(annotation: object) -> type[BaseModel] | None:
+    """The config class inside an annotation such as `list[EnvConfig]` or `WandbConfig | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in typing.get_args(annotation):
+        found = model_in(inner)
+        if found:
+            return found
+    return None
+
+
+def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key below a config class by its dotted name, sections included, in order."""
+    tree: dict[str, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        tree[prefix + name] = info
+        inner = model_in(info.annotation)
+        if inner:
+            tree |= field_tree(inner, f"{prefix}{name}.")
+    return tree
+
+
+def type_name(annotation: object) -> str:
+    """A type as a user would say it."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(value) for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return "|".join(type_name(arg) for arg in typing.get_args(annotation) if arg is not types.NoneType)
+    return getattr(annotation, "__name__", str(annotation)) if not typing.get_args(annotation) else str(annotation)
+
+
+def print_help(program: str, model: type[BaseModel]) -> None:
+    """Prints the usage and every key with its type, default and docstring."""
+    print(USAGE.format(program=program))
+    for name, info in field_tree(model).items():
+        inner = model_in(info.annotation)
+        text = " ".join((info.description or (inner.__doc__ if inner else "") or "").split())
+        if inner:
+            print(f"\n[{name}]  {text}")
+        else:
+            default = "" if info.is_required() else f" = {info.default!r}"
+            print(f"  --{name} {type_name(info.annotation)}{default}\n      {text}")

@@ -1,0 +1,140 @@
+"""The whole configuration of a run. A setting lives once; every process loads the resolved config.toml of the run directory.
+
+Importing this module loads neither torch nor vllm: `--help` has to answer at once.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rl.inference.config import InferenceConfig
+from rl.orchestrator.config import OrchestratorConfig
+from rl.run_dir import RunDir
+from rl.settings import Settings
+from rl.trainer.config import TrainerConfig
+
+
+class ModelConfig(Settings):
+    """The model that is trained."""
+
+    name: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """A folder in Hugging Face format, or a model's id on the hub."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What inference and the trainer compute in. Master weights, optimizer state and reductions are always float32."""
+    max_model_len: int = Field(2048, ge=2)
+    """Longest sequence, prompt and answer together."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, for a model that has none."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+
+class WandbConfig(Settings):
+    """Weights & Biases; `--wandb` or `wandb = true` is enough. WANDB_MODE=offline works."""
+
+    project: str = "rl"
+    """Project."""
+    entity: str | None = None
+    """Team or user."""
+    name: str | None = None
+    """Name of the run there. Default: the run's name."""
+
+
+def wandb_switch(value: object) -> object:
+    """`true` means the defaults, `false` means off."""
+    return {} if value is True else None if value is False else value
+
+
+class RLConfig(Settings):
+    """Run-wide settings at the top, and one section for each process."""
+
+    name: str = ""
+    """The run's name and directory. Default: environment and model."""
+    output_dir: str = "outputs"
+    """Where run directories are made."""
+    max_steps: int = Field(100, ge=1)
+    """Optimizer steps. `steps` is an alias."""
+    seed: int = 0
+    """Seeds the order of tasks and the trainer."""
+    max_lag: int = Field(1, ge=0)
+    """How many policy versions a batch may be behind when it is sampled; 0 is on-policy."""
+    model: ModelConfig = ModelConfig()
+    wandb: Annotated[WandbConfig | None, BeforeValidator(wandb_switch)] = None
+    """Log to Weights & Biases."""
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig = InferenceConfig()
+
+    def model_post_init(self, _context: object) -> None:
+        if not self.name:
+            envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
+            self.name = f"{envs}-{Path(self.model.name).name}"
+
+    @property
+    def run_dir(self) -> RunDir:
+        root = Path(self.output_dir) / self.name
+        weights = self.trainer.weights.dir
+        return RunDir(root, Path(weights) / self.name if weights else root / "weights")
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.orchestrator.batch_size // self.orchestrator.group_size
+
+
+SECTIONS = ("trainer", "orchestrator", "inference")
+RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
+
+
+def check(config: RLConfig) -> list[tuple[str, object, str]]:
+    """Every fault that lies between settings: (key, its value, what to do about it)."""
+    orchestrator, sampling = config.orchestrator, config.orchestrator.sampling
+    faults: list[tuple[str, object, str]] = []
+    if "/" in config.name or config.name.startswith("."):
+        faults.append(("name", config.name, "is a directory's name: no slash, no leading dot; use output_dir for the place"))
+    if not orchestrator.environment:
+        faults.append(("orchestrator.environment", [], "name what to train on: --orchestrator.environment.id owner/name"))
+    if orchestrator.batch_size % orchestrator.group_size:
+        nearest = max(1, round(orchestrator.batch_size / orchestrator.group_size)) * orchestrator.group_size
+        remedy = f"must be a multiple of orchestrator.group_size = {orchestrator.group_size}; {nearest} is"
+        faults.append(("orchestrator.batch_size", orchestrator.batch_size, remedy))
+    if sampling.max_tokens >= config.model.max_model_len:
+        remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
+        faults.append(("orchestrator.sampling.max_tokens", sampling.max_tokens, remedy))
+    faults += check_environments(orchestrator)
+    if config.trainer.loss.ratio_high < config.trainer.loss.ratio_low:
+        faults.append(("trainer.loss.ratio_high", config.trainer.loss.ratio_high, "must be above trainer.loss.ratio_low"))
+    both = set(as_ids(config.trainer.gpus)) & set(as_ids(config.inference.gpus))
+    if both and (len(as_ids(config.trainer.gpus)) > 1 or len(as_ids(config.inference.gpus)) > 1):
+        remedy = f"shares {sorted(both)} with trainer.gpus; only a single GPU is shared"
+        faults.append(("inference.gpus", config.inference.gpus, remedy))
+    return faults
+
+
+def check_environments(orchestrator: OrchestratorConfig) -> list[tuple[str, object, str]]:
+    """Names must tell environments apart, because metrics and files bear them."""
+    faults: list[tuple[str, object, str]] = []
+    for kind, entries in (("environment", orchestrator.environment), ("eval", orchestrator.eval)):
+        labels = [entry.label for entry in entries]
+        for i, label in enumerate(labels):
+            if labels.index(label) < i:
+                faults.append((f"orchestrator.{kind}.{i}.name", label, "is taken by another one; give each its own name"))
+    return faults
+
+
+def as_ids(devices: int | list[int] | None) -> list[int]:
+    """Ids that are spelled out; a count names none."""
+    return devices if isinstance(devices, list) else []
+
+
+def warn_about(config: RLConfig) -> None:
+    """Settings that work but that the user should know the effect of."""
+    for key in ("top_p", "top_k", "min_p"):
+        value = getattr(config.orchestrator.sampling, key)
+        if value is not None:
+            message = (
+                f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer does "
+                "not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
+            )
+            warnings.warn(message, stacklevel=2)

@@ -1,0 +1,24 @@
+"""Settings of the inference server."""
+
+from typing import Any
+
+from pydantic import Field
+
+from rl.settings import Devices, Settings
+
+
+class InferenceConfig(Settings):
+    """One vLLM server. Several servers: start `inference` on each host and list their addresses in `orchestrator.inference_urls`."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback opens the server to everyone who can reach it."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one. The address is published in status/inference.json."""
+    gpus: Devices = None
+    """GPUs of the server: a count, or a list of ids ("0,1"). Default: all that the trainer does not take; 0 runs on the CPU."""
+    cpus: Devices = None
+    """CPU cores of the server: a count, or a list of ids. Default: all cores, shared with the trainer."""
+    startup_timeout_s: float = Field(900.0, gt=0)
+    """How long the server may take until it answers."""
+    vllm: dict[str, Any] = {}
+    """Any vLLM engine argument by its name, such as `tensor_parallel_size = 2`; checked against vLLM's own when the server starts."""

@@ -1,0 +1,118 @@
+"""What crosses the processes: few types, typed msgpack, no torch.
+
+A *rollout* is one play of a task; the *group* is its siblings; a *sample* is one flat token sequence cut out of a rollout; a *batch*
+is what one optimizer step trains on. `policy_version` counts the optimizer steps behind the weights; 0 is the base model.
+"""
+
+import msgspec
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """`num_tokens` sampled tokens in a row that came from one policy version."""
+
+    policy_version: int
+    num_tokens: int
+
+
+class TrainingSample(msgspec.Struct, kw_only=True):
+    """One token sequence with what the loss needs at each token. The first four lists are aligned, length T.
+
+    Example, two turns of one rollout (reward above the group's mean by 0.5; weights updated within the second answer)::
+
+        tokens           <user> 1 + 1 <asst> 2 <end> <user> sure ? <asst> yes <end>
+        loss_mask           0   0 0 0    0   1   1      0     0  0   0     1    1
+        logprobs            0   0 0 0    0 -.7 -.1      0     0  0   0   -.4  -.2
+        advantages          0   0 0 0    0  .5  .5      0     0  0   0    .5   .5
+        policy_versions  [(3, 3), (4, 1)]      # over the sampled tokens, in order
+
+    Token t is predicted from tokens 0..t-1, so a mask at position 0 is an error.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    """True where the policy sampled the token and it is to be trained."""
+    logprobs: list[float]
+    """Of the sampled token under the distribution that it was sampled from, nats; 0.0 where not sampled."""
+    advantages: list[float]
+    policy_versions: list[VersionSpan]
+    """Runs over the tokens with loss_mask True, in order."""
+    env: str
+    group_id: int
+    rollout_id: int
+    """Place of the rollout in its group; several samples can come from one rollout."""
+    temperature: float = 1.0
+    teacher_logprobs: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.advantages)}
+        if len(lengths) != 1:
+            raise ValueError(f"a sample's lists differ in length: {sorted(lengths)}")
+        if self.loss_mask and self.loss_mask[0]:
+            raise ValueError("the first token of a sample has nothing before it and cannot be trained")
+        if sum(span.num_tokens for span in self.policy_versions) != sum(self.loss_mask):
+            raise ValueError("policy_versions must cover exactly the tokens with loss_mask True")
+
+
+class TrainBatch(msgspec.Struct, kw_only=True):
+    """What optimizer step `step` trains on; it turns policy version step-1 into version step."""
+
+    step: int
+    samples: list[TrainingSample]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """The normaliser of the loss, known before the first backward and the same on every rank."""
+        return sum(sum(sample.loss_mask) for sample in self.samples)
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """A complete set of weights on disk."""
+
+    policy_version: int
+    path: str
+
+
+# Trainer -> orchestrator. Both are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
+
+
+class GetBatch(msgspec.Struct, tag=True):
+    """Asks for the batch of `step`."""
+
+    step: int
+
+
+class Published(msgspec.Struct, tag=True):
+    """Says that a version is complete on disk; the orchestrator loads it into inference."""
+
+    version: WeightVersion
+
+
+# Orchestrator -> trainer.
+
+
+class BatchBytes(msgspec.Struct, tag=True):
+    """The batch that was asked for, as `batch_log.encode_batch` wrote it: the trainer checks the checksum, then decodes."""
+
+    data: bytes
+
+
+class NotReady(msgspec.Struct, tag=True):
+    """No such batch yet. The trainer asks again; `waiting_for` goes into its status."""
+
+    waiting_for: str
+
+
+class RunEnded(msgspec.Struct, tag=True):
+    """There will be no further batch: the run is over (every task solved, for example)."""
+
+    reason: str
+
+
+class Acknowledged(msgspec.Struct, tag=True):
+    """`Published` has been noted. Versions below `oldest_needed` may be deleted: nothing waits for them any more."""
+
+    oldest_needed: int
+
+
+Request = GetBatch | Published
+Reply = BatchBytes | NotReady | RunEnded | Acknowledged

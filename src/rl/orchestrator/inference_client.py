@@ -1,0 +1,112 @@
+"""Inference servers over HTTP: generate, load a version, wait until one is up. Repeats the request, never the rollout."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from rl.messages import VersionSpan, WeightVersion
+from rl.status import read_status
+
+RETRY_S = 0.5
+
+
+class PromptTooLongError(Exception):
+    """The prompt alone fills the model's context."""
+
+
+class InferenceLostError(Exception):
+    """No server answered within the deadline; the message says which, since when, and what to look at."""
+
+
+class Generation(msgspec.Struct):
+    """The server's answer to `/generate`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[VersionSpan]
+    finish_reason: str
+
+
+class LoadedVersion(msgspec.Struct):
+    """The server's answer to `/load_weights`."""
+
+    policy_version: int
+    pause_s: float = 0.0
+    stage_s: float = 0.0
+
+
+class ServerStatus(msgspec.Struct):
+    """The server's answer to `/status`."""
+
+    policy_version: int
+    max_model_len: int
+
+
+class InferenceServers:
+    """The servers of a run: fixed addresses, or the one in the status file, read again after every failure."""
+
+    def __init__(self, urls: list[str], status_path: Path, timeout_s: float):
+        self.fixed = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self.status_path = status_path
+        self.timeout_s = timeout_s
+        self.http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None))
+
+    @property
+    def count(self) -> int:
+        return max(1, len(self.fixed))
+
+    def url(self, server: int) -> str | None:
+        if self.fixed:
+            return self.fixed[server % len(self.fixed)]
+        status = read_status(self.status_path)
+        return status.get("address") if status and status.get("ready") else None
+
+    async def generate(self, server: int, token_ids: list[int], sampling: dict[str, Any]) -> Generation:
+        """Samples one completion. Raises PromptTooLongError, ValueError for a request the server refuses, InferenceLostError."""
+        response = await self._call("POST", server, "/generate", {"token_ids": token_ids, "sampling": sampling})
+        if response.status_code == 400:
+            detail = response.json().get("error", {})
+            kind = PromptTooLongError if detail.get("type") == "prompt_too_long" else ValueError
+            raise kind(detail.get("message", response.text))
+        return msgspec.json.decode(response.content, type=Generation)
+
+    async def load(self, version: WeightVersion) -> float:
+        """Loads a version into every server. Returns the longest pause of generation, seconds."""
+        body = {"policy_version": version.policy_version, "path": str(Path(version.path).absolute())}
+        replies = await asyncio.gather(*(self._call("POST", server, "/load_weights", body) for server in range(self.count)))
+        for reply in replies:
+            if reply.status_code != 200:
+                raise RuntimeError(f"inference refused version {version.policy_version} at {version.path}: {reply.text}")
+        return max(msgspec.json.decode(reply.content, type=LoadedVersion).pause_s for reply in replies)
+
+    async def loaded_version(self) -> int:
+        """The policy version of the servers, the oldest if they differ. Waits until all are up."""
+        replies = await asyncio.gather(*(self._call("GET", server, "/status") for server in range(self.count)))
+        return min(msgspec.json.decode(reply.content, type=ServerStatus).policy_version for reply in replies)
+
+    async def _call(self, method: str, server: int, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """One request, repeated while its server is away; any answer below 500 is final."""
+        since = time.monotonic()
+        problem = "no address published yet"
+        while time.monotonic() - since < self.timeout_s:
+            url = self.url(server)
+            if url is not None:
+                try:
+                    response = await self.http.request(method, url + path, json=body)
+                    if response.status_code < 500:
+                        return response
+                    problem = f"{url} answered {response.status_code}: {response.text[:200]}"
+                except httpx.TransportError as error:
+                    problem = f"{url}: {type(error).__name__} {error}"
+            await asyncio.sleep(RETRY_S)
+        raise InferenceLostError(
+            f"waited {self.timeout_s:.0f} s for inference server {server} to answer {path} ({problem}). See logs/inference*.log; "
+            "if it is just slow, raise orchestrator.inference_timeout_s"
+        )
+
+    async def close(self) -> None:
+        await self.http.aclose()

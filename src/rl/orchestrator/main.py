@@ -1,0 +1,132 @@
+"""`orchestrator`: starts environments' workers, waits for inference, runs the loops. One per run, fenced by a lock."""
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from rl.cli import load_config
+from rl.config import RLConfig
+from rl.files import CorruptFileError
+from rl.orchestrator.inference_client import InferenceLostError, InferenceServers
+from rl.orchestrator.orchestrator import EvalEnv, Orchestrator, RunError
+from rl.orchestrator.rollouts import Ready, WorkerSetup
+from rl.orchestrator.tasks import EnvTasks, TaskSource
+from rl.orchestrator.workers import WorkerError, WorkerPool
+from rl.processes import die_with_parent
+from rl.status import AlreadyRunningError, Status, hold_role
+from rl.transport import TrainerServer
+
+log = logging.getLogger("rl.orchestrator")
+
+
+def eval_workers(config: RLConfig) -> dict[str, str]:
+    """The worker environment of each eval, by its label: a training environment's workers if they hold the same environment."""
+    shared = {}
+    for entry in config.orchestrator.eval:
+        same = [env.label for env in config.orchestrator.environment if (env.id, env.args) == (entry.id, entry.args)]
+        shared[entry.label] = same[0] if same else f"eval-{entry.label}"
+    return shared
+
+
+def worker_setups(config: RLConfig, model_path: str, address: str) -> list[WorkerSetup]:
+    """One setup for every worker process of the run."""
+    wanted = [(env.label, env.id, env.args, env.workers) for env in config.orchestrator.environment]
+    evals = eval_workers(config)
+    wanted += [(evals[e.label], e.id or "", e.args, 1) for e in config.orchestrator.eval if evals[e.label].startswith("eval-")]
+    return [
+        WorkerSetup(
+            env=env,
+            env_id=env_id,
+            args=args,
+            orchestrator=address,
+            worker_id=f"{env}-{i}",
+            model_path=model_path,
+            max_model_len=config.model.max_model_len,
+            max_tokens=config.orchestrator.sampling.max_tokens,
+            inference_urls=config.orchestrator.inference_urls,
+            inference_status=str(config.run_dir.status("inference").absolute()),
+            rollout_timeout_s=config.orchestrator.rollout_timeout_s,
+            rollout_retries=config.orchestrator.rollout_retries,
+        )
+        for env, env_id, args, workers in wanted
+        for i in range(workers)
+    ]
+
+
+def task_source(config: RLConfig, ready: dict[str, Ready]) -> TaskSource:
+    """The source of training tasks. Raises WorkerError for an environment without any."""
+    envs = {env.label: EnvTasks(ready[env.label].num_train, env.weight) for env in config.orchestrator.environment}
+    for label, env in envs.items():
+        if env.size == 0:
+            raise WorkerError(f"environment {label} has no training examples; check its arguments")
+    return TaskSource(envs, config.seed)
+
+
+async def run(config: RLConfig, status: Status, model_path: str) -> str:
+    """Everything from the first worker to the last eval."""
+    log_path = config.run_dir.logs / "workers.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    pool = WorkerPool(log_path)
+    server = TrainerServer(config.orchestrator.host, config.orchestrator.port)
+    urls, inference_status = config.orchestrator.inference_urls, config.run_dir.status("inference")
+    servers = InferenceServers(urls, Path(inference_status), config.orchestrator.inference_timeout_s)
+    receiver = asyncio.create_task(pool.receive())
+    try:
+        status.doing("loading environments", address=server.address)
+        for setup in worker_setups(config, model_path, pool.address):
+            await pool.start(setup)
+        ready = await pool.sizes(config.orchestrator.worker_timeout_s)
+        log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
+        status.doing("waiting for inference")
+        evals = {label: EvalEnv(env, ready[env].num_eval) for label, env in eval_workers(config).items()}
+        orchestrator = Orchestrator(config, pool, servers, task_source(config, ready), evals, status)
+        orchestrator.restore()
+        return await orchestrator.run(server)
+    finally:
+        receiver.cancel()
+        await pool.close()
+        await servers.close()
+        server.close()
+
+
+async def until_terminated(config: RLConfig, status: Status, model_path: str) -> str:
+    """Runs; SIGTERM and SIGINT cancel, so that workers end with the orchestrator."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    return await run(config, status, model_path)
+
+
+def reasons(error: BaseException) -> list[str]:
+    """The messages in a group of exceptions."""
+    return [text for inner in error.exceptions for text in reasons(inner)] if isinstance(error, BaseExceptionGroup) else [str(error)]
+
+
+def main() -> None:
+    die_with_parent()
+    config, _ = load_config(sys.argv[1:], "orchestrator")
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from rl.models import ModelError, resolve_model
+
+    code, status = 0, None
+    try:
+        _lock = hold_role(config.run_dir.lock("orchestrator"), "orchestrator")
+        status = Status(config.run_dir.status("orchestrator"), "orchestrator")
+        log.info("ended: %s", asyncio.run(until_terminated(config, status, resolve_model(config.model))))
+    except* (RunError, WorkerError, InferenceLostError, CorruptFileError, AlreadyRunningError, ModelError, OSError) as error:
+        print("orchestrator: " + "\n".join(dict.fromkeys(reasons(error))), file=sys.stderr)
+        code = 1
+    except* asyncio.CancelledError:
+        code = 143
+    finally:
+        if status is not None:
+            status.close()
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Every file and directory name of one run. A thing under its final name is complete: it got there by rename."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.files import write_file
+from rl.messages import WeightVersion
+from rl.metrics import cut_metrics
+
+
+def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
+    """Complete entries `000012<suffix>` of a directory by number, ascending; temporary names are not among them."""
+    if not directory.is_dir():
+        return {}
+    found = {}
+    for path in directory.iterdir():
+        stem = path.name.removesuffix(suffix) if suffix else path.name
+        if len(stem) == 6 and stem.isdigit() and path.name == stem + suffix:
+            found[int(stem)] = path
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of a run. `weights_dir` may lie elsewhere (a memory file system)."""
+
+    root: Path
+    weights_dir: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        return self.root / "curves.png"
+
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    @property
+    def pending(self) -> Path:
+        return self.batches / "pending.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def discarded(self) -> Path:
+        return self.root / "discarded"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"{step:06d}.batch"
+
+    def rollouts(self, step: int) -> Path:
+        return self.root / "rollouts" / f"{step:06d}.jsonl"
+
+    def weights(self, policy_version: int) -> Path:
+        return self.weights_dir / f"{policy_version:06d}"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{step:06d}"
+
+    def eval(self, policy_version: int, name: str) -> Path:
+        return self.root / "evals" / f"{policy_version:06d}" / f"{name}.jsonl"
+
+    def status(self, process: str) -> Path:
+        return self.root / "status" / f"{process}.json"
+
+    def lock(self, process: str) -> Path:
+        return self.root / "status" / f"{process}.lock"
+
+    def newest_batch(self) -> int:
+        """Number of the newest batch, 0 when there is none."""
+        return max(numbered(self.batches, ".batch"), default=0)
+
+    def newest_weights(self) -> WeightVersion | None:
+        """The newest complete policy version above 0, or None while there is only the base model."""
+        versions = numbered(self.weights_dir)
+        return WeightVersion(max(versions), str(versions[max(versions)])) if versions else None
+
+    def discard_after(self, step: int) -> Path | None:
+        """Moves batches, rollouts, checkpoints, weights, evals and metric lines later than `step` to `discarded/<time>/`.
+
+        Returns that directory, or None if there was nothing to move.
+        """
+        away = self.discarded / time.strftime("%Y%m%d-%H%M%S")
+        # In this order a kill in between leaves a run that can be resumed: no checkpoint or pending group is ahead of the batches.
+        later: list[tuple[Path, Path]] = []
+        for directory, kind, suffix in [
+            (self.root / "evals", "evals", ""),
+            (self.checkpoints, "checkpoints", ""),
+            (self.weights_dir, "weights", ""),
+            (self.batches, "batches", ".batch"),
+            (self.root / "rollouts", "rollouts", ".jsonl"),
+        ]:
+            newest_first = reversed(numbered(directory, suffix).items())
+            later += [(path, away / kind / path.name) for number, path in newest_first if number > step]
+        if self.pending.exists() and later:
+            later.insert(0, (self.pending, away / "batches" / self.pending.name))
+        for path, target in later:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, target)
+        lines = cut_metrics(self.metrics, step)
+        if lines:
+            write_file(away / "metrics.jsonl", b"".join(lines))
+        return away if later or lines else None

@@ -1,0 +1,105 @@
+"""The live path between trainer and orchestrator: ZeroMQ DEALER to ROUTER, typed msgpack. The only file that knows the wire.
+
+The orchestrator's address stands in its status file and is read again before every attempt, so either side may die and come back.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
+from rl.status import read_status
+
+ATTEMPT_S = 20.0
+"""One question waits this long for an answer before it is asked anew; the orchestrator answers NotReady well before."""
+ANSWER_WITHIN_S = 5.0
+"""The orchestrator answers within this time, if only by NotReady."""
+MAX_REQUEST_BYTES = 1 << 16
+
+ENCODER = msgspec.msgpack.Encoder()
+REQUESTS = msgspec.msgpack.Decoder(Request)
+REPLIES = msgspec.msgpack.Decoder(Reply)
+
+
+class OrchestratorLostError(Exception):
+    """The deadline passed; the message says who waited for what, since when, and what the orchestrator last said of itself."""
+
+
+class OrchestratorClient:
+    """The trainer's side; used by rank 0 alone. Blocking."""
+
+    def __init__(self, status_path: Path, timeout_s: float, on_wait: Callable[[str], None]):
+        self.status_path = status_path
+        self.timeout_s = timeout_s
+        self.on_wait = on_wait
+
+    def get_batch(self, step: int) -> bytes | RunEnded:
+        """Waits for the batch of `step`: the bytes of its file, or the word that the run is over."""
+        reply = self._ask_until(GetBatch(step), f"batch {step}")
+        return reply.data if isinstance(reply, BatchBytes) else reply
+
+    def published(self, version: WeightVersion) -> int:
+        """Announces a version. Returns the oldest version that something still waits for."""
+        return self._ask_until(Published(version), f"word that version {version.policy_version} was noted").oldest_needed
+
+    def _ask_until(self, request: Request, what: str) -> BatchBytes | RunEnded | Acknowledged:
+        since = time.monotonic()
+        waiting_for = "the orchestrator to come up"
+        while (waited := time.monotonic() - since) < self.timeout_s:
+            self.on_wait(f"waiting for {what}: {waiting_for}")
+            status = read_status(self.status_path)
+            address = (status or {}).get("address")
+            reply = self._ask(address, request, min(ATTEMPT_S, self.timeout_s - waited)) if address else None
+            if isinstance(reply, NotReady):
+                waiting_for = reply.waiting_for
+            elif reply is not None:
+                return reply
+            else:
+                time.sleep(0.2)
+        seen = read_status(self.status_path)
+        last = f"{time.time() - seen['heartbeat']:.0f} s ago, {seen['doing']}" if seen else "never"
+        raise OrchestratorLostError(
+            f"waited {self.timeout_s:.0f} s for {what} ({waiting_for}). Last heartbeat of the orchestrator: {last}. "
+            "See logs/orchestrator*.log; if the environment is just slow, raise trainer.batch_timeout_s"
+        )
+
+    def _ask(self, address: str, request: Request, timeout_s: float) -> Reply | None:
+        """One attempt on a fresh socket, so that an answer to an older question is never taken for this one's."""
+        with zmq.Context.instance().socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(address)
+            socket.send(ENCODER.encode(request))
+            return REPLIES.decode(socket.recv()) if socket.poll(timeout_s * 1000) else None
+
+
+class TrainerServer:
+    """The orchestrator's side. `requests()` yields (peer, request); a message that is no request is counted and dropped."""
+
+    def __init__(self, host: str, port: int):
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        try:
+            self.socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.rejected = 0
+
+    async def receive(self) -> tuple[bytes, Request]:
+        while True:
+            frames = await self.socket.recv_multipart()
+            try:
+                return frames[0], REQUESTS.decode(frames[-1])
+            except msgspec.DecodeError:
+                self.rejected += 1
+
+    async def reply(self, peer: bytes, reply: Reply) -> None:
+        await self.socket.send_multipart([peer, ENCODER.encode(reply)])
+
+    def close(self) -> None:
+        self.socket.close()

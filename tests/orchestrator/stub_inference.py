@@ -1,0 +1,66 @@
+"""An inference server for tests: our HTTP protocol, no model. It samples digits, the right one more often the newer the version."""
+
+import random
+from pathlib import Path
+
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from rl.status import write_status
+
+
+class StubInference:
+    """Answers /generate, /load_weights and /status. `log` holds (route, body)."""
+
+    def __init__(self, model_path: Path, status_path: Path, *, skill: float = 0.3):
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.status_path = status_path
+        self.policy_version = 0
+        self.skill = skill
+        self.random = random.Random(0)
+        self.log: list[tuple[str, dict]] = []
+        self.fail_next = 0
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.log.append(("generate", body))
+        if self.fail_next:
+            self.fail_next -= 1
+            return web.Response(status=500, text="engine died")
+        prompt = self.tokenizer.decode(body["token_ids"])
+        digit = prompt.split("say ")[1][0]
+        said = digit if self.random.random() < self.skill else str((int(digit) + 1) % 10)
+        ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
+        ids = ids[: body["sampling"]["max_tokens"]]
+        answer = {
+            "token_ids": ids,
+            "logprobs": [-0.5] * len(ids),
+            "policy_versions": [[self.policy_version, len(ids)]],
+            "finish_reason": "stop",
+        }
+        return web.json_response(answer)
+
+    async def load_weights(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.log.append(("load_weights", body))
+        self.policy_version = body["policy_version"]
+        return web.json_response({"policy_version": self.policy_version, "pause_s": 0.01, "stage_s": 0.02})
+
+    async def status(self, _: web.Request) -> web.Response:
+        return web.json_response({"policy_version": self.policy_version, "max_model_len": 256})
+
+    async def __aenter__(self) -> "StubInference":
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/load_weights", self.load_weights)
+        app.router.add_get("/status", self.status)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        port = self.runner.addresses[0][1]
+        write_status(self.status_path, {"address": f"http://127.0.0.1:{port}", "ready": True})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.cleanup()

@@ -1,0 +1,202 @@
+"""The orchestrator's loops with real workers, real environments and the real wire; only model and trainer are stubs."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rl.batch_log import decode_batch
+from rl.cli import build, parse_args
+from rl.files import write_directory
+from rl.messages import RunEnded, WeightVersion
+from rl.metrics import read_metrics
+from rl.orchestrator.main import run
+from rl.orchestrator.orchestrator import RunError
+from rl.orchestrator.workers import WorkerError
+from rl.run_dir import numbered
+from rl.status import Status
+from rl.transport import OrchestratorClient
+from tests.orchestrator.stub_inference import StubInference
+from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def environments(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "environments"))
+    monkeypatch.setenv("EXIT_ONCE_MARK", str(tmp_path / "exited"))
+
+
+def make_config(tmp_path, *flags):
+    base = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "say-digit", "--max_steps", "3"]
+    base += ["--orchestrator.batch_size", "8", "--orchestrator.group_size", "4", "--orchestrator.sampling.max_tokens", "8"]
+    base += ["--model.max_model_len", "256", "--orchestrator.rollout_retries", "1"]
+    return build(parse_args([*base, *flags]))
+
+
+def train(config, steps):
+    """A trainer without a model: asks for batches, publishes empty versions. Returns what it was given."""
+    client = OrchestratorClient(config.run_dir.status("orchestrator"), 150.0, lambda _: None)
+    given = []
+    for step in steps:
+        data = client.get_batch(step)
+        if isinstance(data, RunEnded):
+            return [*given, data]
+        given.append(decode_batch(data, "wire").batch)
+        write_directory(config.run_dir.weights(step), lambda path: (path / "x").write_text(""))
+        client.published(WeightVersion(step, str(config.run_dir.weights(step))))
+    return given
+
+
+def play(config, model, *, steps=None, stub_options=None, during=None):
+    """Runs the orchestrator to its end beside the stubs. Returns (why it ended, batches, stub)."""
+
+    async def main():
+        status = Status(config.run_dir.status("orchestrator"), "orchestrator")
+        stub = StubInference(model, config.run_dir.status("inference"), **(stub_options or {}))
+        newest = config.run_dir.newest_weights()
+        stub.policy_version = newest.policy_version if newest else 0
+        async with stub:
+            trainer = asyncio.create_task(asyncio.to_thread(train, config, steps or range(1, config.max_steps + 1)))
+            runner = asyncio.create_task(run(config, status, str(model)))
+            if during:
+                await during(stub, runner)
+            try:
+                ended = await asyncio.wait_for(runner, 180)
+                return ended, await trainer, stub
+            finally:
+                status.close()
+
+    return asyncio.run(main())
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_three_steps_on_policy(tmp_path, model):
+    config = make_config(tmp_path, "--max_lag", "0", "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "2")
+    ended, given, stub = play(config, model)
+    assert ended == "3 steps done"
+    assert [batch.step for batch in given] == [1, 2, 3]
+    for batch in given:
+        assert {span.policy_version for sample in batch.samples for span in sample.policy_versions} == {batch.step - 1}
+        for sample in batch.samples:
+            assert stub.tokenizer.decode(sample.token_ids).startswith("<|im_start|>user\nsay ")
+            assert sample.loss_mask == [False] * (len(sample.token_ids) - 2) + [True] * 2  # a digit and the end of turn
+            assert sample.logprobs[-2:] == [-0.5, -0.5]
+        by_group = {}
+        for sample in batch.samples:
+            by_group.setdefault(sample.group_id, []).append(sample.advantages[-1])
+        assert all(len(group) == 4 and sum(group) == pytest.approx(0) and any(group) for group in by_group.values())
+    metrics = read_metrics(config.run_dir.metrics)
+    assert metrics[2, "orchestrator"]["lag/max"] == 0 and 0 < metrics[2, "orchestrator"]["reward/mean"] < 1
+    assert [key for key in metrics if key[1] == "eval"] == [(0, "eval"), (2, "eval"), (3, "eval")]
+    assert len(lines(config.run_dir.eval(2, "say-digit"))) == 4
+    rollouts = [line for step in (1, 2, 3) for line in lines(config.run_dir.rollouts(step))]
+    assert sum(line["trained"] for line in rollouts) == sum(len(batch.samples) for batch in given)
+    assert {line["why"] for line in rollouts} == {None, "no_signal"} and len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(
+        rollouts
+    )
+    assert metrics[1, "orchestrator"]["rollouts/finished"] == len(lines(config.run_dir.rollouts(1)))
+
+
+def test_lag_is_bounded(tmp_path, model):
+    config = make_config(tmp_path, "--max_lag", "2", "--max_steps", "6")
+    _, given, _ = play(config, model)
+    lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.policy_versions]
+    assert 0 < max(lags) <= 2 and min(lags) >= 0
+
+
+def test_resume_plays_no_finished_group_again(tmp_path, model):
+    config = make_config(tmp_path, "--max_lag", "1")
+
+    async def stop_after_two(stub, runner):
+        while config.run_dir.newest_batch() < 2:
+            await asyncio.sleep(0.02)
+        runner.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        play(config, model, steps=[1], during=stop_after_two)
+    first = config.run_dir.batch(1).read_bytes()
+    second = decode_batch(config.run_dir.batch(2).read_bytes(), "2").batch
+    _, given, _ = play(config, model)
+    assert config.run_dir.batch(1).read_bytes() == first and given[1] == second
+    rollouts = [line for step in (1, 2, 3) for line in lines(config.run_dir.rollouts(step))]
+    assert len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(rollouts)
+    assert list(numbered(config.run_dir.batches, ".batch")) == [1, 2, 3]
+
+
+def test_multi_turn_samples_keep_sampled_ids(tmp_path, model):
+    config = make_config(tmp_path, "--orchestrator.environment.args.turns", "3", "--max_steps", "1")
+    _, (batch,), stub = play(config, model)
+    assert len(batch.samples) == 8  # every rollout is one sample: the template is append-only
+    for sample in batch.samples:
+        assert sum(sample.loss_mask) == 6
+        text = stub.tokenizer.decode(sample.token_ids)
+        assert text.count("<|im_start|>assistant\n") == 3 and text.count("and again") == 2
+    sent = [body["token_ids"] for route, body in stub.log if route == "generate"]
+    assert all(any(sample.token_ids[: len(ids)] == ids for ids in sent) for sample in batch.samples)
+
+
+def test_request_is_repeated_not_the_rollout(tmp_path, model):
+    config = make_config(tmp_path, "--max_steps", "1")
+
+    async def break_server(stub, runner):
+        stub.fail_next = 5
+
+    _, given, _ = play(config, model, during=break_server)
+    assert len(given[0].samples) == 8
+    assert read_metrics(config.run_dir.metrics)[1, "orchestrator"]["rollouts/errored"] == 0
+
+
+@pytest.mark.parametrize("fail", ["first", "exit_once", "block"])
+def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
+    config = make_config(tmp_path, "--orchestrator.environment.args.fail", fail, "--max_steps", "1")
+    _, given, _ = play(config, model)
+    assert len(given[0].samples) == 8
+    assert not any("error" in line for line in lines(config.run_dir.rollouts(1)))
+    assert fail != "exit_once" or os.path.exists(tmp_path / "exited")
+
+
+def unwrap(error):
+    return unwrap(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "text"),
+    [
+        (["--orchestrator.environment.id", "nobody/not-there@1.0"], WorkerError, "prime env install nobody/not-there@1.0"),
+        (["--orchestrator.environment.args.fail", "load"], WorkerError, "load_environment raised KeyError: 'SOME_DATA_PATH'"),
+        (["--orchestrator.environment.args.unknown", "1"], WorkerError, "unexpected keyword argument 'unknown'"),
+        (["--model.max_model_len", "30"], WorkerError, "exceed model.max_model_len = 30; raise model.max_model_len to"),
+        (["--orchestrator.environment.args.fail", "always"], RunError, "ZeroDivisionError: broken environment"),
+        (["--orchestrator.environment.args.constant", "0.0"], RunError, "without any signal"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, kind, text):
+    config = make_config(tmp_path, "--orchestrator.rollout_retries", "0", *flags)
+    with pytest.raises((kind, BaseExceptionGroup)) as caught:
+        play(config, model, steps=[])
+    error = unwrap(caught.value)
+    assert isinstance(error, kind) and text in str(error)
+
+
+def test_a_solved_task_ends_the_run(tmp_path, model):
+    config = make_config(tmp_path, "--max_steps", "50", "--max_lag", "0", "--orchestrator.eval.interval", "100")
+
+    async def learn(stub, runner):
+        while config.run_dir.newest_batch() < 2:
+            await asyncio.sleep(0.02)
+        stub.skill = 1.0
+
+    ended, given, _ = play(config, model, during=learn)
+    assert ended.startswith("solved: the last ") and given[-1] == RunEnded(ended)
+    last = given[-2].step
+    assert config.run_dir.eval(last, "say-digit").exists() and config.run_dir.eval(0, "say-digit").exists()

@@ -1,0 +1,32 @@
+from rl.orchestrator.pending import PendingLog
+from rl.orchestrator.rollouts import Group, Rollout
+
+
+def make(path, ids):
+    log = PendingLog(path)
+    log.load(set())
+    for group_id in ids:
+        log.append(Group(group_id=group_id, env="e", task=1, rollouts=[Rollout(reward=0.5)], advantages=[0.0], why=None))
+    return log
+
+
+def test_groups_survive_and_settled_ones_do_not_come_back(tmp_path):
+    make(tmp_path / "pending.log", [4, 2, 7])
+    log = PendingLog(tmp_path / "pending.log")
+    assert log.load({2}) == [] and [group.group_id for group in log.groups] == [4, 7]
+    log.rewrite(log.groups[1:])
+    again = PendingLog(tmp_path / "pending.log")
+    assert again.load(set()) == [] and [group.group_id for group in again.groups] == [7]
+
+
+def test_a_record_cut_at_any_byte_costs_only_itself(tmp_path):
+    path = tmp_path / "pending.log"
+    make(path, [1])
+    whole_one = len(path.read_bytes())
+    make(path, [2])
+    data = path.read_bytes()
+    for cut in range(whole_one + 1, len(data)):
+        path.write_bytes(data[:cut])
+        log = PendingLog(path)
+        (remark,) = log.load(set())
+        assert "pending.log" in remark and [group.group_id for group in log.groups] == [1]
