@@ -134,7 +134,7 @@ def warn_about(config: RLConfig) -> None:
         value = getattr(config.orchestrator.sampling, key)
         if value is not None:
             message = (
-                f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer does "
-                "not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
+                f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
+                "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
             )
             warnings.warn(message, stacklevel=2)

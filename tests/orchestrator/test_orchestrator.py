@@ -172,7 +172,6 @@ def unwrap(error):
 @pytest.mark.parametrize(
     ("flags", "kind", "text"),
     [
-        (["--orchestrator.environment.id", "nobody/not-there@1.0"], WorkerError, "prime env install nobody/not-there@1.0"),
         (["--orchestrator.environment.args.fail", "load"], WorkerError, "load_environment raised KeyError: 'SOME_DATA_PATH'"),
         (["--orchestrator.environment.args.unknown", "1"], WorkerError, "unexpected keyword argument 'unknown'"),
         (["--model.max_model_len", "30"], WorkerError, "exceed model.max_model_len = 30; raise model.max_model_len to"),

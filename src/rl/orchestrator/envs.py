@@ -4,8 +4,6 @@ Loaded in a worker process, because constructing an environment installs signal 
 """
 
 import asyncio
-import importlib.metadata
-import importlib.util
 import signal
 import traceback
 from typing import Any
@@ -16,16 +14,13 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ResponseTokens, Usage
 
 from rl.orchestrator.chat import ChatRenderer
+from rl.orchestrator.env_ids import EnvLoadError, check_installed
 from rl.orchestrator.inference_client import InferenceServers, PromptTooLongError
 from rl.orchestrator.rollouts import Rollout, Split, Turn
 
 SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
 CHECKED_PROMPTS = 64
 """So many prompts of a data set are measured against the context before the run starts."""
-
-
-class EnvLoadError(Exception):
-    """An environment cannot be used; the message names the remedy."""
 
 
 def wire(message: Any) -> dict[str, Any]:
@@ -119,14 +114,7 @@ def load(env_id: str, args: dict[str, Any]) -> Any:
 
     Raises EnvLoadError for one that is not installed, has another version, raises, or needs what is not supported.
     """
-    path, _, version = env_id.partition("@")
-    name = path.split("/")[-1]
-    module = name.replace("-", "_")
-    install = f"prime env install {env_id}" if "/" in path else f"uv pip install {name}"
-    if importlib.util.find_spec(module) is None:
-        raise EnvLoadError(f"environment {env_id} is not installed; `{install}`, or `uv pip install FOLDER` for one of your own")
-    if version and version != "latest" and importlib.metadata.version(name) != version:
-        raise EnvLoadError(f"environment {env_id}: version {importlib.metadata.version(name)} is installed; `{install}`")
+    path = check_installed(env_id)
     datasets.disable_progress_bars()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -63,7 +63,7 @@ class InferenceServers:
         if self.fixed:
             return self.fixed[server % len(self.fixed)]
         status = read_status(self.status_path)
-        return status.get("address") if status and status.get("ready") else None
+        return status.get("address") if status else None
 
     async def generate(self, server: int, token_ids: list[int], sampling: dict[str, Any]) -> Generation:
         """Samples one completion. Raises PromptTooLongError, ValueError for a request the server refuses, InferenceLostError."""

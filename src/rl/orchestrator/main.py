@@ -9,6 +9,7 @@ from pathlib import Path
 from rl.cli import load_config
 from rl.config import RLConfig
 from rl.files import CorruptFileError
+from rl.orchestrator.env_ids import EnvLoadError, check_installed
 from rl.orchestrator.inference_client import InferenceLostError, InferenceServers
 from rl.orchestrator.orchestrator import EvalEnv, Orchestrator, RunError
 from rl.orchestrator.rollouts import Ready, WorkerSetup
@@ -114,10 +115,12 @@ def main() -> None:
 
     code, status = 0, None
     try:
+        for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
+            check_installed(entry.id or "")
         _lock = hold_role(config.run_dir.lock("orchestrator"), "orchestrator")
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
         log.info("ended: %s", asyncio.run(until_terminated(config, status, resolve_model(config.model))))
-    except* (RunError, WorkerError, InferenceLostError, CorruptFileError, AlreadyRunningError, ModelError, OSError) as error:
+    except* (RunError, WorkerError, EnvLoadError, InferenceLostError, CorruptFileError, AlreadyRunningError, ModelError, OSError) as error:
         print("orchestrator: " + "\n".join(dict.fromkeys(reasons(error))), file=sys.stderr)
         code = 1
     except* asyncio.CancelledError:

@@ -1,9 +1,10 @@
 """The orchestrator's loops. A rollout's life: `generate` -> `play_group` -> `finish` -> `commit_batch` -> `answer_batch`.
 
 Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. With `loaded` the version
-in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of groups are playing or waiting; the
-last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most max_lag. Groups that are dropped
-make room for their replacements. Only a rollout that runs on across updates can be older; `max_off_policy_steps` bounds those.
+in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of groups are playing or waiting; if
+they finish in order, the last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most
+max_lag. Groups that are dropped make room for their replacements. With max_lag = 0 nothing can be overtaken, and lag is always 0. Else a
+slow group may be overtaken by newer ones and end in a later batch; `max_off_policy_steps` bounds those.
 """
 
 import asyncio

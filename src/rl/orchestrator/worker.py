@@ -9,6 +9,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from rl.orchestrator.env_ids import EnvLoadError
 from rl.orchestrator.rollouts import Cancel, LoadFailed, Played, PlayGroup, Ready, Rollout, ToWorker, WorkerSetup
 from rl.processes import die_with_parent
 
@@ -75,8 +76,6 @@ async def serve(setup: WorkerSetup, worker: Worker | None, problem: str) -> None
 
 
 def main() -> None:
-    from rl.orchestrator.envs import EnvLoadError
-
     setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup)
     worker, problem = None, None
     try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other

@@ -1,0 +1,165 @@
+"""The real `rl` command: real vLLM, real environments, real trainer, on a model that the test makes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.cli import from_toml, to_toml
+from rl.files import write_file
+from rl.messages import Acknowledged, BatchBytes, GetBatch, Published
+from rl.metrics import read_metrics
+from rl.run_dir import numbered
+from rl.status import Status
+from rl.transport import TrainerServer
+from tests.tiny_model import make_tiny_model
+
+STEPS = 14
+TRAINER = """
+learning_rate = 3e-3
+[checkpoint]
+interval = 5
+[weights]
+keep_last = 100
+"""
+ORCHESTRATOR = """
+batch_size = 32
+group_size = 8
+[environment]
+id = "first-half"
+[sampling]
+max_tokens = 24
+[eval]
+interval = 7
+samples = 4
+"""
+INFERENCE = """
+[vllm]
+max-num-seqs = 64
+"""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent / "environments"), "HF_HUB_OFFLINE": "1"}
+
+
+def start_rl(folder, *flags):
+    """`rl` from three files and flags, as a user types it."""
+    command = [
+        str(Path(sys.executable).parent / "rl"),
+        "--trainer",
+        "@",
+        "t.toml",
+        "--orchestrator",
+        "@o.toml",
+        "--inference",
+        "@",
+        "i.toml",
+    ]
+    command += ["--model.name", "model", "--model.dtype", "float32", "--model.max_model_len", "128", "--name", "run", "--max_lag", "1"]
+    command += ["--trainer.steps", str(STEPS), *flags]
+    return subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, timeout_s=300):
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"rl did not end:\n{output}") from None
+    return process.returncode, output
+
+
+def ours(folder):
+    """Processes of this test that are alive."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if str(folder) in " ".join(process.info["cmdline"] or []) or process.info["cwd"] == str(folder):
+            found.append(process)
+    return found
+
+
+def train_uninterrupted(config, batches, name):
+    """A trainer of its own, in one go, fed with the logged batches over the real wire. Returns its run directory."""
+    import asyncio
+
+    config = config.model_copy(deep=True)
+    config.name = name
+    run_dir = config.run_dir
+    write_file(run_dir.config, to_toml(config).encode())
+    command = [sys.executable, "-m", "rl.trainer.main", "@", str(run_dir.config)]
+
+    async def serve():
+        server = TrainerServer("127.0.0.1", 0)
+        status = Status(run_dir.status("orchestrator"), "orchestrator")
+        status.doing("serving logged batches", address=server.address)
+        trainer = await asyncio.create_subprocess_exec(*command, env=environment())
+
+        async def answer():
+            while True:
+                peer, request = await server.receive()
+                match request:
+                    case GetBatch(step):
+                        await server.reply(peer, BatchBytes(batches[step].read_bytes()))
+                    case Published():
+                        await server.reply(peer, Acknowledged(0))
+
+        answering = asyncio.create_task(answer())
+        code = await asyncio.wait_for(trainer.wait(), 240)
+        answering.cancel()
+        status.close()
+        server.close()
+        return code
+
+    assert asyncio.run(serve()) == 0
+    return run_dir
+
+
+def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    for name, text in (("t.toml", TRAINER), ("o.toml", ORCHESTRATOR), ("i.toml", INFERENCE)):
+        (tmp_path / name).write_text(text)
+    run = tmp_path / "outputs" / "run"
+
+    process = start_rl(tmp_path)
+    deadline = time.monotonic() + 240
+    while 8 not in numbered(run / "weights") and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 143, output
+    assert "--resume" in output
+    assert ours(tmp_path) == []
+    newest = max(numbered(run / "weights"))
+    assert 8 <= newest < STEPS and list(numbered(run / "checkpoints")) == [5], output
+
+    code, output = finish(start_rl(tmp_path))
+    assert code != 0 and "--resume" in output and "--clean" in output
+
+    code, output = finish(start_rl(tmp_path, "--resume"))
+    assert code == 0, output
+    assert ours(tmp_path) == []
+    metrics = read_metrics(run / "metrics.jsonl")
+    rewards = [metrics[step, "orchestrator"]["reward/mean"] for step in range(1, STEPS + 1)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+    assert metrics[STEPS, "eval"]["eval/first-half/reward_mean"] > metrics[0, "eval"]["eval/first-half/reward_mean"] + 0.15
+    assert (
+        max(metrics[step, "trainer"]["mismatch_kl/mean"] for step in range(1, STEPS + 1) if metrics[step, "orchestrator"]["lag/max"] == 0)
+        < 1e-3
+    )
+    assert max(metrics[step, "orchestrator"]["lag/mean"] for step in range(1, STEPS + 1)) <= 1  # a group that is overtaken may lag more
+    assert (run / "curves.png").stat().st_size > 10_000
+
+    config = from_toml(run / "config.toml")
+    again = train_uninterrupted(config, numbered(run / "batches", ".batch"), "again")
+    for version in range(1, STEPS + 1):
+        ours_file, theirs = run / "weights" / f"{version:06d}" / "model.safetensors", again.weights(version) / "model.safetensors"
+        assert ours_file.read_bytes() == theirs.read_bytes(), f"version {version} differs"
