@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rl.cli_help import field_tree, print_help
+from rl.cli_help import accepts_switch, field_tree, print_help, type_name
 from rl.config import RUN_WIDE, SECTIONS, RLConfig, check, warn_about
 
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
@@ -172,16 +172,18 @@ def did_you_mean(key: str) -> str:
     close = same_leaf or difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
     if not close:
         leaves = {name.split(".")[-1]: name for name in reversed(known)}
-        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, leaves, n=1, cutoff=0.6)]
+        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, leaves, n=1, cutoff=0.7)]
     return f"did you mean {' or '.join(close[:2])}?" if close else "see --help for all keys"
 
 
-def fault_lines(error: ValidationError, places: dict[str, str]) -> list[str]:
-    """Pydantic's findings in the user's terms: key, value, place, remedy."""
+def fault_lines(error: ValidationError, places: dict[str, str], known: set[str]) -> list[str]:
+    """Pydantic's findings in the user's terms: key, value, place, remedy. Without those about `known` keys."""
     lines = []
     for finding in error.errors():
         parts = [str(part) for part in finding["loc"]]
         key = ".".join(parts)
+        if any(f"{key}.".startswith(f"{name}.") for name in known):
+            continue
         named = [place for name, place in places.items() if name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.")]
         where = f" ({named[0]})" if named else ""
         if finding["type"] == "extra_forbidden":
@@ -195,6 +197,17 @@ def fault_lines(error: ValidationError, places: dict[str, str]) -> list[str]:
     return lines
 
 
+def switch_faults(line: CommandLine) -> dict[str, str]:
+    """Keys that are true or false but want another type: pydantic would take `--seed` without a value for 1."""
+    tree = field_tree(RLConfig)
+    faults = {}
+    for key, (value, place) in {**line.files, **line.flags}.items():
+        info = tree.get(".".join(part for part in canonical(key).split(".") if not part.isdigit()))
+        if isinstance(value, bool) and info and not accepts_switch(info.annotation):
+            faults[canonical(key)] = f"{key} ({place})\n    needs a value: {type_name(info.annotation)}"
+    return faults
+
+
 def report(faults: list[str]) -> str:
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     return "\n".join([f"{count} in the configuration", *(f"  {fault}" for fault in faults)])
@@ -203,13 +216,17 @@ def report(faults: list[str]) -> str:
 def build(line: CommandLine) -> RLConfig:
     """The checked configuration. Raises ConfigError with every fault at once."""
     nested, places = merge(line)
+    switches = switch_faults(line)
+    faults = list(switches.values())
     try:
         config = RLConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(report(fault_lines(error, places))) from None
-    faults = check(config)
+        faults += fault_lines(error, places, known=set(switches))
     if faults:
-        raise ConfigError(report([f"{key} = {value!r}\n    {remedy}" for key, value, remedy in faults]))
+        raise ConfigError(report(faults))
+    between = check(config)
+    if between:
+        raise ConfigError(report([f"{key} = {value!r}\n    {remedy}" for key, value, remedy in between]))
     return config
 
 

@@ -41,6 +41,11 @@ def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]
     return tree
 
 
+def accepts_switch(annotation: object) -> bool:
+    """Whether `--key` without a value can mean something: a bool, or a section that is switched on."""
+    return annotation is bool or model_in(annotation) is not None or any(map(accepts_switch, typing.get_args(annotation)))
+
+
 def type_name(annotation: object) -> str:
     """A type as a user would say it."""
     if typing.get_origin(annotation) is typing.Literal:

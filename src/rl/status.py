@@ -23,8 +23,8 @@ class Status:
     def __init__(self, path: Path, process: str):
         self.path = path
         self.fields: dict[str, Any] = {"process": process, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        self.stopped, self.writing = threading.Event(), threading.Lock()
         self.doing("starting")
-        self.stopped = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def doing(self, what: str, **more: Any) -> None:
@@ -35,8 +35,10 @@ class Status:
         self._write()
 
     def close(self) -> None:
+        """Takes the status away; a beat that is under way does not bring it back."""
         self.stopped.set()
-        self.path.unlink(missing_ok=True)
+        with self.writing:
+            self.path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT_S):
@@ -44,8 +46,15 @@ class Status:
 
     def _write(self) -> None:
         # A status is for the eyes of others: a full disk must not end the process through it.
-        with contextlib.suppress(OSError):
+        with self.writing, contextlib.suppress(OSError):
+            if self.stopped.is_set():
+                return
             write_status(self.path, {**self.fields, "heartbeat": time.time()})
+
+
+def reachable(host: str) -> str:
+    """The name under which others find a socket that is bound to `host`: for a wildcard, this machine's."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
 def write_status(path: Path, fields: dict[str, Any]) -> None:

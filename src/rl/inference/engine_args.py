@@ -1,0 +1,106 @@
+"""Checks `[inference.vllm]` against vLLM's own argument parser, so that every vLLM argument works and no list of them lives here."""
+
+import argparse
+import difflib
+import json
+from argparse import Namespace
+from typing import Any
+
+OWNED = {
+    "model": "model.name",
+    "tokenizer": "model.name",
+    "served_model_name": "model.name",
+    "max_model_len": "model.max_model_len",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "chat_template": "model.chat_template",
+    "seed": "seed",
+    "host": "inference.host",
+    "port": "inference.port",
+}
+"""vLLM arguments that say the same as a setting of ours -> that setting."""
+
+FIXED = {
+    "logprobs_mode": "training needs the logprobs of the distribution that was sampled from (processed_logprobs)",
+    "worker_extension_cls": "the worker extension loads the weights",
+    "api_server_count": "one API process stamps the policy versions",
+    "uds": "the server binds inference.host and inference.port",
+    "config": "put its keys into [inference.vllm]",
+    "headless": "the server of a run answers HTTP",
+    "grpc": "the server of a run answers HTTP",
+}
+"""vLLM arguments that cannot be changed -> why."""
+
+
+class EngineArgsError(Exception):
+    """Some of `[inference.vllm]` is wrong; the message lists every fault."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """vLLM's server parser, raising EngineArgsError instead of ending the process."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class RaisingParser(FlexibleArgumentParser):
+        def error(self, message: str) -> None:
+            raise EngineArgsError(message)
+
+    return make_arg_parser(RaisingParser())
+
+
+def to_flags(action: argparse.Action, value: Any) -> list[str]:
+    """The command line that says `value` (from TOML) to one argument. Raises EngineArgsError when it cannot be said."""
+    flag = action.option_strings[0]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise EngineArgsError("takes true or false")
+        if value:
+            return [flag]
+        negative = [option for option in action.option_strings if option.startswith("--no-")]
+        return negative[:1]
+    if isinstance(value, list) and action.nargs in ("+", "*"):
+        return [flag, *map(str, value)]
+    if isinstance(value, list | dict):
+        return [f"{flag}={json.dumps(value)}"]
+    return [f"{flag}={value}"]
+
+
+def parse_one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) -> Any:
+    """`value` as vLLM's own parser reads it."""
+    try:
+        return getattr(parser.parse_args(to_flags(action, value)), action.dest)
+    except EngineArgsError as error:
+        reason = str(error).partition(": ")
+        raise EngineArgsError(reason[2] if reason[0].startswith("argument ") else str(error)) from None
+    except (ValueError, TypeError) as error:
+        raise EngineArgsError(str(error)) from None
+
+
+def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Namespace:
+    """All arguments of vLLM's server: vLLM's defaults, then `defaults` (ours, trusted), then `given` (the user's, `_` or `-` in keys).
+
+    Raises EngineArgsError that lists every fault of `given`, each with key, value and remedy.
+    """
+    parser = make_parser()
+    actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    args = parser.parse_args([])
+    for name, value in (defaults or {}).items():
+        setattr(args, name, value)
+    faults = []
+    for key, value in given.items():
+        name, said = key.replace("-", "_"), f"inference.vllm.{key} = {value!r}"
+        if name in OWNED:
+            faults.append(f"{said}: set {OWNED[name]} instead")
+        elif name in FIXED:
+            faults.append(f"{said}: cannot be set, {FIXED[name]}")
+        elif name not in actions:
+            near = difflib.get_close_matches(name, actions, n=1)
+            faults.append(f"{said}: vLLM has no such argument" + (f"; did you mean {near[0]}?" if near else ""))
+        else:
+            try:
+                setattr(args, name, parse_one(parser, actions[name], value))
+            except EngineArgsError as error:
+                faults.append(f"{said}: {error}")
+    if faults:
+        raise EngineArgsError("\n".join(faults))
+    return args

@@ -1,0 +1,125 @@
+"""The HTTP routes that we add to vLLM's app: /generate, /load_weights, /status, /ready."""
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import Meta, Struct
+from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from rl.inference.engine import VersionedEngine
+from rl.inference.weight_files import WeightsError
+
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class Sampling(Struct, forbid_unknown_fields=True):
+    """How to sample; what is not given is neutral (the model's generation_config.json is not consulted)."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[TokenId] = []
+    stop: list[str] | str = []
+
+
+class GenerateRequest(Struct, forbid_unknown_fields=True):
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling: Sampling
+
+
+class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
+    policy_version: Annotated[int, Meta(ge=0)]
+    path: str
+
+
+def reply(status: int, content: Any) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def refuse(status: int, kind: str, message: str, **more: Any) -> Response:
+    """Every error of these routes has this form."""
+    return reply(status, {"error": {"type": kind, "message": message, **more}})
+
+
+def to_sampling_params(sampling: Sampling) -> SamplingParams:
+    """vLLM's parameters: one final output, the logprob of the sampled token alone, and text only where stop strings need it."""
+    return SamplingParams(
+        **msgspec.structs.asdict(sampling),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+async def unless_disconnected(request: Request, work: Any) -> Any:
+    """The result of `work`, or None once the client has gone: then it is cancelled. The body must have been read before."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(listen_for_disconnect(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
+    router = APIRouter()
+    max_model_len = engine.model_config.max_model_len
+
+    @router.post("/generate")
+    async def generate(request: Request) -> Response:
+        """Tokens in, tokens out, each with its logprob and its policy version."""
+        try:
+            body = msgspec.json.decode(await request.body(), type=GenerateRequest)
+            num_tokens = len(body.token_ids)
+            if num_tokens >= max_model_len:
+                message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} holds prompt and answer together"
+                return refuse(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
+            params = to_sampling_params(body.sampling)
+            sampled = await unless_disconnected(request, engine.sample(body.token_ids, params))
+        except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
+            return refuse(400, "bad_request", str(error))
+        except asyncio.CancelledError:
+            return refuse(503, "stopping", "the server ends; repeat the request elsewhere or later")
+        return reply(200, sampled)
+
+    @router.post("/load_weights")
+    async def load_weights(request: Request) -> Response:
+        """Puts a policy version in place of the one that is served; goes on to the end even if the client leaves."""
+        try:
+            body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
+            pause_s, stage_s = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
+        except msgspec.DecodeError as error:
+            return refuse(400, "bad_request", str(error))
+        except WeightsError as error:
+            return refuse(422, "bad_weights", str(error), policy_version=engine.policy_version)
+        return reply(200, {"policy_version": body.policy_version, "pause_s": pause_s, "stage_s": stage_s})
+
+    @router.get("/status")
+    async def status() -> Response:
+        return reply(
+            200,
+            {
+                "policy_version": engine.policy_version,
+                "loading": engine.loading,
+                "served_model": served_model_name,
+                "max_model_len": max_model_len,
+                "num_running": engine.get_num_unfinished_requests(),
+            },
+        )
+
+    @router.get("/ready")
+    async def ready(policy_version: int) -> Response:
+        loaded = engine.policy_version
+        return reply(200 if policy_version == loaded else 503, {"policy_version": loaded})
+
+    return router

@@ -1,0 +1,205 @@
+"""vLLM's OpenAI server with our engine and our routes, in this process and one engine process."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl.inference.engine_args import parse_engine_args
+from rl.status import reachable
+
+ENGINE_WATCH_S = 0.1
+"""How often the engine is looked at; vLLM's own watchdog takes up to 5 s and exits with code 0."""
+
+CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 128
+"""Sequences that the KV cache on the CPU is laid out for, and vLLM's block there (tokens); more of them wait, none fails."""
+
+KEEP_ALIVE_S = 600
+"""Idle HTTP connections stay open longer than any client keeps them, so that no request meets a connection that is being closed."""
+
+
+def cpu_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a server without GPU; must be set before vllm or torch is imported.
+
+    Without OMP_NUM_THREADS vLLM reduces torch to one thread. Its in-process executor, 50% faster than the multi-process one on few
+    cores, is only taken with VLLM_ENABLE_V1_MULTIPROCESSING=0 (the engine core is a process of its own all the same). GOMP_SPINCOUNT: by
+    default threads that wait for each other spin for milliseconds; with other work on the same two cores, 64 answers of 16 tokens took
+    35-64 s so, 10-22 s with this (load 3 to 9, not a controlled comparison).
+    """
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "GOMP_SPINCOUNT": "10000",
+    }
+
+
+def common_environment() -> dict[str, str]:
+    """Environment of every server: no usage is reported to anyone, and forked processes do not warn about tokenizer threads."""
+    return {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """vLLM arguments that suit the CPU, where the user says nothing else.
+
+    Eager: compiling takes a minute at every start and saves a quarter of the time of a token.
+    """
+    defaults: dict[str, Any] = {"enforce_eager": True}
+    parallel = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
+    if all(value == 1 for key, value in engine_args.items() if key.replace("-", "_") in parallel):
+        defaults["distributed_executor_backend"] = "uni"
+    return defaults
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        raise OSError(error.errno, f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+    return sock
+
+
+def cpu_kv_cache_bytes(config: Any) -> int:
+    """Memory for KV on the CPU: CPU_KV_SEQUENCES sequences that are half full, at most a sixth of the machine.
+
+    vLLM would take nine tenths of the machine, which the trainer shares, and would touch all of it at start (1.5 s a GiB).
+    """
+    model, parallel = config.model_config, config.parallel_config
+    values_per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    sequence = (model.max_model_len // 2 + CPU_KV_BLOCK) * values_per_token * model.dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory // 6))
+
+
+@contextmanager
+def running_engine(args: Namespace, policy_version: int, expected: Any):
+    """The engine, its process started; ended on the way out."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from rl.inference.engine import VersionedEngine
+
+    context = UsageContext.OPENAI_API_SERVER
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+    if config.device_config.device_type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
+    engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
+    try:
+        engine.set_model(policy_version, expected)
+        yield engine
+    finally:
+        engine.shutdown(timeout=0)
+
+
+async def build_app(engine: Any, args: Namespace) -> Any:
+    """vLLM's FastAPI app with our routes in front of its own."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_vllm_app
+
+    from rl.inference.routes import make_router
+
+    tasks = await engine.get_supported_tasks()
+    app = build_vllm_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    app.include_router(make_router(engine, args.served_model_name[0]))
+    return app
+
+
+async def engine_death(engine: Any) -> str:
+    """Returns, when the engine can no longer be used, why."""
+    while not engine.errored and not engine.broken:
+        await asyncio.sleep(ENGINE_WATCH_S)
+        # While a swap runs `broken` is set in advance; it counts once the swap has ended.
+        while engine.loading is not None and not engine.errored:
+            await asyncio.sleep(ENGINE_WATCH_S)
+    return engine.broken or "the engine process died; its last lines are above"
+
+
+async def run(args: Namespace, sock: socket.socket, policy_version: int, on_ready: Callable[[str], None]) -> str:
+    """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or ""."""
+    import uvicorn
+    from vllm.entrypoints.launchers.launcher import NoSignalServer
+
+    from rl.inference.weight_files import read_tensors
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    expected = read_tensors(Path(args.model))
+    with running_engine(args, policy_version, expected) as engine:
+        await engine.collective_rpc("die_with", args=(os.getpid(),))
+        app = await build_app(engine, args)
+        server = NoSignalServer(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S))
+        app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        death = asyncio.create_task(engine_death(engine))
+        stopped = asyncio.create_task(stop.wait())
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
+        fault = death.result() if death.done() else ""
+        # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
+        server.should_exit = server.force_exit = True
+        await serving
+        death.cancel()
+        stopped.cancel()
+        return fault
+
+
+def serve(
+    *,
+    model_path: str,
+    served_model_name: str,
+    host: str,
+    port: int,
+    max_model_len: int,
+    dtype: str,
+    policy_version: int,
+    engine_args: dict[str, Any],
+    on_ready: Callable[[str], None],
+    on_cpu: bool,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+) -> int:
+    """Runs the server in this process and returns its exit code; `on_ready` gets the address. Raises EngineArgsError first of all.
+
+    `policy_version` is that of the weights at `model_path`; `engine_args` are the user's, by vLLM's names.
+    """
+    ours = {
+        "model": model_path,
+        "served_model_name": [served_model_name],
+        "host": host,
+        "max_model_len": max_model_len,
+        "dtype": dtype,
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+        "chat_template": chat_template,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rl.inference.worker.WeightLoader",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: sys.exit(0))  # while it starts; unwinds, so that the engine process ends too
+    args = parse_engine_args(engine_args, ours | (cpu_defaults(engine_args) if on_cpu else {}))
+    sock = bind(host, port)
+    args.port = sock.getsockname()[1]
+    import uvloop
+
+    fault = uvloop.run(run(args, sock, policy_version, on_ready))
+    if fault:
+        print(f"inference: {fault}", file=sys.stderr, flush=True)
+    return 1 if fault else 0

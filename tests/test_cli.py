@@ -1,0 +1,259 @@
+"""From arguments and files to a configuration, or to a message with every fault."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl.cli import ConfigError, build, from_toml, load_config, parse_args, to_toml
+
+ENV = ["--orchestrator.environment.id", "e"]
+
+
+def config(*args: str):
+    return build(parse_args([*ENV, *args]))
+
+
+def faults(*args: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        build(parse_args(list(args)))
+    return str(error.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a TOML file and returns its path."""
+
+    def write(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--bogus", "1"], "bogus = 1 (--bogus)\n    unknown key; see --help for all keys"),
+        (["--trainer.optim.lrr", "1"], "trainer.optim.lrr = 1 (--trainer.optim.lrr)\n    unknown key; did you mean trainer.optim.lr?"),
+        (["--group_size", "4"], "group_size = 4 (--group_size)\n    unknown key; did you mean orchestrator.group_size?"),
+        (["--max-step", "4"], "max_step = 4 (--max-step)\n    unknown key; did you mean max_steps?"),
+        (["--temperature", "1"], "unknown key; did you mean orchestrator.eval.sampling.temperature or orchestrator.sampling.temperature?"),
+        (["--max_steps", "0"], "max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1"),
+        (["--max_steps", "many"], "max_steps = 'many' (--max_steps)\n    Input should be a valid integer"),
+        (["--steps", "0"], "max_steps = 0 (--steps)"),
+        (["--learning_rate", "-1"], "trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0"),
+        (["--model.dtype", "int4"], "model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'"),
+        (["--trainer.optim.schedule", "step"], "Input should be 'constant', 'linear' or 'cosine'"),
+        (["--trainer.optim.betas", "[0.9]"], "trainer.optim.betas.1 (--trainer.optim.betas)\n    is missing; set it"),
+        (["--seed"], "seed (--seed)\n    needs a value: int"),
+        (["--name", "--seed", "1"], "name (--name)\n    needs a value: str"),
+        (["--trainer-gpus"], "trainer.gpus (--trainer-gpus)\n    needs a value: int|list[int]"),
+        (["--orchestrator.batch_size", "63"], "orchestrator.batch_size = 63\n    must be a multiple of orchestrator.group_size = 8; 64 is"),
+        (["--orchestrator.group_size", "1"], "orchestrator.group_size = 1 (--orchestrator.group_size)"),
+        (["--orchestrator.sampling.max_tokens", "2048"], "leaves no room for a prompt in model.max_model_len = 2048"),
+        (["--orchestrator.sampling.temperature", "0"], "orchestrator.sampling.temperature = 0"),
+        (["--orchestrator.sampling.top_p", "1.5"], "orchestrator.sampling.top_p = 1.5"),
+        (["--name", "a/b"], "name = 'a/b'\n    is a directory's name: no slash"),
+        (["--name", ".hidden"], "name = '.hidden'\n    is a directory's name"),
+        (["--trainer.loss.ratio_high", "0.01"], "trainer.loss.ratio_high = 0.01\n    must be above trainer.loss.ratio_low"),
+        (["--trainer-gpus", "a,b"], 'trainer.gpus = \'a,b\' (--trainer-gpus)\n    give a count (2) or a list of ids ("0,1")'),
+        (["--trainer-gpus", "0,1", "--inference-gpus", "1,2"], "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),
+        (["--inference.port", "70000"], "inference.port = 70000 (--inference.port)\n    Input should be less than or equal to 65535"),
+        (["--trainer.checkpoint.interval", "0"], "trainer.checkpoint.interval = 0"),
+        (["--trainer.weights.keep_last", "1"], "trainer.weights.keep_last = 1"),
+        (["--max_steps", "5", "--steps", "6"], "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    are one setting with two values"),
+        (["--trainer.max_steps", "5", "--max_steps", "6"], "trainer.max_steps = 5 (--trainer.max_steps) and max_steps = 6 (--max_steps)"),
+        (["--learning_rate", "1", "--trainer.optim.lr", "2"], "learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2"),
+        (["--seed.x", "1"], "seed"),
+        (["--seed", "1", "--seed.x", "1"], "seed.x = 1 (--seed.x)\n    `seed` is a value, not a table"),
+        (["stray"], "stray: not understood; give files as `@ file.toml` and settings as `--key value`"),
+        (["@"], "@ needs a file behind it"),
+        (["--trainer", "@"], "--trainer @ needs a file behind it"),
+        (["@", "/nowhere/x.toml"], "/nowhere/x.toml: no such file"),
+        (["@/tmp"], "/tmp: not readable as TOML"),
+    ],
+)  # fmt: skip
+def test_faults(args, message):
+    assert message in faults(*ENV, *args)
+
+
+def test_every_fault_is_listed_at_once(file):
+    path = file("run.toml", 'max_steps = 0\nnope = 1\n[trainer.optim]\nlr = "x"\n[orchestrator]\nbatch_size = -1\n')
+    said = faults("@", path, "--model.dtype", "int4", *ENV)
+    assert said.startswith("5 faults in the configuration\n")
+    for fault in (
+        f"max_steps = 0 ({path})",
+        f"nope = 1 ({path})",
+        f"trainer.optim.lr = 'x' ({path})",
+        "orchestrator.batch_size = -1",
+        "model.dtype",
+    ):
+        assert fault in said
+
+
+def test_a_forgotten_value_is_one_fault_beside_the_others():
+    said = faults(*ENV, "--name", "--max_steps", "0", "--seed")
+    assert said.count("\n  ") - said.count("\n    ") == 3 and said.startswith("3 faults")
+
+
+def test_faults_between_settings_are_listed_at_once():
+    said = faults("--orchestrator.batch_size", "3", "--name", "a/b")
+    assert said.startswith("3 faults in the configuration\n")
+    assert "orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name" in said
+
+
+def test_two_environments_of_one_name(file):
+    path = file("o.toml", '[[environment]]\nid = "a/x"\n[[environment]]\nid = "b/x@2"\n')
+    assert "orchestrator.environment.1.name = 'x'\n    is taken by another one" in faults("--orchestrator", "@", path)
+
+
+def test_a_flag_into_one_of_several_environments_needs_its_number(file):
+    path = file("o.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\n')
+    assert "which of the 2 is meant? Put its number before `weight`: 0 to 1" in faults(
+        "--orchestrator", "@", path, "--orchestrator.environment.weight", "2"
+    )
+    built = build(parse_args(["--orchestrator", "@", path, "--orchestrator.environment.1.weight", "2"]))
+    assert [env.weight for env in built.orchestrator.environment] == [1.0, 2.0]
+
+
+def test_broken_toml_names_file_and_line(file):
+    path = file("run.toml", "max_steps = \n")
+    assert f"{path}: not readable as TOML: Invalid value (at line 1" in faults("@", path)
+
+
+def test_files_merge_left_to_right_and_flags_win(file):
+    a = file("a.toml", "seed = 1\nmax_steps = 10\nmax_lag = 3\n[trainer.optim]\nlr = 1e-5\n")
+    b = file("b.toml", "max_steps = 20\n[trainer.optim]\nwarmup_steps = 2\n")
+    both = config("@", a, "@", b, "--seed", "7")
+    assert (both.seed, both.max_steps, both.max_lag) == (7, 20, 3)
+    assert (both.trainer.optim.lr, both.trainer.optim.warmup_steps) == (1e-5, 2)
+    assert config("--seed", "7", "@", b, "@", a).max_steps == 10
+
+
+def test_a_flag_wins_over_another_spelling_in_a_file(file):
+    path = file("t.toml", "max_steps = 10\nlearning_rate = 1e-5\n")
+    built = config("--trainer", "@", path, "--steps", "3", "--trainer.optim.lr", "1e-4")
+    assert (built.max_steps, built.trainer.optim.lr) == (3, 1e-4)
+
+
+def test_the_same_value_twice_is_no_fault(file):
+    path = file("t.toml", "max_steps = 10\n")
+    assert config("--trainer", "@", path, "--orchestrator", f"@{path}").max_steps == 10
+
+
+def test_two_files_that_say_different_things_about_one_setting(file):
+    t, o = file("t.toml", "max_steps = 10\n"), file("o.toml", "max_steps = 11\n")
+    assert f"trainer.max_steps = 10 ({t}) and orchestrator.max_steps = 11 ({o})" in faults("--trainer", "@", t, "--orchestrator", "@", o)
+
+
+def test_at_with_and_without_a_space(file):
+    path = file("run.toml", "seed = 5\n")
+    section = file("t.toml", "[optim]\nlr = 1e-3\n[model]\nname = 'm'\n")
+    for args in (["@", path, "--trainer", "@", section], [f"@{path}", "--trainer", f"@{section}"]):
+        built = config(*args)
+        assert (built.seed, built.trainer.optim.lr, built.model.name) == (5, 1e-3, "m")
+
+
+def test_one_and_several_environments(file):
+    one = file("one.toml", '[environment]\nid = "owner/name@0.1.0"\nargs = { difficulty = "hard" }\n')
+    built = build(parse_args(["--orchestrator", "@", one]))
+    assert [(env.id, env.args, env.label) for env in built.orchestrator.environment] == [
+        ("owner/name@0.1.0", {"difficulty": "hard"}, "name")
+    ]
+    assert built.name == "name-SmolLM2-135M-Instruct"
+    several = file("two.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\nweight = 3\n[[eval]]\ninterval = 5\n')
+    built = build(parse_args(["--orchestrator", "@", several]))
+    assert built.name == "x+y-SmolLM2-135M-Instruct"
+    assert [(entry.id, entry.label, entry.interval) for entry in built.orchestrator.eval] == [("x", "x", 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("3", 3),
+        ("true", True),
+        ("abc", "abc"),
+        ("[1, 2]", [1, 2]),
+        ("1979-05-27", "1979-05-27"),
+        ("a b", "a b"),
+        ("'3'", "3"),
+    ],
+)
+def test_flag_values(text, value):
+    assert parse_args(["--orchestrator.environment.args.x", text]).flags["orchestrator.environment.args.x"][0] == value
+    assert parse_args([f"--orchestrator.environment.args.x={text}"]).flags["orchestrator.environment.args.x"][0] == value
+
+
+def test_switches_and_resume():
+    line = parse_args(["--clean", "--resume", "40", "--wandb"])
+    assert (line.switches, line.resume, line.flags["wandb"][0]) == ({"clean"}, 40, True)
+    assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
+    assert parse_args(["--resume", "@", "/dev/null"]).resume == -1
+
+
+def test_wandb_is_a_switch_and_a_table():
+    assert config().wandb is None and config("--wandb", "false").wandb is None
+    assert config("--wandb").wandb.project == "rl"
+    assert config("--wandb", "--wandb.project", "p").wandb.project == "p" == config("--wandb.project", "p", "--wandb").wandb.project
+
+
+def test_the_resolved_configuration_says_the_same(tmp_path):
+    args = [
+        *("--wandb", "--trainer-gpus", "0,1", "--inference-gpus", "2", "--trainer.loss.ratio_cap", "inf"),
+        *("--orchestrator.eval.sampling.temperature", "0", "--inference.vllm", "{ max_num_seqs = 8, rope = { a = [1, 2] } }"),
+        *("--orchestrator.environment.args", "{ s = 'ü\"', n = [] }"),
+    ]
+    built = config(*args)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(built))
+    assert from_toml(path) == built
+    assert to_toml(from_toml(path)) == to_toml(built)
+
+
+def test_what_truncates_sampling_is_warned_about(capsys):
+    with pytest.warns(UserWarning, match=r"orchestrator.sampling.top_p = 0.9: .* importance ratios come out below 1"):
+        load_config([*ENV, "--orchestrator.sampling.top_p", "0.9"])
+
+
+def test_a_fault_ends_the_program_with_2(capsys):
+    with pytest.raises(SystemExit) as error:
+        load_config([*ENV, "--bogus", "1"])
+    assert error.value.code == 2
+    assert capsys.readouterr().err == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see --help for all keys\n"
+
+
+def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from rl.main import main; sys.exit(main())", *args], capture_output=True, text=True
+    )
+    return done, time.perf_counter() - began
+
+
+def test_help_is_quick_and_complete():
+    results = [command("--help") for _ in range(3)]
+    done = results[0][0]
+    assert done.returncode == 0 and done.stderr == ""
+    for text in ("--trainer.optim.lr float = 1e-06", "--max_steps int = 100", "[orchestrator.eval]", "--resume [STEP]", "--inference.vllm"):
+        assert text in done.stdout
+    assert min(seconds for _, seconds in results) < 1.0
+
+
+def test_dry_run_prints_the_configuration_and_makes_nothing(tmp_path):
+    done, _ = command(*ENV, "--dry-run", "--output_dir", str(tmp_path / "o"), "--seed", "3")
+    assert done.returncode == 0 and not (tmp_path / "o").exists()
+    path = tmp_path / "again.toml"
+    path.write_text(done.stdout)
+    assert from_toml(path).seed == 3
+
+
+def test_schema_is_json_with_the_docstrings():
+    done, _ = command("--schema")
+    schema = json.loads(done.stdout)
+    assert schema["properties"]["max_steps"]["description"] == "Optimizer steps. `steps` is an alias."
+    assert schema["additionalProperties"] is False and "OptimConfig" in schema["$defs"]

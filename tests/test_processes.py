@@ -1,0 +1,199 @@
+"""Supervision with real processes: whatever happens to a child or to the parent, nobody is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.processes import Children, last_lines, next_log, start
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def wait_for(condition, timeout_s: float = 10.0):
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def pids_in(path: Path, count: int) -> list[int]:
+    wait_for(lambda: path.exists() and len(path.read_text().split()) >= count)
+    return [int(word) for word in path.read_text().split()]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_output_goes_to_the_log_of_the_attempt(tmp_path):
+    assert next_log(tmp_path, "trainer").name == "trainer-1.log"
+    child = start(
+        "trainer",
+        python("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"),
+        dict(os.environ),
+        next_log(tmp_path, "trainer"),
+    )
+    child.process.wait()
+    assert (child.exit_code, child.ending()) == (3, "ended with exit code 3")
+    assert sorted(last_lines(child.log)) == ["err", "out"]
+    (tmp_path / "trainer-10.log").touch()
+    (tmp_path / "trainer-extra-70.log").touch()
+    assert next_log(tmp_path, "trainer").name == "trainer-11.log"
+    assert next_log(tmp_path, "inference").name == "inference-1.log"
+
+
+def test_the_ending_names_the_signal(tmp_path):
+    child = start("x", python("import os; os.kill(os.getpid(), 9)"), dict(os.environ), tmp_path / "x-1.log")
+    child.process.wait()
+    assert child.ending() == "was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`)"
+
+
+def test_a_child_has_its_own_session_and_cores_and_no_bytecode_ban(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.getsid(0) == os.getpid(), os.sched_getaffinity(0), os.environ.get('PYTHONDONTWRITEBYTECODE'))"
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    child = start("x", python(code), env, tmp_path / "x-1.log", [core])
+    child.process.wait()
+    assert last_lines(child.log) == [f"True {{{core}}} None"]
+
+
+def test_last_lines_end_before_torchruns_own_account(tmp_path):
+    log = tmp_path / "trainer-1.log"
+    lines = [
+        *(f"line {i}" for i in range(30)),
+        "ValueError: boom",
+        "E1 14:11 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)",
+        "noise",
+    ]
+    log.write_text("\n".join(lines))
+    assert last_lines(log) == [*(f"line {i}" for i in range(11, 30)), "ValueError: boom"]
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Runs code in a parent process of its own: being a subreaper and its signal handlers stay out of pytest."""
+    started = []
+
+    def run(code: str) -> subprocess.Popen:
+        prelude = f"import os, sys, time, signal\nfrom pathlib import Path\nfrom rl.processes import *\ntmp = Path({str(tmp_path)!r})\n"
+        process = subprocess.Popen(python(prelude + code), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+STUBBORN = (
+    "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), file=open({path!r}, 'a'), flush=True); time.sleep(60)"
+)
+
+
+def test_stop_kills_what_ignores_sigterm_and_what_left_its_group(driver, tmp_path):
+    """A child that ignores SIGTERM, with a grandchild in its own session, as torchrun's workers are, that ignores it too."""
+    pids = tmp_path / "pids"
+    stubborn = STUBBORN.format(path=str(pids))
+    code = f"""
+children = Children()
+nested = "import subprocess as s, sys; s.Popen([sys.executable, '-c', " + repr({stubborn!r}) + "], start_new_session=True);" + {stubborn!r}
+children.start("a", [sys.executable, "-c", nested], dict(os.environ), tmp)
+while not (tmp / "pids").exists() or len((tmp / "pids").read_text().split()) < 2: time.sleep(0.02)
+began = time.monotonic()
+print(children.stop(deadline_s=0.5), time.monotonic() - began < 3)
+"""
+    parent = driver(code)
+    assert parent.communicate(timeout=20)[0] == "[] True\n"
+    assert not any(alive(pid) for pid in pids_in(pids, 2))
+
+
+def test_stop_reaps_orphans_and_spares_what_was_there_before(driver, tmp_path):
+    code = """
+import subprocess
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+children = Children()
+orphan = "import os, time\\nif os.fork() == 0: time.sleep(60)"
+child = children.start("a", [sys.executable, "-c", orphan], dict(os.environ), tmp)
+child.process.wait()
+import psutil
+children.stop(deadline_s=0.5)
+print(helper.poll(), [p.pid for p in psutil.Process().children(recursive=True)] == [helper.pid])
+helper.kill()
+"""
+    assert driver(code).communicate(timeout=20)[0] == "None True\n"
+
+
+def test_sigkill_of_the_parent_ends_children_and_their_workers(driver, tmp_path):
+    """The children are bound by start(), a worker in its own session below them by die_with_parent()."""
+    pids = tmp_path / "pids"
+    note = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True);"
+    worker = "from rl.processes import die_with_parent; die_with_parent();" + note + SLEEP
+    agent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True);" + note + SLEEP
+    code = f"""
+children = Children()
+children.start("plain", [sys.executable, "-c", {note + SLEEP!r}], dict(os.environ), tmp)
+children.start("agent", [sys.executable, "-c", {agent!r}], dict(os.environ), tmp)
+time.sleep(60)
+"""
+    parent = driver(code)
+    found = pids_in(pids, 3)
+    assert all(alive(pid) for pid in found)
+    parent.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in found), timeout_s=5)
+
+
+def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
+    gone = subprocess.Popen(python("pass"))
+    gone.wait()
+    code = "from rl.processes import die_with_parent; die_with_parent(); print('still here')"
+    env = {**os.environ, "RL_PARENT_PID": str(gone.pid)}
+    result = subprocess.run(python(code), env=env, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (143, "")
+    env = {**os.environ, "RL_PARENT_PID": str(os.getpid())}
+    assert subprocess.run(python(code), env=env, capture_output=True, text=True).stdout == "still here\n"
+    del env["RL_PARENT_PID"]
+    assert subprocess.run(python(code), env=env, capture_output=True, text=True).stdout == "still here\n"
+
+
+def test_first_signal_stops_second_kills_at_once(driver, tmp_path):
+    pids = tmp_path / "pids"
+    code = f"""
+children = Children()
+children.stop_on_signals()
+children.start("a", [sys.executable, "-c", {STUBBORN.format(path=str(pids))!r}], dict(os.environ), tmp)
+print("up", flush=True)
+try:
+    time.sleep(60)
+except Stopped as stop:
+    print("stopping by", stop, flush=True)
+    children.stop(deadline_s=60)
+"""
+    parent = driver(code)
+    assert parent.stdout.readline() == "up\n"
+    (pid,) = pids_in(pids, 1)
+    parent.send_signal(signal.SIGINT)
+    assert parent.stdout.readline() == "stopping by SIGINT\n"
+    assert alive(pid)
+    began = time.monotonic()
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=10) == 130
+    assert time.monotonic() - began < 5 and not alive(pid)
+
+
+def test_nothing_to_stop_is_quick():
+    began = time.monotonic()
+    children = Children.__new__(Children)
+    children.children, children.others, children.stopping = [], set(), False
+    assert children.stop() == [] and time.monotonic() - began < 0.2
