@@ -53,12 +53,13 @@ def test_a_step_appears_when_both_sides_have_reported(tmp_path):
     assert screen.look() == ""
     screen.write(1, "trainer", TRAINER)
     assert screen.look() == (
-        "  step  reward      loss  entropy  mismatch    grad   lag   tok/s    time  of that waiting\n"
-        "     1   0.219   -0.0123    1.250   1.2e-05   0.457  0.50    1234    12.3  4.1 wait_for_batch\n"
+        "  step  reward    eval      loss  entropy  mismatch    grad   lag   tok/s    time  of that waiting\n"
+        "     1   0.219       -   -0.0123    1.250   1.2e-05   0.457  0.50    1234    12.3  4.1 wait_for_batch\n"
     )
     screen.write(2, "trainer", {"loss/mean": float("nan")})
+    screen.write(0, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(2, "orchestrator", {"reward/mean": 1.0, "lag/mean": 0})
-    assert screen.look() == "     2   1.000         -        -         -       -  0.00       -       -\n"
+    assert screen.look().endswith("     2   1.000   0.250         -        -         -       -  0.00       -       -\n")
     assert screen.look() == ""
 
 
@@ -161,7 +162,7 @@ def test_on_a_terminal_lines_scroll_above_a_bar(tmp_path, monkeypatch):
     screen.write(1, "orchestrator", {"reward/mean": 0.5})
     screen.write(1, "trainer", TRAINER)
     said = screen.look()
-    assert "     1   0.500   -0.0123" in said and "step 1/9, batch 2 24/64" in said and "orchestrator: filling batch 2" in said
+    assert "     1   0.500       -   -0.0123" in said and "step 1/9, batch 2 24/64" in said and "orchestrator: filling batch 2" in said
     screen.console.close()
     screen.console.say("plain again")
     assert screen.out.getvalue().endswith("plain again\n") and "\x1b[?25h" in screen.out.getvalue()

@@ -18,6 +18,7 @@ from rl.status import read_status
 PROCESSES = ("inference", "orchestrator", "trainer")
 COLUMNS = (  # heading, source, metric, width, format
     ("reward", "orchestrator", "reward/mean", 7, ".3f"),
+    ("eval", "eval", "newest", 7, ".3f"),
     ("loss", "trainer", "loss/mean", 9, ".4f"),
     ("entropy", "trainer", "entropy/mean", 8, ".3f"),
     ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e"),
@@ -41,9 +42,16 @@ def header() -> str:
     return f"{'step':>6}{names}  of that waiting"
 
 
-def step_line(step: int, orchestrator: Line, trainer: Line) -> str:
-    """One line of the table, about a step that both sides have reported."""
-    lines = {"orchestrator": orchestrator, "trainer": trainer}
+def newest_eval(lines: dict[tuple[int, str], Line], step: int) -> float | None:
+    """Mean over the evaluations of the newest version that was evaluated until `step`."""
+    versions = [version for version, source in lines if source == "eval" and version <= step]
+    rewards = [value for key, value in lines[max(versions), "eval"].items() if key.endswith("/reward_mean")] if versions else []
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def step_line(step: int, orchestrator: Line, trainer: Line, evaluated: float | None = None) -> str:
+    """One line of the table, about a step that both sides have reported; `evaluated` is the newest eval's reward."""
+    lines = {"orchestrator": orchestrator, "trainer": trainer, "eval": {"newest": evaluated}}
     cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec in COLUMNS)
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
@@ -130,7 +138,7 @@ class Console:
     def _show_step(self, step: int) -> None:
         if not self.printed_steps:
             self.say(header())
-        self.say(step_line(step, self.lines[step, "orchestrator"], self.lines[step, "trainer"]))
+        self.say(step_line(step, self.lines[step, "orchestrator"], self.lines[step, "trainer"], newest_eval(self.lines, step)))
         self.shown.add(step)
         self.printed_steps += 1
         every = self.config.orchestrator.show_rollout_every
