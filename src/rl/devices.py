@@ -150,7 +150,7 @@ def split(config: RLConfig, box: Machine) -> Split:
     trainer_env["OMP_NUM_THREADS"] = str(max(1, threads(trainer_cores, box) // ranks))
     inference_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in inference_gpus)}
     if not trainer_gpus:
-        trainer_env |= MALLOC
+        trainer_env |= MALLOC | {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait for each other must not spin on cores that vLLM needs
     if not inference_gpus:
         inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
     return Split(

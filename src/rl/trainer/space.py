@@ -1,0 +1,19 @@
+"""Room on a file system, asked for before a large write: safetensors and torch report a full disk in ways that nobody recognises."""
+
+import errno
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+SLACK_BYTES = 1 << 16
+"""Headers, manifests and the other small files."""
+
+
+def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
+    """Raises OSError (no space left) when the whole tensors, all shards together, do not fit into the file system of `directory`."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"no space left: {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free", str(directory))

@@ -1,0 +1,84 @@
+"""Policy versions on disk: Hugging Face folders that transformers and vLLM load as they are."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl.files import remove_directory, write_directory
+from rl.run_dir import numbered
+from rl.trainer.config import WeightsConfig
+from rl.trainer.distributed import World
+from rl.trainer.space import require_space
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
+
+
+def publish(model: PreTrainedModel, path: Path, base: Path, dtype: torch.dtype, world: World) -> None:
+    """Writes the model's weights as `dtype` and the other files of the base model to `path`, complete by rename. Every rank calls this."""
+    tensors = gather_weights(model, dtype, world)
+    if not world.is_main:
+        return
+
+    def fill(folder: Path) -> None:
+        require_space(folder, tensors.values())
+        save_file(revert_weight_conversion(model, tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        copy_files(base, folder, model, dtype)
+
+    write_directory(path, fill)
+
+
+@torch.no_grad()
+def gather_weights(model: PreTrainedModel, dtype: torch.dtype, world: World) -> dict[str, Tensor]:
+    """Whole tensors by name, cast before they travel, one at a time; rank 0 keeps them, on the CPU. A tied head is named once."""
+    persistent = model.state_dict().keys()
+    named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent)]
+    tensors = {}
+    for name, value in named:
+        value = value.detach()
+        value = value.to(dtype) if value.is_floating_point() else value
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if world.is_main:
+            tensors[name] = whole.cpu().contiguous()
+    return tensors
+
+
+def copy_files(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Tokenizer, generation config and the rest of the base model's small files, and its config with the right dtype."""
+    for file in base.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((base / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.setdefault("architectures", [type(model).__name__])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def delete_old_versions(directory: Path, config: WeightsConfig, oldest_needed: int, checkpoint_step: int) -> None:
+    """Keeps what `kept_versions` says."""
+    versions = numbered(directory)
+    kept = kept_versions(list(versions), config, oldest_needed, checkpoint_step)
+    for version, path in versions.items():
+        if version not in kept:
+            remove_directory(path)
+
+
+def kept_versions(versions: list[int], config: WeightsConfig, oldest_needed: int, checkpoint_step: int) -> set[int]:
+    """The newest `keep_last`, what something waits for, multiples of `keep_every`, and the newest checkpoint's: there a resume starts."""
+    newest = set(sorted(versions)[-config.keep_last :])
+    return {
+        version
+        for version in versions
+        if version in newest
+        or version >= oldest_needed
+        or version == checkpoint_step
+        or (config.keep_every and version % config.keep_every == 0)
+    }

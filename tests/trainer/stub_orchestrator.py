@@ -1,0 +1,53 @@
+"""The orchestrator's side of the wire over a fixed list of batches: the real transport, nothing else of the orchestrator."""
+
+import asyncio
+import threading
+import time
+
+from rl.batch_log import encode_batch
+from rl.messages import Acknowledged, BatchBytes, NotReady, Published, RunEnded, TrainBatch
+from rl.run_dir import RunDir
+from rl.status import write_status
+from rl.transport import TrainerServer
+
+
+class StubOrchestrator:
+    """Serves `batches`, then says that the run has ended. A context manager; `published` lists the versions announced."""
+
+    def __init__(self, run_dir: RunDir, batches: list[TrainBatch], oldest_needed: int = 1_000_000):
+        self.run_dir, self.oldest_needed = run_dir, oldest_needed
+        self.batches = {batch.step: encode_batch(batch, {}) for batch in batches}
+        self.published: list[tuple[int, str]] = []
+        self.asked: list[int] = []
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
+
+    def __enter__(self) -> "StubOrchestrator":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        self.thread.join()
+
+    async def serve(self) -> None:
+        server = TrainerServer("127.0.0.1", 0)
+        status = {"address": server.address, "heartbeat": time.time(), "doing": "serving"}
+        write_status(self.run_dir.status("orchestrator"), status)
+        while not self.stopping.is_set():
+            try:
+                peer, request = await asyncio.wait_for(server.receive(), 0.2)
+            except TimeoutError:
+                continue
+            await server.reply(peer, self.answer(request))
+        server.close()
+
+    def answer(self, request):
+        if isinstance(request, Published):
+            self.published.append((request.version.policy_version, request.version.path))
+            return Acknowledged(self.oldest_needed)
+        self.asked.append(request.step)
+        if self.asked.count(request.step) == 1 and request.step == 1:
+            return NotReady("the first answer of a test")
+        data = self.batches.get(request.step)
+        return BatchBytes(data) if data else RunEnded("no more batches")

@@ -1,0 +1,159 @@
+"""The real trainer process on the real wire: end to end, resumed, and on two ranks."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl.cli import to_toml
+from rl.config import RLConfig
+from rl.files import write_file
+from rl.metrics import read_metrics
+from rl.run_dir import numbered
+from rl.status import hold_role
+from rl.trainer import checkpoint
+from rl.trainer.config import OptimConfig
+from rl.trainer.model import load_policy
+from rl.trainer.optim import make_optimizer
+from tests.trainer.samples import make_batch
+from tests.trainer.stub_orchestrator import StubOrchestrator
+
+STEPS = 5
+TRAINER = ["-m", "rl.trainer.main"]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAINER]
+
+
+def make_config(root, model, **trainer) -> RLConfig:
+    config = RLConfig.model_validate(
+        {
+            "name": "run",
+            "output_dir": str(root),
+            "max_steps": STEPS,
+            "model": {"name": str(model), "dtype": "float32"},
+            "orchestrator": {"environment": [{"id": "test"}]},
+            "trainer": {
+                "optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
+                "micro_batch_tokens": 128,
+                "checkpoint": {"interval": 2},
+                "weights": {"keep_last": 10},
+                "batch_timeout_s": 60,
+            }
+            | trainer,
+        }
+    )
+    write_file(config.run_dir.config, to_toml(config).encode())
+    return config
+
+
+def batches(last=STEPS):
+    """Batch 2 has a single group: fewer trees than ranks."""
+    return [make_batch(step, groups=1 if step == 2 else 4) for step in range(1, last + 1)]
+
+
+def start_trainer(config, command=TRAINER):
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, *command, f"@{config.run_dir.config}"]
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_trainer(config, command=TRAINER, code=0) -> str:
+    with start_trainer(config, command) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def straight(tied_folder, tmp_path_factory):
+    """A run of all steps in one go, and what it announced."""
+    config = make_config(tmp_path_factory.mktemp("straight"), tied_folder)
+    with StubOrchestrator(config.run_dir, batches()) as orchestrator:
+        run_trainer(config)
+    return config.run_dir, orchestrator
+
+
+def test_end_to_end(straight):
+    run_dir, orchestrator = straight
+    assert orchestrator.published == [(v, str(run_dir.weights(v))) for v in range(1, STEPS + 1)]
+    assert list(numbered(run_dir.weights_dir)) == [1, 2, 3, 4, 5]
+    assert list(numbered(run_dir.checkpoints)) == [4, 5]  # every 2 and the last; keep_last = 2
+    assert not run_dir.status("trainer").exists()
+    lines = read_metrics(run_dir.metrics)
+    assert list(lines) == [(step, "trainer") for step in range(1, STEPS + 1)]
+    for line in lines.values():
+        expected = "loss/mean entropy/mean mismatch_kl/mean mismatch_kl/max masked_fraction optim/grad_norm optim/lr perf/tokens_per_s"
+        expected += " perf/peak_memory_gib perf/shared_token_fraction time/step time/wait_for_batch time/forward_backward"
+        expected += " time/optimizer time/publish_weights time/checkpoint"
+        assert {*expected.split()} <= {key for key, value in line.items() if value is not None}
+    assert [line["optim/lr"] for line in lines.values()] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4])
+
+
+def test_versions_are_complete_models(straight, tied_folder):
+    run_dir, _ = straight
+    model = AutoModelForCausalLM.from_pretrained(run_dir.weights(STEPS))
+    assert model.config.architectures == ["LlamaForCausalLM"] and model.dtype.is_floating_point
+    assert AutoTokenizer.from_pretrained(run_dir.weights(STEPS)).chat_template
+    assert "lm_head.weight" not in load_file(run_dir.weights(STEPS) / "model.safetensors")  # tied: written once
+    before, after = (load_file(folder / "model.safetensors") for folder in (tied_folder, run_dir.weights(STEPS)))
+    assert before.keys() == after.keys() and all((before[k] != after[k]).any() for k in before if "norm" not in k)
+
+
+def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, tmp_path):
+    """Ended after step 3, resumed after its weights are lost and its newest checkpoint is damaged: steps 3 to 5 are done (again)."""
+    config = make_config(tmp_path, tied_folder)
+    run_dir = config.run_dir
+    with StubOrchestrator(run_dir, batches(3)):
+        assert "the run has ended: no more batches" in run_trainer(config)
+    assert list(numbered(run_dir.checkpoints)) == [2, 3]  # 3: saved when the run ended
+    damaged = run_dir.checkpoint(3) / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for version in (2, 3):
+        (run_dir.weights(version) / "model.safetensors").unlink()
+        run_dir.weights(version).rename(run_dir.weights(version).with_suffix(".gone"))
+    with StubOrchestrator(run_dir, batches()) as orchestrator:
+        assert "checkpoint 3 is damaged" in run_trainer(config)
+    assert [version for version, _ in orchestrator.published] == [2, 3, 4, 5]
+    assert orchestrator.asked == [3, 4, 5]
+    for version in range(1, STEPS + 1):
+        ours, theirs = (d.weights(version) / "model.safetensors" for d in (run_dir, straight[0]))
+        assert ours.read_bytes() == theirs.read_bytes(), version
+
+
+def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
+    """And the checkpoint that two ranks wrote loads on one."""
+    config = make_config(tmp_path, tied_folder)
+    with StubOrchestrator(config.run_dir, batches()):
+        run_trainer(config, TWO_RANKS)
+    ours, theirs = (read_metrics(run_dir.metrics) for run_dir in (config.run_dir, straight[0]))
+    for key, line in theirs.items():
+        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "mismatch_kl/mean", "mismatch_kl/max", "masked_fraction"):
+            assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
+    ours, theirs = (load_file(run_dir.weights(STEPS) / "model.safetensors") for run_dir in (config.run_dir, straight[0]))
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    model = load_policy(str(tied_folder), config.model, "sdpa", False, world)
+    found = checkpoint.newest_sound(config.run_dir.checkpoints, world)
+    assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS
+    assert all((weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters())
+
+
+def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
+    config = make_config(tmp_path, tmp_path / "nowhere")
+    assert "nowhere': no such folder; give" in run_trainer(config, code=1)
+    config = make_config(tmp_path, tied_folder)
+    lock = hold_role(config.run_dir.lock("trainer"), "trainer")
+    assert "trainer of this run is already running" in run_trainer(config, code=1)
+    os.close(lock)
+
+
+def test_sigterm_ends_it_with_143(tmp_path, tied_folder):
+    config = make_config(tmp_path, tied_folder)
+    with start_trainer(config) as process:
+        while not config.run_dir.status("trainer").exists():
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=10) == 143
