@@ -1,5 +1,5 @@
 from rl.messages import TrainBatch, VersionSpan
-from rl.orchestrator.batches import MAX_REFILL, batch_metrics, choose, judge, write_eval
+from rl.orchestrator.batches import MAX_REFILL, batch_metrics, choose, judge, room, write_eval
 from rl.orchestrator.rollouts import Group, Rollout, Turn
 from rl.orchestrator.samples import group_samples
 
@@ -31,14 +31,29 @@ def test_judge_names_the_reason():
 
 def test_oldest_groups_first_and_not_before_the_batch_is_full():
     groups = [group(5, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 1.0)]
-    assert choose(groups, 3) is None
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 2)] == [1, 3]
+    assert choose(groups, 3, 0) is None
+    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 2, 5)] == [1, 3]
 
 
 def test_short_batch_after_three_batches_worth_of_groups():
     silent = [group(i, 0.0, 0.0) for i in range(MAX_REFILL * 2)]
-    assert choose(silent, 2) is None
-    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 2)] == [9]
+    assert choose(silent, 2, 0) is None
+    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 2, 0)] == [9]
+
+
+def test_no_short_batch_while_groups_are_playing():
+    finished = [*(group(i, 0.0, 0.0) for i in range(MAX_REFILL * 2 - 1)), group(9, 1.0, 0.0)]
+    assert choose(finished, 2, 1) is None
+
+
+def test_room_is_what_batches_lack_and_ends_with_the_refills():
+    signal, silent = [group(0, 1.0, 0.0)], [group(i, 0.0, 0.0) for i in range(1, 40)]
+    assert room([], 4, 0, 1) == 4 and room([], 4, 3, 2) == 5 and room(signal, 4, 3, 1) == 0
+    assert room(signal + silent[:3], 4, 0, 1) == 3  # replaced
+    assert room(signal + silent[:9], 4, 1, 1) == 1  # 12 groups for a batch of 4 at most
+    assert room(signal + silent[:9], 4, 2, 1) == 0
+    assert room(silent, 4, 0, 1) == 4  # nothing to train on yet
+    assert room(signal, 4, 0, -1) < 0
 
 
 def test_metrics_count_every_rollout_and_lag_by_token():

@@ -17,8 +17,9 @@ from rl.status import reachable
 ENGINE_WATCH_S = 0.1
 """How often the engine is looked at; vLLM's own watchdog takes up to 5 s and exits with code 0."""
 
-CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 128
-"""Sequences that the KV cache on the CPU is laid out for, and vLLM's block there (tokens); more of them wait, none fails."""
+CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
+"""Sequences that the KV cache on the CPU is laid out for (more of them wait, none fails), and the tokens of a block. Only whole blocks are
+shared, so vLLM's 128 there would compute a short prompt once for every rollout of its group: 64 answers took 4.6 s instead of 3.2."""
 
 KEEP_ALIVE_S = 600
 """Idle HTTP connections stay open longer than any client keeps them, so that no request meets a connection that is being closed."""
@@ -50,7 +51,7 @@ def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
 
     Eager: compiling takes a minute at every start and saves a quarter of the time of a token.
     """
-    defaults: dict[str, Any] = {"enforce_eager": True}
+    defaults: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_KV_BLOCK}
     parallel = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
     if all(value == 1 for key, value in engine_args.items() if key.replace("-", "_") in parallel):
         defaults["distributed_executor_backend"] = "uni"

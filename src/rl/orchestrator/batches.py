@@ -57,12 +57,25 @@ def judge(group: Group) -> Group:
     return group
 
 
-def choose(finished: list[Group], num_groups: int) -> list[Group] | None:
-    """The groups of the next batch, oldest first; None while it is not full. Short once MAX_REFILL batches' worth were played for it."""
+def choose(finished: list[Group], num_groups: int, num_playing: int) -> list[Group] | None:
+    """The groups of the next batch, oldest first; None while it is not full.
+
+    Short once MAX_REFILL batches' worth were played for it, but not while groups are playing: they would age by a version.
+    """
     usable = sorted((group for group in finished if group.why is None), key=lambda group: group.group_id)
     if len(usable) >= num_groups:
         return usable[:num_groups]
-    return usable if usable and len(finished) >= MAX_REFILL * num_groups else None
+    return usable if usable and not num_playing and len(finished) >= MAX_REFILL * num_groups else None
+
+
+def room(finished: list[Group], num_groups: int, num_playing: int, batches_ahead: int) -> int:
+    """How many groups may be started when `batches_ahead` batches may still be sampled: as many as they lack, and with their
+    replacements at most MAX_REFILL times as many in all, unless there is not one to train on yet."""
+    usable = sum(group.why is None for group in finished)
+    lacking = batches_ahead * num_groups - usable - num_playing
+    if not usable:
+        return lacking
+    return min(lacking, batches_ahead * MAX_REFILL * num_groups - len(finished) - num_playing)
 
 
 def commit(run_dir: RunDir, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, temperature: float) -> TrainBatch:

@@ -144,11 +144,12 @@ class Orchestrator:
     # Generation ---------------------------------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """How many groups may be started now: the lag bound at the head of this file, and the run's end."""
-        per_batch = self.config.groups_per_batch
-        waiting = len(self.in_flight) + sum(group.why is None for group in self.pending.groups)
+        """How many groups may be started now: the lag bound at the head of this file, the run's end, and the limit of refills."""
         ahead = min(self.loaded + 1 + self.config.max_lag, self.final) - self.newest
-        return ahead * per_batch - waiting
+        return batches.room(self.pending.groups, self.config.groups_per_batch, len(self.in_flight), ahead)
+
+    def full_batch(self) -> list[Group] | None:
+        return batches.choose(self.pending.groups, self.config.groups_per_batch, len(self.in_flight))
 
     async def generate(self) -> None:
         """Loop. Consumes tasks, produces groups in flight; waits for room, unblocked by a loaded version or a finished group."""
@@ -197,7 +198,7 @@ class Orchestrator:
         self.silent_rewards = [] if group.why is None else self.silent_rewards + rewards
 
     def _complete_batches(self) -> None:
-        while self.newest < self.final and (used := self._fresh(batches.choose(self.pending.groups, self.config.groups_per_batch))):
+        while self.newest < self.final and (used := self._fresh(self.full_batch())):
             self.commit_batch(used)
         self._check_progress()
 
@@ -207,7 +208,7 @@ class Orchestrator:
         old = [group for group in used or [] if (group.oldest_version or 0) < limit]
         for group in old:
             group.why = "stale"
-        return used if not old else self._fresh(batches.choose(self.pending.groups, self.config.groups_per_batch))
+        return used if not old else self._fresh(self.full_batch())
 
     def commit_batch(self, used: list[Group]) -> None:
         """Makes the next batch of `used`; groups dropped until now are settled with it."""
