@@ -63,7 +63,7 @@ def play(config, model, *, steps=None, stub_options=None, during=None):
         newest = config.run_dir.newest_weights()
         stub.policy_version = newest.policy_version if newest else 0
         async with stub:
-            trainer = asyncio.create_task(asyncio.to_thread(train, config, steps or range(1, config.max_steps + 1)))
+            trainer = asyncio.create_task(asyncio.to_thread(train, config, range(1, config.max_steps + 1) if steps is None else steps))
             runner = asyncio.create_task(run(config, status, str(model)))
             if during:
                 await during(stub, runner)

@@ -179,7 +179,8 @@ class ClassicEnvironment:
     async def _guarded(self, play: Any, client: RolloutClient, count: int, timeout_s: float) -> list[Rollout]:
         """The one broad catch around rollouts: an environment may raise anything, and that is a failed rollout, not a failed run."""
         try:
-            outputs = await asyncio.wait_for(play, timeout_s)
+            async with asyncio.timeout(timeout_s):  # not wait_for, which in Python 3.11 can swallow a cancellation
+                outputs = await play
         except TimeoutError:
             return [Rollout(stop="timeout", error=f"timeout: longer than orchestrator.rollout_timeout_s = {timeout_s:.0f}")] * count
         except Exception as error:

@@ -134,7 +134,8 @@ class Orchestrator:
         """After an early end the trainer still has to hear of it: it asks for one batch more."""
         if self.end_reason:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.told_end.wait(), LAST_WORD_S)
+                async with asyncio.timeout(LAST_WORD_S):
+                    await self.told_end.wait()
         await asyncio.sleep(0.5)  # lets the answer leave
 
     async def pool_failure(self) -> None:
@@ -266,8 +267,8 @@ class Orchestrator:
     async def answer_batch(self, server: TrainerServer, peer: bytes, step: int) -> None:
         """Answers with the batch, or that there will be none, or within a few seconds that it is not ready."""
         try:
-            async with self.changed:
-                await asyncio.wait_for(self.changed.wait_for(lambda: step <= self.newest or step > self.final), ANSWER_WITHIN_S)
+            async with asyncio.timeout(ANSWER_WITHIN_S), self.changed:
+                await self.changed.wait_for(lambda: step <= self.newest or step > self.final)
         except TimeoutError:
             return await server.reply(peer, NotReady(self.status.fields["doing"]))
         if step > self.final:
@@ -324,11 +325,8 @@ class Orchestrator:
         while (version := self.next_version()) is None and self.loaded < self.final:
             newest = self.newest
             try:
-                async with self.changed:
-                    moved = self.changed.wait_for(
-                        lambda seen=newest: self.next_version() or self.newest > seen or self.loaded >= self.final
-                    )
-                    await asyncio.wait_for(moved, deadline_s)
+                async with asyncio.timeout(deadline_s), self.changed:
+                    await self.changed.wait_for(lambda seen=newest: self.next_version() or self.newest > seen or self.loaded >= self.final)
             except TimeoutError:
                 seen = read_status(self.run_dir.status("trainer"))
                 last = f"{time.time() - seen['heartbeat']:.0f} s ago: {seen['doing']}" if seen else "never"
