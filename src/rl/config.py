@@ -59,7 +59,8 @@ class RLConfig(Settings):
     seed: int = 0
     """Seeds the order of tasks and the trainer."""
     max_lag: int = Field(1, ge=0)
-    """How many policy versions a batch may be behind when it is sampled; 0 is on-policy."""
+    """How many batches sampling runs ahead of training, and so how many policy versions rollouts are behind; 0 is on-policy.
+    A slow rollout that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""
     model: ModelConfig = ModelConfig()
     wandb: Annotated[WandbConfig | None, BeforeValidator(wandb_switch)] = None
     """Log to Weights & Biases."""

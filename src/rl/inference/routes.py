@@ -30,11 +30,15 @@ class Sampling(Struct, forbid_unknown_fields=True):
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
+    """Body of `/generate`."""
+
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling: Sampling
 
 
 class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
+    """Body of `/load_weights`; the path is one that the server's machine sees."""
+
     policy_version: Annotated[int, Meta(ge=0)]
     path: str
 

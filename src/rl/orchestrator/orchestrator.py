@@ -11,8 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published,
 from rl.metrics import MetricsLog
 from rl.orchestrator import batches
 from rl.orchestrator.batches import OrchestratorState
+from rl.orchestrator.clock import StepClock
 from rl.orchestrator.config import EvalConfig
 from rl.orchestrator.inference_client import InferenceServers
 from rl.orchestrator.pending import PendingLog
@@ -120,10 +120,11 @@ class Orchestrator:
         log.info("inference has version %d", self.loaded)
         self.clock.start()
         self._complete_batches()
-        loops = [self.generate(), self.serve_trainer(server), self.pool_failure()]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(loop) for loop in loops]
             self.group = group
+            tasks = [group.create_task(loop) for loop in (self.serve_trainer(server), self.pool_failure())]
+            await self.catch_up()
+            tasks.append(group.create_task(self.generate()))
             await self.follow_policy()
             await self._tell_trainer()
             for task in [*tasks, *(play.task for play in self.in_flight.values())]:
@@ -287,12 +288,12 @@ class Orchestrator:
         return [config for config in self.config.orchestrator.eval if self.eval_due(config, version)]
 
     def next_version(self) -> WeightVersion | None:
-        """What inference should hold next: first every version that waits for an eval, in order, else the newest."""
+        """What inference should hold next: first every newer version that waits for an eval, in order, else the newest."""
         there = {number for number, version in self.versions.items() if Path(version.path).exists()}
-        waiting = [number for number in sorted(there) if number != self.loaded and self.evals_of(number)]
+        waiting = [number for number in sorted(there) if number > self.loaded and self.evals_of(number)]
         newest = max(there, default=0)
         number = waiting[0] if waiting else newest
-        return self.versions[number] if number != self.loaded and number in there else None
+        return self.versions[number] if number > self.loaded and number in there else None
 
     def oldest_needed(self) -> int:
         """The oldest version that is loaded, may be loaded again, or waits for its eval."""
@@ -312,11 +313,26 @@ class Orchestrator:
                 return
             if version is None:
                 continue
-            self.status.doing(f"loading version {version.policy_version} into inference")
-            self.clock.pause_s += await self.servers.load(version)
-            self.loaded = version.policy_version
+            await self.load(version)
             self.cancel_stale()
             await self.wake()
+
+    async def catch_up(self) -> None:
+        """Evaluates versions that an earlier process left unevaluated. Before any rollout: inference goes back to older versions for it."""
+        newest = self.loaded
+        for number in sorted(number for number, version in self.versions.items() if number < newest and Path(version.path).exists()):
+            if self.evals_of(number):
+                await self.load(self.versions[number])
+                for config in self.evals_of(number):
+                    await self.evaluate(config, number)
+        if self.loaded != newest:
+            await self.load(self.versions[newest])
+
+    async def load(self, version: WeightVersion) -> None:
+        """Has inference hold a version."""
+        self.status.doing(f"loading version {version.policy_version} into inference")
+        self.clock.pause_s += await self.servers.load(version)
+        self.loaded = version.policy_version
 
     async def _await_version(self) -> WeightVersion | None:
         """Waits for a version to load; None once there will be no other. The deadline starts anew with every batch: past the next one
@@ -367,42 +383,3 @@ class Orchestrator:
         waits = self.newest >= min(self.loaded + 1 + self.config.max_lag, self.final)
         doing = f"waiting for the trainer's version {self.loaded + 1}" if waits else f"filling batch {self.newest + 1}"
         self.status.doing(doing, batch=self.newest + 1, batch_done=min(done, size), batch_size=size, policy_version=self.loaded)
-
-
-class StepClock:
-    """Wall time between batches, and how much of it inference had nothing to do."""
-
-    def start(self) -> None:
-        self.since = self.idle_since = time.monotonic()
-        self.idle_s = self.pause_s = 0.0
-        self.num_busy = self.stale = 0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Inference has something to do inside."""
-        if self.num_busy == 0:
-            self.idle_s += time.monotonic() - self.idle_since
-        self.num_busy += 1
-        try:
-            yield
-        finally:
-            self.num_busy -= 1
-            if self.num_busy == 0:
-                self.idle_since = time.monotonic()
-
-    def lap(self, num_tokens: int) -> dict[str, float]:
-        """Metrics of the time since the last lap."""
-        now = time.monotonic()
-        idle_s = self.idle_s + (now - self.idle_since if self.num_busy == 0 else 0.0)
-        elapsed = max(now - self.since, 1e-9)
-        metrics = {
-            "time/batch": elapsed,
-            "time/pause_inference": self.pause_s,
-            "perf/generated_tokens_per_s": num_tokens / elapsed,
-            "perf/inference_idle_fraction": min(1.0, idle_s / elapsed),
-            "rollouts/stale_groups": self.stale,
-        }
-        self.since = self.idle_since = now
-        self.idle_s = self.pause_s = 0.0
-        self.stale = 0
-        return metrics

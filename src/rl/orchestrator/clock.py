@@ -1,0 +1,44 @@
+"""Where the orchestrator's time goes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepClock:
+    """Wall time between batches, and how much of it inference had nothing to do."""
+
+    def start(self) -> None:
+        self.since = self.idle_since = time.monotonic()
+        self.idle_s = self.pause_s = 0.0
+        self.num_busy = self.stale = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inference has something to do inside."""
+        if self.num_busy == 0:
+            self.idle_s += time.monotonic() - self.idle_since
+        self.num_busy += 1
+        try:
+            yield
+        finally:
+            self.num_busy -= 1
+            if self.num_busy == 0:
+                self.idle_since = time.monotonic()
+
+    def lap(self, num_tokens: int) -> dict[str, float]:
+        """Metrics of the time since the last lap."""
+        now = time.monotonic()
+        idle_s = self.idle_s + (now - self.idle_since if self.num_busy == 0 else 0.0)
+        elapsed = max(now - self.since, 1e-9)
+        metrics = {
+            "time/batch": elapsed,
+            "time/pause_inference": self.pause_s,
+            "perf/generated_tokens_per_s": num_tokens / elapsed,
+            "perf/inference_idle_fraction": min(1.0, idle_s / elapsed),
+            "rollouts/stale_groups": self.stale,
+        }
+        self.since = self.idle_since = now
+        self.idle_s = self.pause_s = 0.0
+        self.stale = 0
+        return metrics
