@@ -9,14 +9,14 @@ import pytest
 
 from rl.batch_log import decode_batch
 from rl.cli import build, parse_args
-from rl.files import write_directory
+from rl.files import CorruptFileError, write_directory
 from rl.messages import RunEnded, WeightVersion
 from rl.metrics import read_metrics
 from rl.orchestrator.main import run
 from rl.orchestrator.orchestrator import RunError
 from rl.orchestrator.workers import WorkerError
 from rl.run_dir import numbered
-from rl.status import Status
+from rl.status import Status, read_status
 from rl.transport import OrchestratorClient
 from tests.orchestrator.stub_inference import StubInference
 from tests.tiny_model import make_tiny_model
@@ -164,6 +164,37 @@ def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
     assert len(given[0].samples) == 8
     assert not any("error" in line for line in lines(config.run_dir.rollouts(1)))
     assert fail != "exit_once" or os.path.exists(tmp_path / "exited")
+
+
+def test_a_group_stays_on_one_of_several_servers(tmp_path, model):
+    config = make_config(tmp_path, "--max_steps", "1")
+
+    async def main():
+        async with StubInference(model, tmp_path / "a.json") as first, StubInference(model, tmp_path / "b.json") as second:
+            config.orchestrator.inference_urls = [read_status(tmp_path / name)["address"] for name in ("a.json", "b.json")]
+            status = Status(config.run_dir.status("orchestrator"), "orchestrator")
+            trainer = asyncio.create_task(asyncio.to_thread(train, config, [1]))
+            async with asyncio.timeout(120):
+                await run(config, status, str(model))
+            await trainer
+            status.close()
+            return [[body["token_ids"] for route, body in stub.log if route == "generate"] for stub in (first, second)]
+
+    served = asyncio.run(main())
+    for requests in served:  # a group of four sends one prompt four times
+        prompts = [tuple(ids) for ids in requests]
+        assert prompts and all(prompts.count(prompt) % 4 == 0 for prompt in prompts)
+
+
+def test_a_damaged_batch_is_named_and_the_run_can_go_on_before_it(tmp_path, model):
+    config = make_config(tmp_path, "--max_steps", "2")
+    play(config, model)
+    path = config.run_dir.batch(2)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptFileError, match=r"000002\.batch.*--resume 1"):
+        play(config, model, steps=[])
 
 
 def unwrap(error):
