@@ -6,9 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
-from rl.cli import load_config
+from rl.cli import load_config, to_toml
 from rl.config import RLConfig
-from rl.files import CorruptFileError
+from rl.files import CorruptFileError, write_file
 from rl.orchestrator.env_ids import EnvLoadError, check_installed
 from rl.orchestrator.inference_client import InferenceLostError, InferenceServers
 from rl.orchestrator.orchestrator import EvalEnv, Orchestrator, RunError
@@ -118,6 +118,8 @@ def main() -> None:
         for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
             check_installed(entry.id or "")
         _lock = hold_role(config.run_dir.lock("orchestrator"), "orchestrator")
+        if not config.run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
+            write_file(config.run_dir.config, to_toml(config).encode())
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
         log.info("ended: %s", asyncio.run(until_terminated(config, status, resolve_model(config.model))))
     except* (RunError, WorkerError, EnvLoadError, InferenceLostError, CorruptFileError, AlreadyRunningError, ModelError, OSError) as error:
