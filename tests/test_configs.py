@@ -1,5 +1,7 @@
 """Every configuration in the repository is valid, and means what its file name says."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ CONFIGS = sorted(Path("configs").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_is_valid_and_resolves_to_itself(path, tmp_path):
-    config = build(parse_args(["@", str(path)]))
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    assert from_toml(tmp_path / "config.toml") == config
+def test_dry_run_prints_a_configuration_that_resolves_to_itself(path, tmp_path):
+    rl = Path(sys.executable).parent / "rl"
+    done = subprocess.run([rl, "@", path, "--dry-run"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "config.toml").write_text(done.stdout)
+    config = from_toml(tmp_path / "config.toml")
+    assert config == build(parse_args(["@", str(path)])) and to_toml(config) == done.stdout
 
 
 @pytest.mark.parametrize(
