@@ -71,9 +71,9 @@ class WorkerPool:
             process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output)
         self.workers[setup.worker_id] = Worker(setup, process)
 
-    def watch(self, worker: Worker) -> None:
-        """From now on a death of this worker starts a new one."""
-        task = asyncio.create_task(self._revive(worker))
+    def watch(self, worker: Worker, timeout_s: float) -> None:
+        """From now on a death of this worker starts a new one, which has `timeout_s` to load its environment."""
+        task = asyncio.create_task(self._revive(worker, timeout_s))
         self.watchers.add(task)
         task.add_done_callback(self._unwatch)
 
@@ -87,7 +87,7 @@ class WorkerPool:
         result = {}
         for worker in list(self.workers.values()):
             result[worker.setup.env] = await self._wait_ready(worker, timeout_s)
-            self.watch(worker)
+            self.watch(worker, timeout_s)
         return result
 
     async def _wait_ready(self, worker: Worker, timeout_s: float) -> Ready:
@@ -105,16 +105,16 @@ class WorkerPool:
             raise WorkerError(f"the worker of environment {name} ended with code {code} while loading it; see {self.log_path}")
         raise WorkerError(f"environment {name} did not load within orchestrator.worker_timeout_s = {timeout_s:.0f}; see {self.log_path}")
 
-    async def _revive(self, worker: Worker) -> None:
+    async def _revive(self, worker: Worker, timeout_s: float) -> None:
         code = await worker.process.wait()
         worker_id = worker.setup.worker_id
         log.warning("worker %s ended with code %s; starting it anew (its output: %s)", worker_id, code, self.log_path)
         await asyncio.sleep(0.5)
         await self.start(worker.setup)
         revived = self.workers[worker_id]
-        ready = await self._wait_ready(revived, 120.0)
+        ready = await self._wait_ready(revived, timeout_s)
         log.info("worker %s is back with %d tasks", worker_id, ready.num_train)
-        self.watch(revived)
+        self.watch(revived, timeout_s)
         for play in [play for play in self.plays.values() if play.worker_id == worker_id]:
             play.kills += 1
             if play.kills >= MAX_KILLS:
