@@ -42,8 +42,8 @@ def test_shared_code_knows_the_packages_only_by_their_configuration():
         assert all(name.split(".")[2] == "config" for name in inside), f"{path}: {inside}"
 
 
-def test_verifiers_is_imported_in_one_file():
-    assert importers("verifiers") <= {"orchestrator/envs.py"}
+def test_verifiers_is_imported_in_one_package():
+    assert all(name.startswith("orchestrator/envs/") or name == "orchestrator/env_ids.py" for name in importers("verifiers"))
 
 
 def test_vllm_is_imported_in_one_package():

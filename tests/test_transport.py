@@ -78,9 +78,9 @@ def test_not_ready_then_the_batch(serve, tmp_path):
 
 
 def test_published_and_the_end_of_the_run(serve, tmp_path):
-    server = serve(lambda request: Acknowledged(2) if isinstance(request, Published) else RunEnded("solved"))
+    server = serve(lambda request: Acknowledged(2, [1]) if isinstance(request, Published) else RunEnded("solved"))
     trainer, _ = client(tmp_path)
-    assert trainer.published(WeightVersion(4, "/w/000004")) == 2
+    assert trainer.published(WeightVersion(4, "/w/000004")) == Acknowledged(2, [1])
     assert server.seen == [Published(WeightVersion(4, "/w/000004"))]
     assert trainer.get_batch(5) == RunEnded("solved")
 

@@ -7,6 +7,7 @@ right, flags win. A run-wide key inside a section is that run-wide key; two spel
 import difflib
 import sys
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,8 +15,9 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rl.cli_help import accepts_switch, field_tree, print_help, type_name
+from rl.cli_help import USAGE, accepts_switch, field_tree, print_help, type_name
 from rl.config import RUN_WIDE, SECTIONS, RLConfig, check, warn_about
+from rl.quick import made_quick
 
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
 DEVICE_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
@@ -85,7 +87,7 @@ def parse_args(args: list[str]) -> CommandLine:
             if word == "@" and not rest:
                 raise ConfigError("@ needs a file behind it")
             load(word[1:] or rest.pop(0))
-        elif word in ("-h", "--help", "--dry-run", "--schema", "--clean"):
+        elif word in ("-h", "--help", "--dry-run", "--schema", "--clean", "--quick"):
             line.switches.add(word.lstrip("-")[:1] if word == "-h" else word[2:])
         elif word == "--resume":
             line.resume = int(rest.pop(0)) if rest and rest[0].isdigit() else -1
@@ -168,7 +170,7 @@ def did_you_mean(key: str) -> str:
     known = list(field_tree(RLConfig)) + list(ALIASES)
     plain = ".".join(part for part in key.split(".") if not part.isdigit())
     last = plain.split(".")[-1]
-    same_leaf = [name for name in known if name.split(".")[-1] == last]
+    same_leaf = sorted((name for name in known if name.split(".")[-1] == last), key=lambda name: name.count("."))  # the general first
     close = same_leaf or difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
     if not close:
         leaves = {name.split(".")[-1]: name for name in reversed(known)}
@@ -213,8 +215,8 @@ def report(faults: list[str]) -> str:
     return "\n".join([f"{count} in the configuration", *(f"  {fault}" for fault in faults)])
 
 
-def build(line: CommandLine) -> RLConfig:
-    """The checked configuration. Raises ConfigError with every fault at once."""
+def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
+    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others."""
     nested, places = merge(line)
     switches = switch_faults(line)
     faults = list(switches.values())
@@ -224,9 +226,10 @@ def build(line: CommandLine) -> RLConfig:
         faults += fault_lines(error, places, known=set(switches))
     if faults:
         raise ConfigError(report(faults))
-    between = check(config)
+    config = made_quick(config) if "quick" in line.switches else config
+    between = [f"{key} = {value!r}\n    {remedy}" for key, value, remedy in check(config) if key not in optional]
     if between:
-        raise ConfigError(report([f"{key} = {value!r}\n    {remedy}" for key, value, remedy in between]))
+        raise ConfigError(report(between))
     return config
 
 
@@ -254,19 +257,25 @@ def fail(program: str, message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def load_config(args: list[str], program: str = "rl") -> tuple[RLConfig, CommandLine]:
-    """The configuration of a command. Ends the program for --help, --schema, --dry-run, and with code 2 for any fault."""
+def load_config(
+    args: list[str], program: str = "rl", *, usage: str = USAGE, given: Spelled | None = None, optional: Collection[str] = ()
+) -> tuple[RLConfig, CommandLine]:
+    """The configuration of a command. Ends the program for --help, --schema, --dry-run, and with code 2 for any fault.
+
+    `given` are settings that the command's own flags stand for; `optional` is as in `build`.
+    """
     try:
         if {"-h", "--help"} & set(args):
-            print_help(program, RLConfig)
+            print_help(program, RLConfig, usage)
             raise SystemExit(0)
         line = parse_args(args)
+        line.flags = (given or {}) | line.flags
         if "schema" in line.switches:
             import json
 
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line)
+        config = build(line, optional)
     except ConfigError as error:
         fail(program, str(error))
     warn_about(config)

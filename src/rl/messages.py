@@ -112,6 +112,8 @@ class Acknowledged(msgspec.Struct, tag=True):
     """`Published` has been noted. Versions below `oldest_needed` may be deleted: nothing waits for them any more."""
 
     oldest_needed: int
+    keep: list[int] = []
+    """Versions that an evaluation found best: kept, too."""
 
 
 Request = GetBatch | Published

@@ -31,11 +31,14 @@ MAY_CHANGE = (
     "trainer.weights.keep_every",
     "orchestrator.eval",
     "orchestrator.environment.*.workers",
+    "orchestrator.environment.*.max_generating",
+    "orchestrator.environment.*.max_scoring",
     "orchestrator.inference_urls",
     "orchestrator.host",
     "orchestrator.port",
     "orchestrator.rollout_retries",
     "orchestrator.show_rollout_every",
+    "orchestrator.worker_memory_gib",
     "inference",
     "*_timeout_s",
 )
@@ -231,4 +234,15 @@ def with_absolute_paths(config: RLConfig) -> RLConfig:
         config.model.name = os.path.abspath(os.path.expanduser(config.model.name))
     if config.model.chat_template:
         config.model.chat_template = os.path.abspath(os.path.expanduser(config.model.chat_template))
+    for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
+        for key in ("id", "dataset", "eval_dataset", "python", "reward"):
+            setattr(entry, key, absolute_path(getattr(entry, key)))
     return config
+
+
+def absolute_path(value: str | None) -> str | None:
+    """A setting that is spelled as a path (./x, ~/x, x.jsonl, x.py:function, .venvs/x/bin/python), absolute; a name stays one."""
+    if not value or not re.match(r"(\.{0,2}|~)/|\.venv|.*\.(py|jsonl)(:|$)", value):
+        return value
+    path, colon, name = value.partition(":")
+    return os.path.abspath(os.path.expanduser(path)) + colon + name

@@ -73,8 +73,12 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"{step:06d}"
 
+    @property
+    def evals(self) -> Path:
+        return self.root / "evals"
+
     def eval(self, policy_version: int, name: str) -> Path:
-        return self.root / "evals" / f"{policy_version:06d}" / f"{name}.jsonl"
+        return self.evals / f"{policy_version:06d}" / f"{name}.jsonl"
 
     def status(self, process: str) -> Path:
         return self.root / "status" / f"{process}.json"
@@ -100,7 +104,7 @@ class RunDir:
         # In this order a kill in between leaves a run that can be resumed: no checkpoint or pending group is ahead of the batches.
         later: list[tuple[Path, Path]] = []
         for directory, kind, suffix in [
-            (self.root / "evals", "evals", ""),
+            (self.evals, "evals", ""),
             (self.checkpoints, "checkpoints", ""),
             (self.weights_dir, "weights", ""),
             (self.batches, "batches", ".batch"),

@@ -42,9 +42,9 @@ class OrchestratorClient:
         reply = self._ask_until(GetBatch(step), f"batch {step}")
         return reply.data if isinstance(reply, BatchBytes) else reply
 
-    def published(self, version: WeightVersion) -> int:
-        """Announces a version. Returns the oldest version that something still waits for."""
-        return self._ask_until(Published(version), f"word that version {version.policy_version} was noted").oldest_needed
+    def published(self, version: WeightVersion) -> Acknowledged:
+        """Announces a version. Returns which versions something still waits for."""
+        return self._ask_until(Published(version), f"word that version {version.policy_version} was noted")
 
     def _ask_until(self, request: Request, what: str) -> BatchBytes | RunEnded | Acknowledged:
         since = time.monotonic()

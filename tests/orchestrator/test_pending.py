@@ -6,7 +6,7 @@ def make(path, ids):
     log = PendingLog(path)
     log.load(set())
     for group_id in ids:
-        log.append(Group(group_id=group_id, env="e", task=1, rollouts=[Rollout(reward=0.5)], advantages=[0.0], why=None))
+        log.append([Group(group_id=group_id, env="e", task=1, rollouts=[Rollout(reward=0.5)], advantages=[0.0], why=None)])
     return log
 
 

@@ -12,7 +12,7 @@ def turn(prompt, completion, version=0):
 
 def test_turns_that_continue_each_other_are_one_sample():
     rollout = Rollout(turns=[turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9, 9], [7], 6)], reward=1.0)
-    (sample,) = group_samples(Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5]), 0.7)
+    (sample,) = group_samples(Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5], temperature=0.7))
     assert sample.token_ids == [1, 2, 3, 4, 9, 9, 7]
     assert sample.loss_mask == [False, False, True, True, False, False, True]
     assert sample.logprobs == [0.0, 0.0, -0.1, -0.1, 0.0, 0.0, -0.1]

@@ -3,6 +3,7 @@ import torch
 
 from rl.config import ModelConfig
 from rl.files import CorruptFileError
+from rl.messages import Acknowledged
 from rl.run_dir import numbered
 from rl.trainer import checkpoint
 from rl.trainer.checkpoint import CheckpointMismatchError
@@ -92,9 +93,9 @@ def test_retention_of_checkpoints(tmp_path):
 def test_retention_of_versions(tmp_path):
     versions = list(range(1, 11))
     config = WeightsConfig(keep_last=3, keep_every=4)
-    assert kept_versions(versions, config, oldest_needed=10, checkpoint_step=2) == {2, 4, 8, 9, 10}
-    assert kept_versions(versions, WeightsConfig(), oldest_needed=6, checkpoint_step=0) == {6, 7, 8, 9, 10}
+    assert kept_versions(versions, config, Acknowledged(10, keep=[3]), checkpoint_step=2) == {2, 3, 4, 8, 9, 10}
+    assert kept_versions(versions, WeightsConfig(), Acknowledged(6), checkpoint_step=0) == {6, 7, 8, 9, 10}
     for version in versions:
         (tmp_path / f"{version:06d}").mkdir()
-    delete_old_versions(tmp_path, config, 10, 2)
+    delete_old_versions(tmp_path, config, Acknowledged(10), 2)
     assert list(numbered(tmp_path)) == [2, 4, 8, 9, 10]

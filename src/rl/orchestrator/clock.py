@@ -1,6 +1,7 @@
 """Where the orchestrator's time goes."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,8 @@ class StepClock:
     def start(self) -> None:
         self.since = self.idle_since = time.monotonic()
         self.idle_s = self.pause_s = 0.0
-        self.num_busy = self.stale = 0
+        self.num_busy = 0
+        self.stale = Counter[str]()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -36,9 +38,10 @@ class StepClock:
             "time/pause_inference": self.pause_s,
             "perf/generated_tokens_per_s": num_tokens / elapsed,
             "perf/inference_idle_fraction": min(1.0, idle_s / elapsed),
-            "rollouts/stale_groups": self.stale,
+            "rollouts/stale_groups": self.stale.total(),
+            **{f"rollouts/{env}/stale_groups": count for env, count in self.stale.items()},
         }
         self.since = self.idle_since = now
         self.idle_s = self.pause_s = 0.0
-        self.stale = 0
+        self.stale = Counter()
         return metrics

@@ -1,5 +1,7 @@
 """Settings of the orchestrator: environments, sampling, batches, evals."""
 
+import math
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -8,8 +10,8 @@ from rl.settings import Settings
 
 
 def short_name(env_id: str) -> str:
-    """`owner/name@version` without owner and version."""
-    return env_id.split("@")[0].split("/")[-1]
+    """`owner/name@version` without owner and version; a file's name without its ending."""
+    return Path(env_id.split("@")[0]).stem
 
 
 class SamplingConfig(Settings):
@@ -29,13 +31,13 @@ class SamplingConfig(Settings):
     """Strings that end a turn."""
 
 
-class EvalSamplingConfig(Settings):
-    """How eval rollouts are sampled; what is not given is as in training."""
+class SamplingOverrides(Settings):
+    """How one environment's rollouts are sampled; what is not given is as in orchestrator.sampling."""
 
     max_tokens: int | None = Field(None, ge=1)
     """New tokens a turn, at most."""
     temperature: float | None = Field(None, ge=0)
-    """Softmax temperature; 0 is greedy."""
+    """Softmax temperature; 0 is greedy, in evaluations only."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Nucleus sampling."""
     top_k: int | None = Field(None, ge=1)
@@ -46,45 +48,79 @@ class EvalSamplingConfig(Settings):
     """Strings that end a turn."""
 
 
-class EnvConfig(Settings):
-    """One `verifiers` environment that is trained on."""
+class EnvSource(Settings):
+    """An environment: an installed package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
 
-    id: str
-    """`name`, `owner/name` or `owner/name@version` of an installed environment."""
+    id: str | None = None
+    """`name`, `owner/name`, `owner/name@version` of an installed environment, classic or v1, or `./folder` of one that is not."""
+    dataset: str | None = None
+    """JSONL file or Hugging Face dataset of prompts and answers, scored by `reward`; for a NeMo Gym server its rows."""
+    eval_dataset: str | None = None
+    """Rows that evaluations use. Default: `dataset`."""
+    reward: str | None = None
+    """Reward function for `dataset`: `file.py:function` or `module:function`."""
+    system_prompt: str | None = None
+    """Put before every prompt of `dataset`."""
+    head_server: str | None = None
+    """Address of a NeMo Gym head server."""
     args: dict[str, Any] = {}
-    """Arguments of its load_environment()."""
-    weight: float = Field(1.0, gt=0)
-    """Its share of the groups, relative to the other environments'."""
-    workers: int = Field(1, ge=1)
-    """Processes that run its code."""
+    """Arguments of load_environment(), or the fields of a v1 taskset's config."""
+    set_kwargs: dict[str, Any] = {}
+    """Attributes set on a classic environment after loading, such as max_total_completion_tokens."""
     name: str | None = None
     """Its name in metrics and files. Default: the id without owner and version."""
+    workers: int = Field(1, ge=1)
+    """Processes that run its code."""
+    python: str | None = None
+    """Interpreter of a virtual environment of its own, for dependencies that clash with ours: `.venvs/x/bin/python`."""
+    max_generating: int = Field(-1, ge=-1)
+    """Rollouts that are generated at once, over all workers; -1: no limit."""
+    max_scoring: int = Field(-1, ge=-1)
+    """Rollouts that are scored at once, over all workers; -1: no limit."""
+    timeout_s: float | None = Field(None, gt=0)
+    """How long generating one rollout may take, and again scoring it. Default: orchestrator.rollout_timeout_s."""
+    sampling: SamplingOverrides = SamplingOverrides()
 
     @property
     def label(self) -> str:
-        return self.name or short_name(self.id)
+        return self.name or short_name(self.id or self.dataset or "environment")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What is played, without how often and under which name: equal for entries that can share workers."""
+        return self.model_dump(include=set(EnvSource.model_fields) - {"name", "workers", "sampling"})
 
 
-class EvalConfig(Settings):
+class EnvConfig(EnvSource):
+    """One environment that is trained on."""
+
+    weight: float = Field(1.0, gt=0)
+    """Its share of the rollouts, relative to the other environments'."""
+    group_size: int | None = Field(None, ge=2)
+    """Rollouts of one task. Default: orchestrator.group_size."""
+    max_samples: int = Field(-1, ge=-1)
+    """Train on the first so many tasks only; -1: all."""
+
+
+class EvalConfig(EnvSource):
     """An evaluation on held-out examples: before the first step, every `interval` steps, and after the last."""
 
-    id: str | None = None
-    """Environment id. Default: the first training environment, which then also lends its args."""
-    args: dict[str, Any] = {}
-    """Arguments of its load_environment()."""
     interval: int = Field(10, ge=1)
     """Steps between evaluations."""
     num_examples: int = Field(-1, ge=-1)
     """Examples of the environment's eval dataset; -1: all."""
     samples: int = Field(1, ge=1)
     """Rollouts an example."""
-    sampling: EvalSamplingConfig = EvalSamplingConfig()
-    name: str | None = None
-    """Its name in metrics and files. Default: the id without owner and version."""
+    target: float = math.inf
+    """End the run when this evaluation's mean reward reaches it."""
 
-    @property
-    def label(self) -> str:
-        return self.name or short_name(self.id or "eval")
+
+def lend(env: EnvConfig, entry: EvalConfig) -> None:
+    """Fills an evaluation that names no environment of its own with a training environment's settings, where it has none."""
+    for key in EnvSource.model_fields:
+        if key not in ("sampling", "workers", "name") and getattr(entry, key) == EvalConfig.model_fields[key].default:
+            setattr(entry, key, getattr(env, key))
+    entry.name = entry.name or env.label
 
 
 def as_list(value: object) -> object:
@@ -112,10 +148,20 @@ class OrchestratorConfig(Settings):
     """Address to bind for the trainer. Anything but loopback opens it to everyone who can reach it."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one. The address is published in status/orchestrator.json."""
+    mask_truncated: bool = False
+    """Do not train the tokens of truncated rollouts. Their reward still counts in their group's baseline."""
+    keep_partial_groups: bool = False
+    """Train what is left of a group when rollouts of it failed for good. Off: the whole group is dropped, for what is left is biased."""
+    enforce_monotonicity: bool = False
+    """Fail a rollout whose next prompt rewrites earlier ones (`not_append_only`), instead of starting a new sample there."""
     rollout_timeout_s: float = Field(600.0, gt=0)
-    """How long one rollout may take; then it counts as an error (`timeout`)."""
+    """How long generating one rollout may take, and again scoring it; then it failed (`timeout`)."""
     rollout_retries: int = Field(2, ge=0)
     """How often a failed rollout is played again with fresh state before its group is dropped."""
+    worker_memory_gib: float = Field(8.0, gt=0)
+    """Memory of a worker, its child processes not counted; above it the worker is ended and started anew. `inf`: no limit."""
+    worker_silence_s: float = Field(120.0, gt=0)
+    """How long a worker's event loop may be blocked by its environment; then it is ended and started anew."""
     inference_timeout_s: float = Field(900.0, gt=0)
     """How long to wait for an inference server to come up, come back, or load a version."""
     trainer_timeout_s: float = Field(3600.0, gt=0)
@@ -127,6 +173,5 @@ class OrchestratorConfig(Settings):
 
     def model_post_init(self, _context: object) -> None:
         for entry in self.eval:
-            if entry.id is None and self.environment:
-                first = self.environment[0]
-                entry.id, entry.args, entry.name = first.id, entry.args or first.args, entry.name or first.label
+            if not (entry.id or entry.dataset) and self.environment:
+                lend(self.environment[0], entry)

@@ -5,13 +5,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 from rl.messages import VersionSpan, WeightVersion
 from rl.status import read_status
 
 RETRY_S = 0.5
+CONNECT_S = 10.0
+JSON = {"Content-Type": "application/json"}
 
 
 class PromptTooLongError(Exception):
@@ -53,7 +55,8 @@ class InferenceServers:
         self.fixed = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.status_path = status_path
         self.timeout_s = timeout_s
-        self.http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None))
+        self.address: str | None = None
+        self.session: aiohttp.ClientSession | None = None
 
     @property
     def count(self) -> int:
@@ -62,46 +65,53 @@ class InferenceServers:
     def url(self, server: int) -> str | None:
         if self.fixed:
             return self.fixed[server % len(self.fixed)]
-        status = read_status(self.status_path)
-        return status.get("address") if status else None
+        if self.address is None:
+            self.address = (read_status(self.status_path) or {}).get("address")
+        return self.address
 
     async def generate(self, server: int, token_ids: list[int], sampling: dict[str, Any]) -> Generation:
         """Samples one completion. Raises PromptTooLongError, ValueError for a request the server refuses, InferenceLostError."""
-        response = await self._call("POST", server, "/generate", {"token_ids": token_ids, "sampling": sampling})
-        if response.status_code == 400:
-            detail = response.json().get("error", {})
+        status, content = await self._call("POST", server, "/generate", {"token_ids": token_ids, "sampling": sampling})
+        if status != 200:
+            detail = msgspec.json.decode(content).get("error", {}) if status == 400 else {}
             kind = PromptTooLongError if detail.get("type") == "prompt_too_long" else ValueError
-            raise kind(detail.get("message", response.text))
-        return msgspec.json.decode(response.content, type=Generation)
+            raise kind(detail.get("message") or f"inference answered {status}: {content[:200]!r}")
+        return msgspec.json.decode(content, type=Generation)
 
     async def load(self, version: WeightVersion) -> float:
         """Loads a version into every server. Returns the longest pause of generation, seconds."""
         body = {"policy_version": version.policy_version, "path": str(Path(version.path).absolute())}
         replies = await asyncio.gather(*(self._call("POST", server, "/load_weights", body) for server in range(self.count)))
-        for reply in replies:
-            if reply.status_code != 200:
-                raise RuntimeError(f"inference refused version {version.policy_version} at {version.path}: {reply.text}")
-        return max(msgspec.json.decode(reply.content, type=LoadedVersion).pause_s for reply in replies)
+        for status, content in replies:
+            if status != 200:
+                raise RuntimeError(f"inference refused version {version.policy_version} at {version.path}: {content.decode()}")
+        return max(msgspec.json.decode(content, type=LoadedVersion).pause_s for _, content in replies)
 
     async def loaded_version(self) -> int:
         """The policy version of the servers, the oldest if they differ. Waits until all are up."""
         replies = await asyncio.gather(*(self._call("GET", server, "/status") for server in range(self.count)))
-        return min(msgspec.json.decode(reply.content, type=ServerStatus).policy_version for reply in replies)
+        return min(msgspec.json.decode(content, type=ServerStatus).policy_version for _, content in replies)
 
-    async def _call(self, method: str, server: int, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """One request, repeated while its server is away; any answer below 500 is final."""
+    async def _call(self, method: str, server: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and content of one request, repeated while its server is away; any answer below 500 is final."""
+        if self.session is None:  # can only be made inside a running event loop
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        data = msgspec.json.encode(body) if body is not None else None
         since = time.monotonic()
         problem = "no address published yet"
         while time.monotonic() - since < self.timeout_s:
             url = self.url(server)
             if url is not None:
                 try:
-                    response = await self.http.request(method, url + path, json=body)
-                    if response.status_code < 500:
-                        return response
-                    problem = f"{url} answered {response.status_code}: {response.text[:200]}"
-                except httpx.TransportError as error:
+                    async with self.session.request(method, url + path, data=data, headers=JSON) as response:
+                        content = await response.read()
+                        if response.status < 500:
+                            return response.status, content
+                        problem = f"{url} answered {response.status}: {content[:200].decode(errors='replace')}"
+                except (aiohttp.ClientError, TimeoutError) as error:
                     problem = f"{url}: {type(error).__name__} {error}"
+            self.address = None  # its successor has another
             await asyncio.sleep(RETRY_S)
         raise InferenceLostError(
             f"waited {self.timeout_s:.0f} s for inference server {server} to answer {path} ({problem}). See logs/inference*.log; "
@@ -109,4 +119,5 @@ class InferenceServers:
         )
 
     async def close(self) -> None:
-        await self.http.aclose()
+        if self.session is not None:
+            await self.session.close()

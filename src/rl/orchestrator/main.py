@@ -9,10 +9,13 @@ from pathlib import Path
 from rl.cli import load_config, to_toml
 from rl.config import RLConfig
 from rl.files import CorruptFileError, write_file
+from rl.orchestrator.clock import StepClock
+from rl.orchestrator.config import EnvSource
 from rl.orchestrator.env_ids import EnvLoadError, check_installed
+from rl.orchestrator.evaluation import EvalEnv, Evaluator
 from rl.orchestrator.inference_client import InferenceLostError, InferenceServers
-from rl.orchestrator.orchestrator import EvalEnv, Orchestrator, RunError
-from rl.orchestrator.rollouts import Ready, WorkerSetup
+from rl.orchestrator.orchestrator import Orchestrator, RunError
+from rl.orchestrator.rollouts import EnvSpec, PolicySpec, Ready, WorkerSetup
 from rl.orchestrator.tasks import EnvTasks, TaskSource
 from rl.orchestrator.workers import WorkerError, WorkerPool
 from rl.processes import die_with_parent
@@ -26,63 +29,83 @@ def eval_workers(config: RLConfig) -> dict[str, str]:
     """The worker environment of each eval, by its label: a training environment's workers if they hold the same environment."""
     shared = {}
     for entry in config.orchestrator.eval:
-        same = [env.label for env in config.orchestrator.environment if (env.id, env.args) == (entry.id, entry.args)]
+        same = [env.label for env in config.orchestrator.environment if env.source == entry.source]
         shared[entry.label] = same[0] if same else f"eval-{entry.label}"
     return shared
 
 
-def worker_setups(config: RLConfig, model_path: str, address: str) -> list[WorkerSetup]:
+def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
+    """What one worker of an environment gets to know of it; limits hold over all workers, so each gets its part of them."""
+    given = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
+    for key in ("max_generating", "max_scoring"):
+        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers)
+    given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
+    return EnvSpec(**given | {"name": name})
+
+
+def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
+    """The policy that our servers serve."""
+    return PolicySpec(
+        model_path=model_path,
+        max_model_len=config.model.max_model_len,
+        chat_template=config.model.chat_template,
+        renderer=config.renderer.model_dump(),
+        inference_urls=config.orchestrator.inference_urls,
+        inference_status=str(config.run_dir.status("inference").absolute()),
+        enforce_monotonicity=config.orchestrator.enforce_monotonicity,
+    )
+
+
+def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[WorkerSetup]:
     """One setup for every worker process of the run."""
-    wanted = [(env.label, env.id, env.args, env.workers) for env in config.orchestrator.environment]
     evals = eval_workers(config)
-    wanted += [(evals[e.label], e.id or "", e.args, 1) for e in config.orchestrator.eval if evals[e.label].startswith("eval-")]
+    wanted: list[tuple[str, EnvSource]] = [(env.label, env) for env in config.orchestrator.environment]
+    wanted += [(evals[entry.label], entry) for entry in config.orchestrator.eval if evals[entry.label].startswith("eval-")]
     return [
         WorkerSetup(
-            env=env,
-            env_id=env_id,
-            args=args,
+            env=env_spec(entry, name, config),
+            policy=policy,
             orchestrator=address,
-            worker_id=f"{env}-{i}",
-            model_path=model_path,
-            max_model_len=config.model.max_model_len,
-            max_tokens=config.orchestrator.sampling.max_tokens,
-            inference_urls=config.orchestrator.inference_urls,
-            inference_status=str(config.run_dir.status("inference").absolute()),
-            rollout_timeout_s=config.orchestrator.rollout_timeout_s,
-            rollout_retries=config.orchestrator.rollout_retries,
+            worker_id=f"{name}-{i}",
+            max_tokens=entry.sampling.max_tokens or config.orchestrator.sampling.max_tokens,
+            retries=config.orchestrator.rollout_retries,
+            python=entry.python or "",
         )
-        for env, env_id, args, workers in wanted
-        for i in range(workers)
+        for name, entry in wanted
+        for i in range(entry.workers)
     ]
 
 
 def task_source(config: RLConfig, ready: dict[str, Ready]) -> TaskSource:
     """The source of training tasks. Raises WorkerError for an environment without any."""
-    envs = {env.label: EnvTasks(ready[env.label].num_train, env.weight) for env in config.orchestrator.environment}
-    for label, env in envs.items():
-        if env.size == 0:
-            raise WorkerError(f"environment {label} has no training examples; check its arguments")
+    envs = {}
+    for env in config.orchestrator.environment:
+        sizes = [size for size in (ready[env.label].num_train, env.max_samples) if size is not None and size >= 0]
+        size = min(sizes, default=None)
+        if size == 0:
+            raise WorkerError(f"environment {env.label} has no training examples; check its arguments (args) and max_samples")
+        envs[env.label] = EnvTasks(size, env.weight, env.group_size or config.orchestrator.group_size)
     return TaskSource(envs, config.seed)
 
 
 async def run(config: RLConfig, status: Status, model_path: str) -> str:
     """Everything from the first worker to the last eval."""
-    log_path = config.run_dir.logs / "workers.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    pool = WorkerPool(log_path)
+    settings = config.orchestrator
+    pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
     server = TrainerServer(config.orchestrator.host, config.orchestrator.port)
     urls, inference_status = config.orchestrator.inference_urls, config.run_dir.status("inference")
     servers = InferenceServers(urls, Path(inference_status), config.orchestrator.inference_timeout_s)
     receiver = asyncio.create_task(pool.receive())
     try:
         status.doing("loading environments", address=server.address)
-        for setup in worker_setups(config, model_path, pool.address):
+        for setup in worker_setups(config, policy_spec(config, model_path), pool.address):
             await pool.start(setup)
         ready = await pool.sizes(config.orchestrator.worker_timeout_s)
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
         status.doing("waiting for inference")
         evals = {label: EvalEnv(env, ready[env].num_eval) for label, env in eval_workers(config).items()}
-        orchestrator = Orchestrator(config, pool, servers, task_source(config, ready), evals, status)
+        evaluator = Evaluator(config, pool, evals, StepClock())
+        orchestrator = Orchestrator(config, pool, servers, task_source(config, ready), evaluator, status)
         orchestrator.restore()
         return await orchestrator.run(server)
     finally:
@@ -110,13 +133,13 @@ def main() -> None:
     die_with_parent()
     config, _ = load_config(sys.argv[1:], "orchestrator")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     from rl.models import ModelError, resolve_model
 
     code, status = 0, None
     try:
         for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
-            check_installed(entry.id or "")
+            if entry.id and not entry.python:
+                check_installed(entry.id)
         _lock = hold_role(config.run_dir.lock("orchestrator"), "orchestrator")
         if not config.run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_file(config.run_dir.config, to_toml(config).encode())

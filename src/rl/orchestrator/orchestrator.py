@@ -1,10 +1,5 @@
 """The orchestrator's loops. A rollout's life: `generate` -> `play_group` -> `finish` -> `commit_batch` -> `answer_batch`.
-
-Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. With `loaded` the version
-in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of groups are playing or waiting; if
-they finish in order, the last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most
-max_lag. Groups that are dropped make room for their replacements. With max_lag = 0 nothing can be overtaken, and lag is always 0. Else a
-slow group may be overtaken by newer ones and end in a later batch; `max_off_policy_steps` bounds those.
+admission.py says how lag is bounded and how environments share the places.
 """
 
 import asyncio
@@ -13,6 +8,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from rl.batch_log import decode_batch
@@ -20,12 +16,14 @@ from rl.config import RLConfig
 from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, RunEnded, WeightVersion
 from rl.metrics import MetricsLog
 from rl.orchestrator import batches
+from rl.orchestrator.admission import MAX_REFILL, SLOW, Pace, Places, eligible
 from rl.orchestrator.batches import OrchestratorState
-from rl.orchestrator.clock import StepClock
-from rl.orchestrator.config import EvalConfig
+from rl.orchestrator.evaluation import Evaluator
 from rl.orchestrator.inference_client import InferenceServers
 from rl.orchestrator.pending import PendingLog
-from rl.orchestrator.rollouts import Group, Rollout
+from rl.orchestrator.remarks import Remarks
+from rl.orchestrator.rollouts import Group
+from rl.orchestrator.signal import Signal
 from rl.orchestrator.tasks import TaskRef, TaskSource
 from rl.orchestrator.workers import WorkerPool
 from rl.run_dir import RunDir, numbered
@@ -36,6 +34,9 @@ log = logging.getLogger(__name__)
 
 LAST_WORD_S = 120.0
 """How long the trainer may take to hear that the run ended early: it may still write its checkpoint."""
+LOOK_FOR_SLOW_S = 0.5
+STARTED_AT_ONCE = 16
+"""Groups that are started before the other loops get their turn."""
 
 
 class RunError(Exception):
@@ -47,16 +48,10 @@ class InFlight:
     """A group that is being played."""
 
     ref: TaskRef
+    episodes: int
     start_version: int
+    started: float
     task: "asyncio.Task[None]"
-
-
-@dataclass(frozen=True)
-class EvalEnv:
-    """Where the pool plays an evaluation: a training environment's workers if they hold the same environment, else its own."""
-
-    worker_env: str
-    size: int
 
 
 class Orchestrator:
@@ -68,7 +63,7 @@ class Orchestrator:
         pool: WorkerPool,
         servers: InferenceServers,
         source: TaskSource,
-        eval_envs: dict[str, EvalEnv],
+        evaluator: Evaluator,
         status: Status,
     ):
         self.config = config
@@ -76,10 +71,13 @@ class Orchestrator:
         self.pool = pool
         self.servers = servers
         self.source = source
-        self.eval_envs = eval_envs
+        self.evaluator = evaluator
         self.status = status
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
-        self.eval_metrics = MetricsLog(self.run_dir.metrics, "eval")
+        self.envs = {env.label: env for env in config.orchestrator.environment}
+        self.samplings = {label: config.sampling_of(env) for label, env in self.envs.items()}
+        self.pace = Pace(source.shares)
+        self.arrived: list[Group] = []
         self.pending = PendingLog(self.run_dir.pending)
         self.newest = 0
         self.final = config.max_steps
@@ -87,11 +85,11 @@ class Orchestrator:
         self.loaded = 0
         self.versions: dict[int, WeightVersion] = {}
         self.in_flight: dict[int, InFlight] = {}
-        self.silent_rewards: list[float] = []
-        self.reward_range: tuple[float, float] | None = None
+        self.signal = Signal()
+        self.remarks = Remarks()
         self.changed = asyncio.Condition()
         self.told_end = asyncio.Event()
-        self.clock = StepClock()
+        self.clock = evaluator.clock
 
     # Start and end ------------------------------------------------------------------------------------------------------
 
@@ -104,12 +102,12 @@ class Orchestrator:
             content = decode_batch(path.read_bytes(), f"{path} (continue before it with --resume {self.newest - 1})")
             state = batches.decode_state(content.state)
             settled = set(state.settled)
-            self.silent_rewards, self.reward_range = list(state.silent_rewards), state.reward_range
+            self.signal = state.signal
         for remark in self.pending.load(settled):
             log.warning(remark)
-        self.source.restore(state.tasks if state else None, {group.group_id for group in self.pending.groups})
+        self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
         for group in self.pending.groups:
-            self._note_rewards(group)
+            self.signal.note(group)
         self.versions = {number: WeightVersion(number, str(path)) for number, path in numbered(self.run_dir.weights_dir).items()}
         if self.newest or self.pending.groups:
             log.info("resumed after batch %d with %d finished groups", self.newest, len(self.pending.groups))
@@ -122,7 +120,7 @@ class Orchestrator:
         self._complete_batches()
         async with asyncio.TaskGroup() as group:
             self.group = group
-            tasks = [group.create_task(loop) for loop in (self.serve_trainer(server), self.pool_failure())]
+            tasks = [group.create_task(loop) for loop in (self.serve_trainer(server), self.pool_failure(), self.take_in())]
             await self.catch_up()
             tasks.append(group.create_task(self.generate()))
             await self.follow_policy()
@@ -145,111 +143,138 @@ class Orchestrator:
 
     # Generation ---------------------------------------------------------------------------------------------------------
 
-    def room(self) -> int:
-        """How many groups may be started now: the lag bound at the head of this file, the run's end, and the limit of refills."""
-        ahead = min(self.loaded + 1 + self.config.max_lag, self.final) - self.newest
-        return batches.room(self.pending.groups, self.config.groups_per_batch, len(self.in_flight), ahead)
+    def places(self) -> Places:
+        """What the rollouts of each environment are doing."""
+        places, now = Places(), time.monotonic()
+        slow_s = SLOW * self.pace.typical_s() if self.config.max_lag else float("inf")
+        for group in self.pending.groups:
+            if group.why is None:
+                places.usable[group.env] += group.num_episodes
+            else:
+                places.dropped += group.num_episodes
+        for play in self.in_flight.values():
+            kind = places.slow if now - play.started > slow_s else places.playing
+            kind[play.ref.env] += play.episodes
+        return places
 
-    def full_batch(self) -> list[Group] | None:
-        return batches.choose(self.pending.groups, self.config.groups_per_batch, len(self.in_flight))
+    def eligible(self, places: Places) -> list[str]:
+        """The environments of which a group may be started: the lag bound, the run's end, the limit of refills, and their shares."""
+        batch_size, max_steps = self.config.orchestrator.batch_size, self.config.orchestrator.max_off_policy_steps
+        ahead = min(self.loaded + 1 + self.config.max_lag, self.final) - self.newest
+        if self.source.again and ahead > 0:
+            return list(self.envs)  # what was lost had its place already
+        return eligible(self.source.shares, places, batch_size, ahead, batch_size * (1 + max_steps))
 
     async def generate(self) -> None:
-        """Loop. Consumes tasks, produces groups in flight; waits for room, unblocked by a loaded version or a finished group."""
+        """Loop. Consumes tasks, produces groups in flight; waits for room, unblocked by a loaded version, a finished group, or time."""
         while True:
-            async with self.changed:
-                await self.changed.wait_for(lambda: self.room() > 0)
-            for _ in range(self.room()):
-                ref = self.source.next()
-                self.in_flight[ref.group_id] = InFlight(ref, self.loaded, self.group.create_task(self.play_group(ref)))
+            places = self.places()
+            for _ in range(STARTED_AT_ONCE):
+                if not (envs := self.eligible(places)):
+                    break
+                ref = self.source.next(envs)
+                episodes = self.envs[ref.env].group_size or self.config.orchestrator.group_size
+                places.playing[ref.env] += episodes
+                task = self.group.create_task(self.play_group(ref, episodes))
+                self.in_flight[ref.group_id] = InFlight(ref, episodes, self.loaded, time.monotonic(), task)
+            else:
+                await asyncio.sleep(0)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_FOR_SLOW_S if self.config.max_lag and self.in_flight else None), self.changed:
+                    await self.changed.wait_for(lambda: self.eligible(self.places()))
 
-    async def play_group(self, ref: TaskRef) -> None:
+    async def play_group(self, ref: TaskRef, episodes: int) -> None:
         """Plays one group and hands it on."""
-        sampling = self.config.orchestrator.sampling.model_dump(exclude_none=True)
         with self.clock.busy():
-            rollouts = await self.pool.play(ref.env, "train", ref.task, self.config.orchestrator.group_size, sampling, ref.group_id)
-        del self.in_flight[ref.group_id]
-        await self.finish(Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts))
+            sampling = self.samplings[ref.env]
+            rollouts = await self.pool.play(ref.env, "train", ref.task, episodes, sampling, ref.group_id)
+        self.pace.note(ref.env, time.monotonic() - self.in_flight[ref.group_id].started)
+        temperature = sampling["temperature"]
+        self.arrived.append(Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=temperature))
+        await self.wake()
 
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and issues their tasks again."""
+        arrived = {group.group_id for group in self.arrived}
         for play in list(self.in_flight.values()):
-            if self.loaded - play.start_version > self.config.orchestrator.max_off_policy_steps:
+            behind = self.loaded - play.start_version
+            if behind > self.config.orchestrator.max_off_policy_steps and play.ref.group_id not in arrived:
                 play.task.cancel()
                 del self.in_flight[play.ref.group_id]
                 self.source.reissue(play.ref.group_id)
-                self.clock.stale += 1
-                log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, self.loaded - play.start_version)
+                self.clock.stale[play.ref.env] += 1
+                log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
 
     # Batches ------------------------------------------------------------------------------------------------------------
 
-    async def finish(self, group: Group) -> None:
-        """Takes in a finished group: durable first, then counted, then perhaps a batch."""
-        group = batches.judge(group)
-        self.pending.append(group)
-        self.source.finished(group.group_id)
-        self._note_rewards(group)
-        self._complete_batches()
-        self.show_progress()
-        await self.wake()
-
-    def _note_rewards(self, group: Group) -> None:
-        rewards = [rollout.reward for rollout in group.rollouts if rollout.error is None]
-        if rewards:
-            low, high = self.reward_range or (rewards[0], rewards[0])
-            self.reward_range = (min(low, *rewards), max(high, *rewards))
-        self.silent_rewards = [] if group.why is None else self.silent_rewards + rewards
+    async def take_in(self) -> None:
+        """Loop. Consumes finished groups: durable first, all that came meanwhile with one write, then counted, then perhaps a batch."""
+        while True:
+            async with self.changed:
+                await self.changed.wait_for(lambda: self.arrived)
+            arrived, self.arrived = self.arrived, []
+            keep_partial = self.config.orchestrator.keep_partial_groups
+            groups = [batches.judge(group, keep_partial) for group in arrived]
+            self.pending.append(groups)
+            for group in groups:
+                self.in_flight.pop(group.group_id, None)
+                self.source.finished(group.group_id)
+                self.signal.note(group)
+                self.remarks.failed(group)
+            self._complete_batches()
+            self.show_progress()
+            await self.wake()
 
     def _complete_batches(self) -> None:
-        while self.newest < self.final and (used := self._fresh(self.full_batch())):
+        while self.newest < self.final and (used := self.full_batch()):
             self.commit_batch(used)
         self._check_progress()
 
-    def _fresh(self, used: list[Group] | None) -> list[Group] | None:
-        """The chosen groups, or None if some turned out too old: those are dropped as stale and replaced."""
+    def full_batch(self) -> list[Group] | None:
+        """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced."""
         limit = self.newest - self.config.orchestrator.max_off_policy_steps
-        old = [group for group in used or [] if (group.oldest_version or 0) < limit]
-        for group in old:
-            group.why = "stale"
-        return used if not old else self._fresh(self.full_batch())
+        while True:
+            used = batches.choose(self.pending.groups, self.config.orchestrator.batch_size, len(self.in_flight))
+            old = [group for group in used or [] if (version := group.oldest_version) is not None and version < limit]
+            if not old:
+                return used
+            for group in old:
+                group.why = "stale"
+                self.clock.stale[group.env] += 1
 
     def commit_batch(self, used: list[Group]) -> None:
         """Makes the next batch of `used`; groups dropped until now are settled with it."""
         step = self.newest + 1
         dropped = [group for group in self.pending.groups if group.why is not None]
         settled = {group.group_id for group in [*used, *dropped]}
-        state = OrchestratorState(
-            tasks=self.source.state(), settled=sorted(settled), silent_rewards=self.silent_rewards, reward_range=self.reward_range
-        )
-        temperature = self.config.orchestrator.sampling.temperature
-        batch = batches.commit(self.run_dir, step, used, dropped, state, temperature)
+        state = OrchestratorState(tasks=self.source.state(), settled=sorted(settled), signal=self.signal)
+        batch = batches.commit(self.run_dir, step, used, dropped, state, self.config.orchestrator.mask_truncated)
         self.newest = step
         self.pending.rewrite([group for group in self.pending.groups if group.group_id not in settled])
-        metrics = batches.batch_metrics(batch, [*used, *dropped], self.config.orchestrator.group_size)
+        metrics = batches.batch_metrics(batch, [*used, *dropped])
         tokens = sum(rollout.num_tokens for group in [*used, *dropped] for rollout in group.rollouts)
+        self.remarks.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
         self.metrics.write(step, metrics | self.clock.lap(tokens))
         log.info("batch %d: %d samples, reward %.3f", step, len(batch.samples), metrics["reward/mean"])
 
     def _check_progress(self) -> None:
         """Ends a run that only fails, or that has nothing left to learn from."""
-        per_batch = self.config.groups_per_batch
-        recent = self.pending.groups[-batches.MAX_REFILL * per_batch :]
-        if len(recent) == batches.MAX_REFILL * per_batch and all(group.why == "error" for group in recent):
-            last = next(rollout.error for rollout in reversed(recent[-1].rollouts) if rollout.error)
+        recent = list(takewhile(lambda group: group.why == "error", reversed(self.pending.groups)))
+        if sum(group.num_episodes for group in recent) >= MAX_REFILL * self.config.orchestrator.batch_size:
+            last = next(rollout.error for rollout in reversed(recent[0].rollouts) if rollout.error)
             raise RunError(f"the last {len(recent)} groups all failed; the newest error:\n{last}")
-        silent = self.silent_rewards
+        silent = self.signal.silent
         if len(silent) >= batches.MAX_SILENT * self.config.orchestrator.batch_size and self.final > self.newest:
-            low, high = self.reward_range or (0.0, 0.0)
-            histogram = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(Counter(silent).items()))
-            if min(silent) >= high and (high > low or high >= 1.0):
-                self.final = self.newest
-                self.end_reason = f"solved: the last {len(silent)} rollouts all have the highest reward, {high:g}"
-                log.info(self.end_reason)
-            else:
+            if not self.signal.solved():
                 raise RunError(
-                    f"{len(silent)} rollouts in a row without any signal: in each group all rewards are equal (reward: count {histogram}). "
-                    "Is the task too hard or the reward function wrong? Look at rollouts/ and at pending rollouts, raise group_size or "
-                    "temperature, or start from easier tasks"
+                    f"{len(silent)} rollouts in a row without any signal: in each group all rewards are equal (reward: count "
+                    f"{self.signal.histogram()}). Is the task too hard or the reward function wrong? Look at rollouts/, raise group_size "
+                    "or temperature, or start from easier tasks"
                 )
+            self.final = self.newest
+            self.end_reason = f"solved: the last {len(silent)} rollouts all have the highest reward ({self.signal.histogram()})"
+            log.info(self.end_reason)
 
     # Trainer ------------------------------------------------------------------------------------------------------------
 
@@ -262,7 +287,7 @@ class Orchestrator:
                     self.group.create_task(self.answer_batch(server, peer, step))
                 case Published(version):
                     self.versions[version.policy_version] = version
-                    await server.reply(peer, Acknowledged(self.oldest_needed()))
+                    await server.reply(peer, Acknowledged(self.oldest_needed(), self.best_versions()))
                     await self.wake()
 
     async def answer_batch(self, server: TrainerServer, peer: bytes, step: int) -> None:
@@ -279,25 +304,21 @@ class Orchestrator:
 
     # Policy and evals ---------------------------------------------------------------------------------------------------
 
-    def eval_due(self, config: EvalConfig, version: int) -> bool:
-        """Evals run at version 0, every `interval` versions, and at the last one; a finished one is not run again."""
-        due = version % config.interval == 0 or version == self.final
-        return due and not self.run_dir.eval(version, config.label).exists()
-
-    def evals_of(self, version: int) -> list[EvalConfig]:
-        return [config for config in self.config.orchestrator.eval if self.eval_due(config, version)]
-
     def next_version(self) -> WeightVersion | None:
         """What inference should hold next: first every newer version that waits for an eval, in order, else the newest."""
         there = {number for number, version in self.versions.items() if Path(version.path).exists()}
-        waiting = [number for number in sorted(there) if number > self.loaded and self.evals_of(number)]
+        waiting = [number for number in sorted(there) if number > self.loaded and self.evaluator.due(number, self.final)]
         newest = max(there, default=0)
         number = waiting[0] if waiting else newest
         return self.versions[number] if number > self.loaded and number in there else None
 
     def oldest_needed(self) -> int:
         """The oldest version that is loaded, may be loaded again, or waits for its eval."""
-        return min([self.loaded, *(number for number in self.versions if self.evals_of(number))])
+        return min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, self.final))])
+
+    def best_versions(self) -> list[int]:
+        """The versions that an evaluation found best: their weights are kept."""
+        return sorted({version for _, version in self.evaluator.best.values()})
 
     async def follow_policy(self) -> None:
         """Loop. Consumes published versions, loads each into inference and evaluates it if it is due; waits for the trainer.
@@ -305,11 +326,10 @@ class Orchestrator:
         Produces room for `generate`. Ends with the run: the last version is loaded and evaluated.
         """
         while True:
-            for config in self.evals_of(self.loaded):
-                await self.evaluate(config, self.loaded)
+            await self.evaluate(self.loaded)
             self.show_progress()
             version = await self._await_version()
-            if version is None and not self.evals_of(self.loaded):
+            if version is None and not self.evaluator.due(self.loaded, self.final):
                 return
             if version is None:
                 continue
@@ -321,10 +341,9 @@ class Orchestrator:
         """Evaluates versions that an earlier process left unevaluated. Before any rollout: inference goes back to older versions for it."""
         newest = self.loaded
         for number in sorted(number for number, version in self.versions.items() if number < newest and Path(version.path).exists()):
-            if self.evals_of(number):
+            if self.evaluator.due(number, self.final):
                 await self.load(self.versions[number])
-                for config in self.evals_of(number):
-                    await self.evaluate(config, number)
+                await self.evaluate(number)
         if self.loaded != newest:
             await self.load(self.versions[newest])
 
@@ -352,23 +371,15 @@ class Orchestrator:
                 ) from None
         return version
 
-    async def evaluate(self, config: EvalConfig, version: int) -> None:
-        """Plays an evaluation at the loaded version and writes its result; training goes on beside it."""
-        training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
-        sampling = training | config.sampling.model_dump(exclude_none=True)
-        env = self.eval_envs[config.label]
-        tasks = range(env.size if config.num_examples < 0 else min(env.size, config.num_examples))
-        self.status.doing(f"evaluating {config.label} at version {version}")
-        began = time.monotonic()
-
-        async def one(task: int) -> tuple[int, list[Rollout]]:
-            return task, await self.pool.play(env.worker_env, "eval", task, config.samples, sampling, task)
-
-        with self.clock.busy():
-            results = await asyncio.gather(*(one(task) for task in tasks))
-        metrics = batches.write_eval(self.run_dir.eval(version, config.label), version, config.label, results)
-        self.eval_metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
-        log.info("eval %s at version %d: %.3f", config.label, version, metrics[f"eval/{config.label}/reward_mean"])
+    async def evaluate(self, version: int) -> None:
+        """Plays what is due at the loaded version. A target that is reached ends the run."""
+        for entry in self.evaluator.due(version, self.final):
+            self.status.doing(f"evaluating {entry.label} at version {version}")
+            reached = await self.evaluator.evaluate(entry, version)
+            if reached and not self.end_reason:
+                self.final, self.end_reason = self.newest, reached
+                log.info(reached)
+                await self.wake()
 
     # What others see ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +390,7 @@ class Orchestrator:
 
     def show_progress(self) -> None:
         size = self.config.orchestrator.batch_size
-        done = sum(len(group.rollouts) for group in self.pending.groups if group.why is None)
+        done = sum(group.num_episodes for group in self.pending.groups if group.why is None)
         waits = self.newest >= min(self.loaded + 1 + self.config.max_lag, self.final)
         doing = f"waiting for the trainer's version {self.loaded + 1}" if waits else f"filling batch {self.newest + 1}"
         self.status.doing(doing, batch=self.newest + 1, batch_done=min(done, size), batch_size=size, policy_version=self.loaded)

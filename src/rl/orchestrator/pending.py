@@ -33,15 +33,16 @@ class PendingLog:
         self.rewrite(self.groups)
         return remarks
 
-    def append(self, group: Group) -> None:
-        """Adds a finished group durably."""
+    def append(self, groups: list[Group]) -> None:
+        """Adds finished groups durably."""
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(fd, encode_record(ENCODER.encode(group)))
+            with open(fd, "ab", closefd=False) as file:  # a plain os.write may write a part
+                file.write(b"".join(encode_record(ENCODER.encode(group)) for group in groups))
             os.fsync(fd)
         finally:
             os.close(fd)
-        self.groups.append(group)
+        self.groups.extend(groups)
 
     def rewrite(self, groups: list[Group]) -> None:
         """Keeps only `groups`: called after a batch has settled the others."""

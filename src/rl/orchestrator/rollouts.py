@@ -8,6 +8,10 @@ from rl.messages import VersionSpan
 
 Split = Literal["train", "eval"]
 
+Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only"]
+"""Why a rollout failed: the environment's code raised; a reward function raised or gave no finite number (a judge that is down, too);
+the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it."""
+
 
 class Turn(msgspec.Struct, kw_only=True):
     """One answer of the policy: exactly the ids that were sent and the ids that were sampled."""
@@ -21,8 +25,8 @@ class Turn(msgspec.Struct, kw_only=True):
     finish_reason: str
 
 
-class Rollout(msgspec.Struct, kw_only=True):
-    """One play of a task, scored. `error` set: it failed, and its reward says nothing."""
+class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One play of a task by one agent, scored. `error` set: it failed, and its reward says nothing."""
 
     turns: list[Turn] = []
     messages: list[dict[str, Any]] = []
@@ -32,15 +36,42 @@ class Rollout(msgspec.Struct, kw_only=True):
     """Why it ended, in the environment's words."""
     truncated: bool = False
     """An answer hit max_tokens or the context's end."""
+    overlong: bool = False
+    """A prompt left no room for an answer in the context."""
     error: str | None = None
+    cause: Cause | None = None
+    """Set with `error`."""
+    episode: int = 0
+    """Place in the group. The agents of one episode are rollouts of their own."""
+    agent: str = "agent"
+    trainable: bool = True
+    completion_tokens: int = 0
+    """Counted by an endpoint that tells no token ids."""
+    retries: int = 0
+    """How often this episode was played before, and failed."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(turn.completion_ids) for turn in self.turns)
+        return sum(len(turn.completion_ids) for turn in self.turns) or self.completion_tokens
+
+    @property
+    def outcome(self) -> str:
+        """finished, truncated, overlong, empty, timeout or failed."""
+        if self.error:
+            return "timeout" if self.cause == "timeout" else "failed"
+        if self.overlong:
+            return "overlong"
+        if self.truncated:
+            return "truncated"
+        return "finished" if self.num_tokens else "empty"
 
     @property
     def oldest_version(self) -> int | None:
         return min((span.policy_version for turn in self.turns for span in turn.policy_versions), default=None)
+
+
+Episode = list[Rollout]
+"""One play of a task: a rollout for each agent's part, one for most environments."""
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -52,7 +83,13 @@ class Group(msgspec.Struct, kw_only=True):
     rollouts: list[Rollout]
     advantages: list[float] = []
     why: str | None = None
-    """Why it is not trained (no_signal, error, stale); None: it is, or will be."""
+    """Why it is not trained (no_signal, error, stale, empty); None: it is, or will be."""
+    temperature: float = 1.0
+    """That its rollouts were sampled at."""
+
+    @property
+    def num_episodes(self) -> int:
+        return len({rollout.episode for rollout in self.rollouts})
 
     @property
     def oldest_version(self) -> int | None:
@@ -60,35 +97,77 @@ class Group(msgspec.Struct, kw_only=True):
         return min(versions, default=None)
 
 
+class EnvSpec(msgspec.Struct, kw_only=True):
+    """An environment as configured: a package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
+
+    name: str
+    id: str | None = None
+    dataset: str | None = None
+    eval_dataset: str | None = None
+    reward: str | None = None
+    system_prompt: str | None = None
+    head_server: str | None = None
+    args: dict[str, Any] = {}
+    set_kwargs: dict[str, Any] = {}
+    """Attributes set on a classic environment after it is loaded, by `env.set_kwargs`."""
+    max_generating: int = -1
+    """Rollouts of this worker that are generated at once; -1: no limit."""
+    max_scoring: int = -1
+    timeout_s: float = 600.0
+    """For generating one rollout, and again for scoring it."""
+
+
+class Endpoint(msgspec.Struct, kw_only=True):
+    """Any OpenAI-compatible server. It tells no token ids, so its rollouts are evaluated or collected, never trained."""
+
+    base_url: str
+    model: str
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key."""
+
+
+class PolicySpec(msgspec.Struct, kw_only=True):
+    """What environments sample from: our servers, token ids in and out, or `endpoint`."""
+
+    model_path: str = ""
+    max_model_len: int = 2048
+    chat_template: str | None = None
+    renderer: dict[str, Any] = {}
+    """A RendererConfig."""
+    inference_urls: list[str] = []
+    inference_status: str = ""
+    """Status file of the inference server, read when no URLs are given."""
+    enforce_monotonicity: bool = False
+    """Fail a rollout whose next prompt does not continue the ids of an earlier turn."""
+    endpoint: Endpoint | None = None
+
+
 class WorkerSetup(msgspec.Struct, kw_only=True):
     """Everything that a worker needs; given to it as JSON on its command line."""
 
-    env: str
-    env_id: str
-    args: dict[str, Any]
+    env: EnvSpec
+    policy: PolicySpec
     orchestrator: str
     """ZeroMQ address of the orchestrator's pool."""
     worker_id: str
-    model_path: str
-    max_model_len: int
     max_tokens: int
-    inference_urls: list[str]
-    inference_status: str
-    """Status file of the inference server, read when no URLs are given."""
-    rollout_timeout_s: float
-    rollout_retries: int
+    """New tokens a turn that prompts must leave room for."""
+    retries: int
+    """How often a failed episode is played again with fresh state."""
+    python: str = ""
+    """Interpreter of a virtual environment of its own; empty: ours."""
 
 
 # Orchestrator -> worker.
 
 
 class PlayGroup(msgspec.Struct, tag=True):
-    """Play `num_rollouts` rollouts of one task."""
+    """Play `num_episodes` episodes of one task."""
 
     play_id: int
     split: Split
     task: int
-    num_rollouts: int
+    num_episodes: int
     sampling: dict[str, Any]
     server: int
     """Index of the inference server; all rollouts of a group go to one, for its prefix cache."""
@@ -100,14 +179,21 @@ class Cancel(msgspec.Struct, tag=True):
     play_id: int
 
 
+class Describe(msgspec.Struct, tag=True):
+    """Say what the environment is, with the first `num_tasks` tasks of a split."""
+
+    split: Split
+    num_tasks: int
+
+
 # Worker -> orchestrator.
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The environment is loaded."""
+    """The environment is loaded. Sizes in tasks; None: endless."""
 
-    num_train: int
-    num_eval: int
+    num_train: int | None
+    num_eval: int | None
 
 
 class LoadFailed(msgspec.Struct, tag=True):
@@ -123,5 +209,17 @@ class Played(msgspec.Struct, tag=True):
     rollouts: list[Rollout]
 
 
-ToWorker = PlayGroup | Cancel
-FromWorker = Ready | LoadFailed | Played
+class Heartbeat(msgspec.Struct, tag=True):
+    """The worker's event loop runs. One that is silent is blocked by the environment's code."""
+
+
+class Description(msgspec.Struct, tag=True):
+    """What an environment is, for `rl env`."""
+
+    about: dict[str, Any]
+    """kind, arguments with defaults, reward functions, tools, ... in the order in which they are shown."""
+    tasks: list[dict[str, Any]]
+
+
+ToWorker = PlayGroup | Cancel | Describe
+FromWorker = Ready | LoadFailed | Played | Heartbeat | Description

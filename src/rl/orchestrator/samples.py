@@ -62,11 +62,12 @@ def rollout_samples(
     return samples
 
 
-def group_samples(group: Group, temperature: float) -> list[TrainingSample]:
-    """The samples of a group; rollouts without a sampled token have none."""
+def group_samples(group: Group, mask_truncated: bool = False) -> list[TrainingSample]:
+    """The samples of a group. Rollouts without a sampled token have none, nor have failed ones and agents that are not trained."""
     return [
         sample
         for i, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
-        for sample in rollout_samples(rollout, advantage, group.env, group.group_id, i, temperature)
+        if rollout.trainable and not rollout.error and not (rollout.truncated and mask_truncated)
+        for sample in rollout_samples(rollout, advantage, group.env, group.group_id, i, group.temperature)
         if any(sample.loss_mask)
     ]

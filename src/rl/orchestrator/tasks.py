@@ -1,7 +1,8 @@
-"""Which task comes next: a deterministic function of seed and counters, so that its state is a few numbers."""
+"""Which task comes next: a function of seed and counters, so that its state is a few numbers."""
 
 import random
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -29,12 +30,14 @@ class TaskState(msgspec.Struct, kw_only=True):
 class EnvTasks:
     """What the source knows of an environment."""
 
-    size: int
-    weight: float
+    size: int | None
+    """Tasks; None: endless, played in their own order."""
+    weight: float = 1.0
+    group_size: int = 1
 
 
 class TaskSource:
-    """Draws environments by weight and walks each one's tasks in an order that is shuffled anew every epoch."""
+    """Gives each environment its share of the rollouts, and walks its tasks in an order that is shuffled anew every epoch."""
 
     def __init__(self, envs: dict[str, EnvTasks], seed: int):
         self.envs = envs
@@ -44,26 +47,33 @@ class TaskSource:
         self.in_flight: dict[int, TaskRef] = {}
         self.again: deque[TaskRef] = deque()
         self.orders: dict[tuple[str, int], list[int]] = {}
+        total = sum(env.weight for env in envs.values())
+        self.shares = {name: env.weight / total for name, env in envs.items()}
 
-    def next(self) -> TaskRef:
-        """The next group to play; it is in flight until `finished` or `reissue`."""
-        task = self.again.popleft() if self.again else self._draw()
+    def next(self, eligible: Collection[str]) -> TaskRef:
+        """The next group to play: one that was lost, else one of the eligible environment that is furthest behind its share.
+
+        It is in flight until `finished` or `reissue`.
+        """
+        if self.again:
+            task = self.again.popleft()
+        else:
+            rollouts = {name: self.issued[name] * env.group_size for name, env in self.envs.items()}
+            total = sum(rollouts.values())
+            task = self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
         self.in_flight[task.group_id] = task
         return task
 
-    def _draw(self) -> TaskRef:
-        group_id = self.next_group
-        names = list(self.envs)
-        weights = [self.envs[name].weight for name in names]
-        env = random.Random(f"{self.seed}/{group_id}").choices(names, weights)[0]
-        epoch, place = divmod(self.issued[env], self.envs[env].size)
-        self.next_group += 1
+    def _draw(self, env: str) -> TaskRef:
+        place, size = self.issued[env], self.envs[env].size
         self.issued[env] += 1
-        return TaskRef(group_id, env, self._order(env, epoch)[place])
+        self.next_group += 1
+        task = place if size is None else self._order(env, place // size)[place % size]
+        return TaskRef(self.next_group - 1, env, task)
 
     def _order(self, env: str, epoch: int) -> list[int]:
         if (env, epoch) not in self.orders:
-            order = list(range(self.envs[env].size))
+            order = list(range(self.envs[env].size or 0))
             random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
             self.orders = {key: value for key, value in self.orders.items() if key[0] != env} | {(env, epoch): order}
         return self.orders[env, epoch]
@@ -79,14 +89,24 @@ class TaskSource:
         in_flight = [*self.in_flight.values(), *self.again]
         return TaskState(next_group=self.next_group, issued=dict(self.issued), in_flight=in_flight)
 
-    def restore(self, state: TaskState | None, done: set[int]) -> None:
-        """Continues from a state, or from the beginning; groups in `done` are finished already and not played again."""
+    def restore(self, state: TaskState | None, done: Iterable[TaskRef]) -> None:
+        """Continues from a state, or from the beginning; what is in `done` is finished already and not played again."""
+        done = [ref for ref in done if ref.env in self.envs]
+        finished = {ref.group_id for ref in done}
         if state is not None:
             self.next_group = state.next_group
             self.issued = dict.fromkeys(self.envs, 0) | {env: n for env, n in state.issued.items() if env in self.envs}
-            self.again.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in done)
-        # Groups issued after the state was written: drawn again in the same way, then played unless they are done.
-        while any(group_id >= self.next_group for group_id in done):
-            task = self._draw()
-            if task.group_id not in done:
-                self.again.append(task)
+            self.again.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in finished)
+        later = [ref for ref in done if ref.group_id >= self.next_group]
+        self.next_group = max([self.next_group, *(ref.group_id + 1 for ref in later)])
+        # Finished after the state was written: the tasks between them were playing when the process died, and are played now.
+        for env in self.envs:
+            tasks = Counter(ref.task for ref in later if ref.env == env)
+            limit = (self.envs[env].size or 2**30) + tasks.total()
+            while tasks.total() > 0 and limit > 0:
+                limit -= 1
+                ref = self._draw(env)
+                if tasks[ref.task] > 0:
+                    tasks[ref.task] -= 1
+                else:
+                    self.again.append(ref)

@@ -198,8 +198,8 @@ def publish(trainer: Trainer, only_missing: bool = False) -> None:
         trainer.doing(f"publishing version {version}")
         weights.publish(trainer.model, path, trainer.base, DTYPES[config.model.dtype], trainer.world)
     if trainer.client:
-        oldest_needed = trainer.client.published(WeightVersion(version, str(path)))
-        weights.delete_old_versions(run_dir.weights_dir, config.trainer.weights, oldest_needed, trainer.checkpoint_step)
+        needed = trainer.client.published(WeightVersion(version, str(path)))
+        weights.delete_old_versions(run_dir.weights_dir, config.trainer.weights, needed, trainer.checkpoint_step)
 
 
 def checkpoint_is_due(trainer: Trainer) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.files import remove_directory, write_directory
+from rl.messages import Acknowledged
 from rl.run_dir import numbered
 from rl.trainer.config import WeightsConfig
 from rl.trainer.distributed import World
@@ -62,23 +63,25 @@ def copy_files(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dt
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def delete_old_versions(directory: Path, config: WeightsConfig, oldest_needed: int, checkpoint_step: int) -> None:
+def delete_old_versions(directory: Path, config: WeightsConfig, needed: Acknowledged, checkpoint_step: int) -> None:
     """Keeps what `kept_versions` says."""
     versions = numbered(directory)
-    kept = kept_versions(list(versions), config, oldest_needed, checkpoint_step)
+    kept = kept_versions(list(versions), config, needed, checkpoint_step)
     for version, path in versions.items():
         if version not in kept:
             remove_directory(path)
 
 
-def kept_versions(versions: list[int], config: WeightsConfig, oldest_needed: int, checkpoint_step: int) -> set[int]:
-    """The newest `keep_last`, what something waits for, multiples of `keep_every`, and the newest checkpoint's: there a resume starts."""
+def kept_versions(versions: list[int], config: WeightsConfig, needed: Acknowledged, checkpoint_step: int) -> set[int]:
+    """The newest `keep_last`, what something waits for, an evaluation's best, multiples of `keep_every`, and the newest checkpoint's: there
+    a resume starts."""
     newest = set(sorted(versions)[-config.keep_last :])
     return {
         version
         for version in versions
         if version in newest
-        or version >= oldest_needed
+        or version >= needed.oldest_needed
+        or version in needed.keep
         or version == checkpoint_step
         or (config.keep_every and version % config.keep_every == 0)
     }

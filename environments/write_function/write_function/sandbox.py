@@ -1,0 +1,104 @@
+"""Runs a function that a model wrote, in a process of its own that can compute and nothing else.
+
+What holds where, strongest first:
+
+* Always: a fresh Python without site packages, environment variables or inherited files; kernel limits on CPU seconds, memory, size of
+  files (0), open files (none beyond the pipes) and processes (0; the kernel does not apply this one to root, see the next point); a
+  wall clock after which the whole process group is killed; an audit hook that refuses files, sockets, processes, signals, ctypes, gc and
+  imports.
+* As root: the process becomes `nobody`, in an empty root directory. The limit on processes then counts.
+* As root with CAP_SYS_ADMIN, or for anyone where the kernel allows user namespaces: a network of its own without an interface, and an
+  empty root directory. `Ended.layers` says which of "network", "files", "user" were in force.
+
+The answers expected are never in the process, only the inputs: code that forges results must still know them. It shares a process with
+what reports the results, so a report is believed no further than that.
+
+What this is not: a boundary against someone who looks for holes in CPython or the kernel. There is no seccomp filter; a process that
+corrupts its own memory can get around the audit hook and is then held by the kernel's limits and the namespaces only. In a container
+without these rights, run by root, fork is refused by the audit hook alone. Where that is too little, put the trainer in a virtual machine.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+JAIL = str(Path(__file__).with_name("jail.py"))
+MAX_READ = 64_000
+
+
+@dataclass
+class Ended:
+    """How a run ended: `results` has a pair (whether it returned, value or name of the exception) for each input, or is None."""
+
+    results: list[tuple[bool, Any]] | None
+    why: str = "finished"
+    layers: list[str] = field(default_factory=list)
+
+
+class Sandbox:
+    """Runs at most `max_processes` at once; the others wait in the event loop.
+
+    A process gets `cpu_s` seconds of CPU time for all inputs together, `memory_mib` of address space, and `wall_s` seconds in all.
+    """
+
+    def __init__(self, max_processes: int = 2, cpu_s: int = 2, wall_s: int = 20, memory_mib: int = 256):
+        self.limits = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_mib": memory_mib}
+        self.wall_s = wall_s
+        self.places = asyncio.Semaphore(max_processes)
+
+    async def run(self, code: str, name: str, inputs: list[list[Any]]) -> Ended:
+        """Defines `code` and calls its function `name` with each list of arguments."""
+        request = json.dumps({"code": code, "name": name, "inputs": inputs, **self.limits}).encode()
+        async with self.places:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", JAIL, "enter"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            try:
+                async with asyncio.timeout(self.wall_s):
+                    answer = await exchange(process, request)
+            except TimeoutError:
+                return Ended(None, f"timeout: longer than wall_s = {self.wall_s}")
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        return read_answer(answer, len(inputs), process.returncode)
+
+
+async def exchange(process: asyncio.subprocess.Process, request: bytes) -> bytes:
+    """Writes the request and reads the answer, of which no more than MAX_READ is kept or waited for."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(request)
+        await process.stdin.drain()
+    process.stdin.close()
+    answer = b""
+    while len(answer) <= MAX_READ and (part := await process.stdout.read(MAX_READ)):
+        answer += part
+    return answer
+
+
+def read_answer(answer: bytes, num_inputs: int, status: int) -> Ended:
+    """What the process reported, if it is exactly one report of the right shape: it comes from untrusted code."""
+    if not answer or len(answer) > MAX_READ:
+        return Ended(None, f"no usable answer of {len(answer)} bytes, exit status {status}")
+    try:
+        report = json.loads(answer)
+        results = [(bool(returned), value) for returned, value in report["results"]]
+        layers = [str(layer) for layer in report["layers"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Ended(None, f"garbled answer: {type(error).__name__}")
+    if len(results) != num_inputs:
+        return Ended(None, f"{len(results)} results for {num_inputs} inputs")
+    return Ended(results, layers=layers)

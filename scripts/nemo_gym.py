@@ -1,0 +1,131 @@
+"""NeMo Gym beside a run: makes its virtual environment, rows to train on, and starts it so that it asks our inference server.
+
+python scripts/nemo_gym.py install
+python scripts/nemo_gym.py rows --task chain_sum --shots 3 rows.jsonl
+python scripts/nemo_gym.py start --policy http://127.0.0.1:8000/v1 --model HuggingFaceTB/SmolLM2-135M-Instruct reasoning_gym
+
+It needs nothing but Python and uv, and stays out of our own environment: nemo-gym and verifiers want different versions of openai.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+PACKAGES = ["nemo-gym==0.4.0", "reasoning-gym==0.1.25"]
+MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
+"""The one that hands on token ids and logprobs."""
+
+
+def install(args: argparse.Namespace) -> None:
+    """Makes the virtual environment, about 1.2 GB."""
+    subprocess.run(["uv", "venv", "--allow-existing", "--python", args.python, str(args.venv)], check=True)
+    subprocess.run(["uv", "pip", "install", "--python", str(args.venv / "bin/python"), *PACKAGES], check=True)
+
+
+def rows(args: argparse.Namespace) -> None:
+    """Writes rows of a reasoning_gym task; runs itself inside the virtual environment for that."""
+    inner = ["_rows", args.task, args.config, str(args.size), str(args.seed), str(args.shots), str(args.out.absolute())]
+    subprocess.run([str(args.venv / "bin/python"), "-W", "ignore", __file__, *inner], check=True)
+
+
+def write_rows(args: argparse.Namespace) -> None:
+    """The part of `rows` that imports reasoning_gym."""
+    import reasoning_gym
+
+    size, shots = int(args.size), int(args.shots)
+    entries = list(reasoning_gym.create_dataset(args.task, size=size + shots, seed=int(args.seed), **json.loads(args.config)))
+    examples = [
+        {"role": role, "content": entry[key]} for entry in entries[:shots] for role, key in (("user", "question"), ("assistant", "answer"))
+    ]
+    with open(args.out, "w") as file:
+        for entry in entries[shots:]:
+            row = {
+                "responses_create_params": {"input": [*examples, {"role": "user", "content": entry["question"]}]},
+                "question": entry["question"],
+                "answer": entry["answer"],
+                "metadata": entry["metadata"],
+                "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
+            }
+            file.write(json.dumps(row, default=str) + "\n")
+    print(f"{args.size} rows of {args.task} in {args.out}")
+
+
+def link_venvs(packages: Path, venv: Path) -> Path:
+    """A folder in which every server's virtual environment is the one we have; otherwise each server makes and downloads its own."""
+    links = venv / "servers"
+    shutil.rmtree(links, ignore_errors=True)
+    kinds = ("resources_servers", "responses_api_agents", "responses_api_models")
+    for server in (path for kind in kinds for path in (packages / kind).iterdir() if path.is_dir()):
+        link = links / server.parent.name / server.name / ".venv"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(venv)
+    return links
+
+
+def start(args: argparse.Namespace) -> None:
+    """Runs ng_run until SIGINT or SIGTERM, and leaves none of its servers behind."""
+    venv = args.venv.absolute()
+    packages = next(venv.glob("lib/python3*/site-packages"))
+    configs = [name if name.endswith(".yaml") else f"resources_servers/{name}/configs/{name}.yaml" for name in args.servers]
+    command = [
+        str(venv / "bin/ng_run"),
+        f"+config_paths=[{','.join([MODEL_CONFIG, *configs])}]",
+        "+skip_venv_if_present=true",
+        f"+uv_venv_dir={link_venvs(packages, venv)}",
+        f"+policy_base_url={args.policy}",
+        "+policy_api_key=none",
+        f"+policy_model_name={args.model}",
+        "+head_server.host=127.0.0.1",
+        f"+head_server.port={args.head_port}",
+    ]
+    child = subprocess.Popen(command, env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}, start_new_session=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # both: a shell's background jobs ignore SIGINT otherwise
+        signal.signal(number, lambda *_: child.send_signal(signal.SIGINT))
+    child.wait()
+    # Interrupted while its servers come up, ng_run ends without them.
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    raise SystemExit(child.returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=Path(".venvs/nemo_gym"), help="virtual environment of NeMo Gym (.venvs/nemo_gym)")
+    commands = parser.add_subparsers(required=True, metavar="{install,rows,start}")
+
+    command = commands.add_parser("install", help="make the virtual environment")
+    command.add_argument("--python", default="3.12", help="Python 3.12, by version or path")
+    command.set_defaults(run=install)
+
+    command = commands.add_parser("rows", help="write rows of a reasoning_gym task")
+    command.add_argument("--task", default="chain_sum", help="name of a reasoning_gym task")
+    command.add_argument("--config", default="{}", help="settings of the task as JSON")
+    command.add_argument("--size", type=int, default=512)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--shots", type=int, default=0, help="solved examples before every question, for a small model")
+    command.add_argument("out", type=Path)
+    command.set_defaults(run=rows)
+
+    command = commands.add_parser("_rows")
+    for name in ("task", "config", "size", "seed", "shots", "out"):
+        command.add_argument(name)
+    command.set_defaults(run=write_rows)
+
+    command = commands.add_parser("start", help="run NeMo Gym until Ctrl-C")
+    command.add_argument("--policy", required=True, help="our inference server: http://HOST:PORT/v1")
+    command.add_argument("--model", required=True, help="model.name of the run")
+    command.add_argument("--head-port", type=int, default=11000)
+    command.add_argument("servers", nargs="+", help="resources servers, by name or by config path")
+    command.set_defaults(run=start)
+
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The report of an evaluation: report.json for programs, report.md and a table for people. One policy, or two side by side."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rl.commands.playing import PlayError, say
+from rl.config import RLConfig
+from rl.files import write_file
+from rl.orchestrator.config import EvalConfig
+from rl.orchestrator.evals import Difference, Results, difference, episodes, example_rewards, pass_at_k
+
+Part = dict[str, Any]
+WIDTH = 160
+"""Of the table where there is no terminal that has one."""
+
+
+def eval_part(entry: EvalConfig, sampling: dict[str, Any], results: Results, metrics: dict[str, float]) -> Part:
+    """What the report says of one evaluation of one policy; `examples` is all that a later comparison needs."""
+    rewards = example_rewards(results)
+    examples = {}
+    for task, rollouts in results:
+        played = episodes(rollouts)
+        examples[str(task)] = {"reward": rewards[task], "samples": len(played), "solved": sum(play.solved for play in played)}
+    return {
+        "environment": {key: value for key, value in entry.source.items() if value != EvalConfig.model_fields[key].default},
+        "sampling": sampling,
+        "num_examples": len(results),
+        "samples": min(example["samples"] for example in examples.values()),
+        "metrics": {key.removeprefix(f"eval/{entry.label}/"): value for key, value in metrics.items()},
+        "examples": examples,
+    }
+
+
+def finished_report(spec: str) -> dict[str, Any] | None:
+    """The first policy of an earlier report, if SPEC is one (report.json, or its directory). Raises PlayError if it cannot be read."""
+    path = Path(spec).expanduser()
+    path = path / "report.json" if (path / "report.json").is_file() else path
+    if path.suffix != ".json":
+        return None
+    try:
+        first = json.loads(path.read_text())["policies"][0]
+        return first | {"policy": f"{first['policy']} ({path.resolve().parent.name})", "evals": first["evals"]}
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise PlayError(f"--compare {spec}: not a report of `rl eval` ({type(error).__name__}: {error})") from None
+
+
+def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
+    """Differences of the reward and of every pass@k that both have, over the examples that both have."""
+    mine, other = ours["examples"], theirs["examples"]
+    common = sorted(set(mine) & set(other), key=int)
+    if not common:
+        return {}
+    rewards = [{int(task): part[task]["reward"] for task in common} for part in (mine, other)]
+    found = {"reward_mean": difference(*rewards, seed)}
+    smallest = min(part[task]["samples"] for part in (mine, other) for task in common)
+    for name in (name for name in ours["metrics"] if name.startswith("pass@") and not name.endswith("_stderr")):
+        k = int(name.removeprefix("pass@"))
+        if k <= smallest and name in theirs["metrics"]:
+            rates = [{int(task): pass_at_k(part[task]["samples"], part[task]["solved"], k) for task in common} for part in (mine, other)]
+            found[name] = difference(*rates, seed)
+    return found
+
+
+def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[str, Any]:
+    """Writes report.json and report.md. With two policies, differences are the first minus the second."""
+    comparison = {}
+    if len(policies) == 2:
+        ours, theirs = policies[0]["evals"], policies[1]["evals"]
+        for label in [label for label in ours if label in theirs]:
+            comparison[label] = {name: gap._asdict() for name, gap in compare(ours[label], theirs[label], config.seed).items()}
+            warn_of_differences(label, ours[label], theirs[label])
+        if not any(comparison.values()):
+            raise PlayError(f"the two policies have no example in common: {', '.join(ours)} and {', '.join(theirs)} were evaluated")
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    report = {"name": config.name, "time": now, "seed": config.seed, "policies": policies, "comparison": comparison}
+    write_file(output / "report.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_file(output / "report.md", markdown(report).encode())
+    return report
+
+
+def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
+    """An earlier report may be about something else under the same name."""
+    for key in ("environment", "sampling", "samples"):
+        if ours[key] != theirs[key]:
+            say(f"warning: eval {label}: the two differ in {key}: {ours[key]} and {theirs[key]}")
+    if set(ours["examples"]) != set(theirs["examples"]):
+        common = len(set(ours["examples"]) & set(theirs["examples"]))
+        say(f"warning: eval {label}: {ours['num_examples']} and {theirs['num_examples']} examples; the difference is over {common}")
+
+
+# For people -------------------------------------------------------------------------------------------------------------
+
+
+def value_text(part: Part | None, name: str) -> str:
+    """A mean with its standard error."""
+    if part is None or name not in part["metrics"]:
+        return "-"
+    value, error = part["metrics"][name], part["metrics"].get(f"{name}_stderr")
+    return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def headings(report: dict[str, Any]) -> list[str]:
+    policies = [policy["policy"] for policy in report["policies"]]
+    return ["eval", "measure", *policies, *(["difference", "95% interval"] if len(policies) == 2 else [])]
+
+
+def rows(report: dict[str, Any]) -> list[list[str]]:
+    """The table: a line for each measure of each evaluation, a column for each policy."""
+    policies = report["policies"]
+    lines = []
+    for label, part in policies[0]["evals"].items():
+        parts = [policy["evals"].get(label) for policy in policies]
+        shown = f"{label} ({part['num_examples']} x {part['samples']})"
+        for name in (name for name in part["metrics"] if not name.endswith("_stderr") and not name.startswith("avg@")):
+            line = [shown, name, *(value_text(one, name) for one in parts)]
+            gap = report["comparison"].get(label, {}).get(name)
+            if len(policies) == 2:
+                line += [f"{gap['mean']:+.3f}", f"{gap['low']:+.3f} to {gap['high']:+.3f}"] if gap else ["", ""]
+            lines.append(line)
+            shown = ""
+    return lines
+
+
+def note(report: dict[str, Any]) -> str:
+    """How the numbers are to be read."""
+    text = "(examples x samples); ± is the standard error over examples"
+    if report["comparison"]:
+        text += "; the interval of the difference is a paired bootstrap over examples: where it does not hold 0, the two differ"
+    return text
+
+
+def markdown(report: dict[str, Any]) -> str:
+    head = headings(report)
+    table = [head, ["---"] * len(head), *rows(report)]
+    body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table)
+    title = " and ".join(policy["policy"] for policy in report["policies"])
+    return f"# Evaluation of {title}\n\n{report['time']}\n\n{body}\n\n{note(report)}\n"
+
+
+def show(report: dict[str, Any], output: Path) -> None:
+    """Prints the table and where everything is."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, heading in enumerate(headings(report)):
+        table.add_column(heading, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i != 0)
+    for line in rows(report):
+        table.add_row(*line)
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    print(note(report))
+    files = ", ".join(f"{policy['files']}/" for policy in report["policies"] if (output / policy["files"]).is_dir())
+    print(f"{output}: report.json, report.md, rollouts in {files}")

@@ -1,0 +1,75 @@
+"""How many groups may play, and of which environment.
+
+Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. With `loaded` the version
+in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest) batches' worth of rollouts are playing or waiting; if
+they finish in order, the last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most
+max_lag. Groups that are dropped make room for their replacements. With max_lag = 0 nothing can be overtaken, and lag is always 0.
+
+With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than SLOW times the typical time gives
+its place to another. It goes on playing, is trained when it finishes, and may lag by more than max_lag, up to max_off_policy_steps. So
+a slow environment plays as many groups at once as its share needs, and the others go on meanwhile.
+"""
+
+import statistics
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+
+MAX_REFILL = 3
+"""So many batches' worth of rollouts are played for one batch; then it is trained short."""
+SLOW = 2.0
+REMEMBERED = 32
+"""Groups of an environment whose times make its median."""
+
+
+class Pace:
+    """How long groups take."""
+
+    def __init__(self, shares: dict[str, float]):
+        self.shares = shares
+        self.seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def note(self, env: str, seconds: float) -> None:
+        self.seconds[env].append(seconds)
+
+    def typical_s(self) -> float:
+        """The weighted median of the environments' median times; infinite until environments with half of the weight have one."""
+        medians = sorted((statistics.median(self.seconds[env]), env) for env in self.shares if self.seconds[env])
+        reached = 0.0
+        for seconds, env in medians:
+            reached += self.shares[env]
+            if reached >= 0.5:
+                return seconds
+        return float("inf")
+
+
+@dataclass
+class Places:
+    """Rollouts of each environment by what they are doing."""
+
+    usable: Counter[str] = field(default_factory=Counter)
+    """Finished, waiting for a batch."""
+    playing: Counter[str] = field(default_factory=Counter)
+    """Played, and holding a place."""
+    slow: Counter[str] = field(default_factory=Counter)
+    """Played, but without a place."""
+    dropped: int = 0
+    """Finished, and not to be trained by the next batch or any other."""
+
+    @property
+    def held(self) -> int:
+        return self.usable.total() + self.playing.total()
+
+
+def eligible(shares: dict[str, float], places: Places, batch_size: int, batches_ahead: int, max_in_flight: int) -> list[str]:
+    """The environments of which a group may be started now; none if there is no room.
+
+    batches_ahead: how many batches may still be sampled. max_in_flight: rollouts that may play at once in all, slow ones included; each
+    environment has its share of them. An environment that is slow and has used it up leaves the places to the others.
+    """
+    window = batch_size * batches_ahead
+    if places.held >= window:
+        return []
+    if places.usable and places.dropped + places.held >= MAX_REFILL * window:
+        return []
+    below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
+    return [env for env in below_cap if places.usable[env] + places.playing[env] < shares[env] * window] or below_cap

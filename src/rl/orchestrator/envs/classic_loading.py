@@ -1,0 +1,174 @@
+"""Loading a classic environment, with faults that name the place and the remedy, and telling what it is."""
+
+import functools
+import inspect
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import verifiers as vf
+from verifiers.legacy.utils import response_utils
+from verifiers.utils.env_utils import import_env_module
+
+from rl.orchestrator.env_ids import EnvLoadError, check_installed
+from rl.orchestrator.envs.classic_client import wire_tool
+from rl.orchestrator.envs.rewards import place, rubrics
+from rl.orchestrator.rollouts import EnvSpec
+
+
+class explained:
+    """Turns whatever somebody else's code raises in the block into an EnvLoadError: what failed, why, where, and the remedy."""
+
+    def __init__(self, what: str, remedy: str, folder: Path | None = None):
+        self.what, self.remedy, self.folder = what, remedy, folder
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, EnvLoadError):
+            told = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
+            raise EnvLoadError(told) from error
+
+
+@contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Every environment of verifiers puts its own in their place when it is constructed."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def load_package(spec: EnvSpec, what: str) -> vf.Environment:
+    """Loads an installed environment. Raises EnvLoadError."""
+    assert spec.id
+    path = check_installed(spec.id)
+    with explained(f"{what}: importing it", "check that its dependencies are installed"):
+        module = import_env_module(path)
+    load = getattr(module, "load_environment", None)
+    if load is None:
+        raise EnvLoadError(f"{what}: {module.__file__} has no function load_environment; it makes and returns the environment")
+    remedy = "check orchestrator.environment.args and the environment itself"
+    if takes := ", ".join(load_arguments(spec.id)):
+        remedy += f"; its arguments are {takes}"
+    file = Path(module.__file__ or "")
+    with explained(f"{what}: its load_environment", remedy, file.parent if hasattr(module, "__path__") else file):
+        env = load(**spec.args)  # as vf.load_environment does, which hides what was raised in an error of its own
+    if not isinstance(env, vf.Environment):
+        raise EnvLoadError(f"{what}: its load_environment returned a {type(env).__name__}, not a vf.Environment of verifiers 0.3")
+    env.env_id, env.env_args = env.env_id or path, env.env_args or spec.args
+    return env
+
+
+def load_arguments(env_id: str) -> dict[str, str]:
+    """What load_environment takes: name to `type = default`."""
+    function = getattr(import_env_module(check_installed(env_id)), "load_environment", None)
+    if not callable(function):
+        return {}
+    told = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation)
+        default = "required" if parameter.default is parameter.empty else f"{parameter.default!r}"
+        told[f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name] = f"{kind} = {default}" if kind else default
+    return told
+
+
+def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environment]]:
+    """The environments that play: an EnvGroup's members, groups within it opened, or the environment itself."""
+    if isinstance(env, vf.EnvGroup):
+        for name, member in env.env_map.items():
+            yield from members(member, f"{path}{name}/")
+    else:
+        yield path, env
+
+
+def settable(env: vf.Environment) -> set[str]:
+    """Names that set_kwargs takes: what has a setter or is a data attribute."""
+    setters = {name.removeprefix("set_") for name in dir(type(env)) if name.startswith("set_") and name != "set_kwargs"}
+    return setters | {name for name in vars(env) if not name.startswith("_")}
+
+
+def set_attributes(env: vf.Environment, leaves: list[vf.Environment], spec: EnvSpec) -> None:
+    """Applies `set_kwargs` to the environment and, where it is a group, to every member that knows the name. Raises EnvLoadError."""
+    targets = list({id(target): target for target in [env, *leaves]}.values())
+    for name, value in spec.set_kwargs.items():
+        takers = [target for target in targets if name in settable(target)]
+        if not takers:
+            known = sorted(set().union(*map(settable, targets)))
+            near = get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+            raise EnvLoadError(f"environment {spec.name}: set_kwargs has {name}, but {type(env).__name__} has no such attribute; {hint}")
+        for target in takers:
+            with explained(f"environment {spec.name}: set_kwargs.{name} = {value!r}", "give a value that the environment takes"):
+                target.set_kwargs(**{name: value})
+
+
+def check_scorable(env: vf.Environment, what: str) -> None:
+    """verifiers' own rubric asserts in every rollout that it has a function; that is better told once. Raises EnvLoadError."""
+    if not env.score_rollouts or env.requires_group_rollouts:
+        return
+    for rubric in rubrics(env.rubric):
+        if type(rubric).score_rollout is vf.Rubric.score_rollout and not rubric.funcs:
+            raise EnvLoadError(
+                f"{what}: a {type(rubric).__name__} of its {type(env).__name__} has no reward function; "
+                "give it one, or set_kwargs.score_rollouts = false to play without rewards"
+            )
+
+
+def base_class(env: vf.Environment) -> type:
+    """The class of verifiers that an environment is made of."""
+    return next(kind for kind in type(env).__mro__ if kind.__module__.startswith("verifiers."))
+
+
+def describe_one(env: vf.Environment) -> dict[str, Any]:
+    """What a reader wants to know of an environment that is no group."""
+    functions = {
+        name: weight
+        for rubric in rubrics(env.rubric)
+        if not isinstance(rubric, vf.RubricGroup)
+        for name, weight in zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True)
+    }
+    about: dict[str, Any] = {
+        "style": env.message_type,
+        "system prompt": env.system_prompt,
+        "reward functions": {name: weight for name, weight in functions.items() if weight},
+        "metrics": [name for name, weight in functions.items() if not weight],
+        "tools": [wire_tool(tool)["function"] for tool in env.tool_defs or []],
+        "max turns": getattr(env, "max_turns", None),
+        "own timeout_seconds": getattr(env, "timeout_seconds", None),
+        "parser": type(env.parser).__name__,
+        "scored": env.score_rollouts,
+    }
+    return {name: value for name, value in about.items() if value not in (None, [], {})}
+
+
+def quicken(env: vf.Environment) -> None:
+    """Spares verifiers two things that cost more than half of a rollout's time: it works out the signature of every stop condition and
+    cleanup anew at every turn, and it hands a few list operations a turn to a thread."""
+    env._stop_conditions = [with_signature(method) for method in env._stop_conditions]
+    env._cleanup_handlers = [with_signature(method) for method in env._cleanup_handlers]
+    response_utils.asyncio = SimpleNamespace(to_thread=at_once)  # type: ignore[attr-defined]
+
+
+def with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with the signature at hand: a bound method cannot carry it."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    del call.__wrapped__  # type: ignore[attr-defined]  # inspect would walk to it first
+    return call
+
+
+async def at_once(function: Callable[[], Any]) -> Any:
+    """In place of asyncio.to_thread."""
+    return function()

@@ -1,0 +1,165 @@
+"""Rows with a reward function: an environment out of a JSONL file or a Hugging Face dataset, without a package."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import datasets
+import verifiers as vf
+
+from rl.orchestrator.env_ids import EnvLoadError
+from rl.orchestrator.envs.classic_loading import explained
+from rl.orchestrator.rollouts import EnvSpec
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
+ROLES = ("system", "user", "assistant", "tool")
+GIVEN = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
+"""What verifiers hands to a reward function beside the columns, by the names of its parameters."""
+GIVEN_TO_GROUPS = {"prompts", "completions", "answers", "states", "tasks", "infos", "parser"}
+EXAMPLE = '{"prompt": "What is 2 + 2?", "answer": "4"}'
+
+
+def load_rows(spec: EnvSpec) -> vf.SingleTurnEnv:
+    """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`. Raises EnvLoadError."""
+    if not spec.dataset:
+        raise EnvLoadError(f"environment {spec.name} has neither id nor dataset; give one of them")
+    if not spec.reward:
+        raise EnvLoadError(f"dataset {spec.dataset} needs a reward function; give reward = file.py:function or module:function")
+    if spec.args:
+        raise EnvLoadError(f"dataset {spec.dataset}: args are for environments with an id; leave out {', '.join(spec.args)}")
+    function = load_function(spec.reward)
+    train = read(spec.dataset)
+    held_out = read(spec.eval_dataset) if spec.eval_dataset else train
+    for source, data in ((spec.dataset, train), (spec.eval_dataset, held_out)):
+        check_parameters(spec.reward, function, set(data.column_names), source or spec.dataset)
+    with explained(f"dataset {spec.dataset}: building its environment", "check its rows"):
+        return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, system_prompt=spec.system_prompt, rubric=vf.Rubric(funcs=[function]))
+
+
+def read(source: str) -> datasets.Dataset:
+    """The rows of a JSONL file, or of a Hugging Face dataset `owner/name` or `owner/name:split`, each with a `prompt` of messages."""
+    path = Path(source)
+    if path.is_file():
+        return as_dataset(path)
+    if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
+        raise EnvLoadError(f"dataset {source} is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset")
+    name, _, split = source.partition(":")
+    with explained(f"dataset {source}", f"check name and split (owner/name:split), and the network; {path.absolute()} is no file either"):
+        data = datasets.load_dataset(name, split=split or "train")
+    if not {"prompt", "question"} & set(data.column_names):
+        raise EnvLoadError(f"dataset {source} has no column prompt or question, but {', '.join(data.column_names)}")
+    with explained(f"dataset {source}", "prompts must be text or a list of messages"):
+        return data.map(lambda row, i: {"prompt": messages_in(row, f"{source} row {i}")}, with_indices=True)
+
+
+def as_dataset(path: Path) -> datasets.Dataset:
+    """The rows of a JSONL file. Raises EnvLoadError with the line."""
+    rows: list[dict[str, Any]] = []
+    kinds: dict[str, tuple[str, int]] = {}
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row = parsed(line, f"{path}:{number}")
+            for column, value in row.items():
+                kind = kind_of(value)
+                known, first = kinds.setdefault(column, (kind, number)) if kind else ("", 0)
+                if known != kind:
+                    raise EnvLoadError(f"{path}:{number}: {column} is {kind}, but {known} in line {first}; write one kind in every line")
+            rows.append(row)
+    if not rows:
+        raise EnvLoadError(f"dataset {path} has no rows; write one JSON object a line, like {EXAMPLE}")
+    columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes those of the first row
+    with explained(f"dataset {path}", "write columns of one type in every line; what varies can be under info"):
+        return datasets.Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
+
+
+def parsed(line: str, place: str) -> dict[str, Any]:
+    """A line as a row with a prompt of messages. Nested `info` stays text, or Arrow would give every row the keys of all."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise EnvLoadError(f"{place}: not JSON: {error.msg} at column {error.colno}; write one object a line, like {EXAMPLE}") from error
+    if not isinstance(row, dict):
+        raise EnvLoadError(f"{place}: a {type(row).__name__}; write one JSON object a line, like {EXAMPLE}")
+    if "task" in row:
+        raise EnvLoadError(f"{place}: verifiers takes a column `task` for its own; give it another name")
+    row["prompt"] = messages_in(row, place)
+    if isinstance(row.get("info"), dict):
+        row["info"] = json.dumps(row["info"])
+    return row
+
+
+def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """The messages of `prompt`, or else of `question`. Raises EnvLoadError."""
+    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("question")
+    if prompt is None:
+        raise EnvLoadError(f"{place}: no prompt or question, but {', '.join(row) or 'nothing'}; write rows like {EXAMPLE}")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or any(not isinstance(part, dict) or part.get("role") not in ROLES for part in prompt):
+        raise EnvLoadError(f"{place}: the prompt is neither text nor a list of messages with a role of {', '.join(ROLES)}")
+    return prompt
+
+
+def kind_of(value: Any) -> str:
+    """Type of a value as Arrow tells them apart; "" for none."""
+    if value is None:
+        return ""
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+    return kinds[type(value)]
+
+
+def load_function(reward: str) -> Callable[..., Any]:
+    """The function named by `file.py:function` or `package.module:function`. Raises EnvLoadError."""
+    source, colon, name = reward.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise EnvLoadError(f"reward {reward} names no function; write file.py:function or module:function")
+    if source.endswith(".py"):
+        path = Path(source).absolute()
+        if not path.is_file():
+            raise EnvLoadError(f"reward {reward}: there is no file {path}")
+        with explained(f"reward {reward}: importing the file", "correct it", path.parent):
+            module = import_file(path)
+    else:
+        with explained(f"reward {reward}: importing the module", "install it, or name a file: file.py:function"):
+            module = importlib.import_module(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        near = get_close_matches(name, there, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'no function'}"
+        raise EnvLoadError(f"reward {reward}: {module.__file__} has no function {name}; {hint}")
+    return function
+
+
+def import_file(path: Path) -> Any:
+    """A Python file as a module; what lies beside it can be imported by it."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:
+    """A parameter that nothing fills would fail every rollout. Raises EnvLoadError."""
+    parameters = inspect.signature(function).parameters.values()
+    given = GIVEN | GIVEN_TO_GROUPS | columns
+    for parameter in parameters:
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and parameter.name not in given:
+            raise EnvLoadError(
+                f"reward {reward} ({inspect.getsourcefile(function)}) asks for {parameter.name}, which is no column of {source}; "
+                f"it can ask for {', '.join(sorted(GIVEN | columns))}, or states, prompts, completions, ... of a whole group"
+            )

@@ -1,0 +1,26 @@
+"""Runs `rl` as a user does, in a directory of its own, with the test environments installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ENVIRONMENTS = Path(__file__).parent.parent / "environments"
+CODE = "import sys; from rl.main import main; sys.exit(main())"
+
+
+def start(directory: Path, *args: str, code: str = CODE, **env: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "COLUMNS": "200", **env}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *args], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def rl(directory: Path, *args: str, code: str = CODE, **env: str) -> tuple[int, str, str]:
+    """Exit code, output, errors."""
+    process = start(directory, *args, code=code, **env)
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return process.returncode, out, err

@@ -1,0 +1,75 @@
+"""`rl collect`: which tasks, what is in the file, and going on where an earlier start ended."""
+
+import json
+from itertools import islice
+
+import pytest
+
+from rl.commands.collect import missing, read_present, task_count, task_order
+from rl.commands.playing import PlayError
+from tests.commands.driver import rl
+from tests.commands.servers import Endpoint, serving
+
+
+def line(env="e", task=0, sample=0, agents=1):
+    return json.dumps({"env": env, "task": task, "sample": sample, "agents": agents}) + "\n"
+
+
+def test_tasks_come_from_the_environments_in_turn():
+    assert list(task_order({"a": 3, "b": 1})) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert list(islice(task_order({"a": None, "b": 1}), 4)) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert list(task_order({"a": 0})) == []
+
+
+def test_only_what_is_missing_is_played():
+    present = {("a", 0): {0, 1}, ("a", 1): {1}}
+    assert list(missing(iter([("a", 0), ("a", 1), ("b", 0)]), present, 2)) == [("a", 1, 1), ("b", 0, 2)]
+
+
+def test_max_samples_bounds_an_environment():
+    assert [task_count(*pair) for pair in ((-1, 7), (3, 7), (9, 7), (3, None), (-1, None))] == [7, 3, 7, 3, None]
+
+
+def test_a_line_that_was_not_finished_is_cut_with_its_episode(tmp_path):
+    path = tmp_path / "r.jsonl"
+    assert read_present(path) == {}
+    whole = line() + line(sample=1) + line("f", 4)
+    path.write_text(whole)
+    assert read_present(path) == {("e", 0): {0, 1}, ("f", 4): {0}} and path.read_text() == whole
+    for left in (line()[:9], line(task=1, agents=2), line(task=1, agents=3) * 2 + line()[:20]):
+        path.write_text(whole + left)
+        assert read_present(path) == {("e", 0): {0, 1}, ("f", 4): {0}} and path.read_text() == whole
+    path.write_text(line(agents=2) * 2)
+    assert read_present(path) == {("e", 0): {0}}
+    path.write_text(line()[:9])
+    assert read_present(path) == {} and path.read_text() == ""
+    assert read_present(path) == {}
+
+
+def test_a_file_of_something_else(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(PlayError, match="line 1 was not written by `rl collect`"):
+        read_present(path)
+    assert path.read_text() == '{"messages": []}\n'
+
+
+def test_a_file_that_is_filled_in_two_starts(tmp_path):
+    path = tmp_path / "r.jsonl"
+    flags = ("--orchestrator.environment.id", "say-digit", "--output", str(path), "--samples", "2")
+    with serving(Endpoint("good")) as server:
+        code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "1")
+        assert code == 0 and f"rollouts written to {path}: 2 finished; mean reward 1.000" in out, err
+        path.write_text(path.read_text() + '{"env": "say-di')
+        code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "3")
+        assert code == 0 and len(server.asked) == 6, err
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert sorted((one["task"], one["sample"]) for one in lines) == [(task, sample) for task in (0, 1, 2) for sample in (0, 1)]
+    assert {"env", "task", "sample", "policy", "agent", "messages", "reward", "metrics", "outcome", "stop"} <= set(lines[0])
+    assert (lines[0]["policy"], lines[0]["reward"], lines[0]["outcome"]) == ("good", 1.0, "finished") and "turns" not in lines[0]
+
+
+def test_faults(tmp_path):
+    for args, said in (((), "where to?"), (("--output", "x.jsonl"), "`uv pip install nope`")):
+        code, _, err = rl(tmp_path, "collect", "--orchestrator.environment.id", "nope", *args)
+        assert code == 1 and said in err, err

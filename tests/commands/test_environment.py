@@ -1,0 +1,63 @@
+"""`rl env`: its arguments, and what it shows."""
+
+import json
+
+import pytest
+
+from rl.cli import ConfigError
+from rl.commands.environment import environment_given, messages_text, task_text
+from tests.commands.driver import rl
+from tests.commands.servers import Endpoint, serving
+
+
+def test_the_environment_and_its_arguments():
+    assert environment_given(["a/x", "--split", "eval"]) == ({"orchestrator.environment": ([{"id": "a/x"}], "rl env")}, ["--split", "eval"])
+    given, rest = environment_given(["x", "--args", '{"a": {"b": null}, "c": 1}', "--seed", "1"])
+    assert given["orchestrator.environment"][0] == [{"id": "x", "args": {"a": {"b": None}, "c": 1}}] and rest == ["--seed", "1"]
+    assert environment_given(["x", '--args={"a": 1}'])[0]["orchestrator.environment"][0][0]["args"] == {"a": 1}
+    assert environment_given(["x", "--args.n", "3"])[1] == ["--orchestrator.environment.args.n", "3"]
+    assert environment_given(["@", "run.toml", "--args", '{"n": 3}']) == (
+        {"orchestrator.environment.args.n": (3, "--args")}, ["@", "run.toml"])  # fmt: skip
+    for text in ("{n: 3}", "[1]", ""):
+        with pytest.raises(ConfigError, match="--args"):
+            environment_given(["x", "--args", text])
+
+
+def test_a_conversation_in_words():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "1+1?\nquick"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    assert messages_text(messages) == 'user: 1+1?\n    quick\nassistant: (thinks) hm\n    calls add({"a": 1})\ntool: 2'
+    assert task_text({"prompt": messages[:1], "answer": "2", "info": {}, "n": 0}) == "user: 1+1?\n    quick\nanswer: 2\nn: 0"
+    assert task_text({"prompt": "x" * 3000}) == "x" * 2000 + "... (3000 characters)"
+
+
+def test_shown_without_any_model(tmp_path):
+    code, out, err = rl(tmp_path, "env", "say-digit", "--args.tasks", "3", "--export", "t.jsonl", "--limit", "2", "--split", "train")
+    assert code == 0, err
+    for text in ("kind: classic", "tasks: train 3, eval 2", "turns: int = 1", "reward: 1.0", "the first train task:\n    user: say 0"):
+        assert text in out
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert [(one["split"], one["task"], one["answer"]) for one in lines] == [("train", 0, "0"), ("train", 1, "1")]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_rollouts_in_full(tmp_path):
+    with serving(Endpoint("good")) as server:
+        code, out, err = rl(tmp_path, "env", "say-digit", "--rollouts", "2", "--split", "eval", "--policy", server.url, "--args.turns", "2")
+    assert code == 0, err
+    assert "--- eval task 1: reward" in out and "user: and again" in out and out.count("assistant: ") == 4
+
+
+def test_faults(tmp_path):
+    for args, code, said in (
+        (("owner/nope",), 1, "`prime env install owner/nope`"),
+        ((), 2, "which environment?"),
+        (("say-digit", "--split", "test"), 2, "give train or eval"),
+        (("say-digit", "--bogus", "1"), 2, "unknown key"),
+    ):
+        found, _, err = rl(tmp_path, "env", *args)
+        assert found == code and said in err, err

@@ -1,0 +1,197 @@
+"""`rl eval`: what it plays, what it says, what it leaves behind."""
+
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from rl.cli import build, parse_args
+from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
+from rl.commands.evaluate import evaluations_only, main, num_examples
+from rl.commands.playing import PlayError
+from rl.orchestrator.config import EvalConfig
+from rl.orchestrator.evals import eval_metrics
+from rl.orchestrator.rollouts import Rollout
+from rl.processes import LAUNCHER, Children
+from tests.commands.driver import ENVIRONMENTS, rl, start
+from tests.commands.servers import Endpoint, serving
+from tests.orchestrator.stub_inference import StubInference
+from tests.tiny_model import make_tiny_model
+
+SAY_DIGIT = ("--orchestrator.environment.id", "say-digit")
+
+
+def part(rewards, **fields):
+    """A policy's part of a report from {task: [rewards]}."""
+    results = [(task, [Rollout(reward=one, episode=i, **fields) for i, one in enumerate(each)]) for task, each in rewards.items()]
+    return eval_part(EvalConfig(id="e"), {"temperature": 1.0}, results, eval_metrics("e", results))
+
+
+def policy(name, rewards, **fields):
+    return {"policy": name, "policy_version": None, "model": "", "files": name, "evals": {"e": part(rewards, **fields)}}
+
+
+def test_what_is_evaluated():
+    config = build(parse_args(["--orchestrator.environment.id", "a/x", "--orchestrator.environment.args.n", "3"]))
+    derived = evaluations_only(config, 5, 2, quick=False).orchestrator
+    assert derived.environment == [] and [(one.id, one.args, one.num_examples, one.samples) for one in derived.eval] == [
+        ("a/x", {"n": 3}, 5, 2)
+    ]
+    quick = evaluations_only(config, None, None, quick=True)
+    assert (quick.orchestrator.eval[0].num_examples, quick.orchestrator.sampling.max_tokens, quick.name[-6:]) == (4, 32, "-quick")
+    config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval.id", "y", "--orchestrator.eval.samples", "4"]))
+    assert [(one.id, one.samples) for one in evaluations_only(config, None, None, quick=False).orchestrator.eval] == [("y", 4)]
+
+
+def test_how_many_examples():
+    assert num_examples(EvalConfig(id="e"), 7) == 7
+    assert num_examples(EvalConfig(id="e", num_examples=3), 7) == num_examples(EvalConfig(id="e", num_examples=3), None) == 3
+    assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
+    for entry, size, said in ((EvalConfig(id="e"), None, "endless"), (EvalConfig(id="e"), 0, "no eval examples"),
+                              (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play")):  # fmt: skip
+        with pytest.raises(PlayError, match=said):
+            num_examples(entry, size)
+
+
+def test_two_policies_side_by_side(tmp_path, capsys):
+    ours = policy("new", {0: [1.0, 1.0], 1: [1.0, 0.0], 2: [1.0, 1.0]}, metrics={"m": 2.0})
+    theirs = policy("old", {0: [0.0, 0.0], 1: [0.0, 0.0]})
+    config = build(parse_args(["--orchestrator.environment.id", "e"]))
+    report = write_report(tmp_path / "o", config, [ours, theirs])
+    gap = report["comparison"]["e"]["reward_mean"]
+    assert (gap["mean"], gap["low"], gap["high"], gap["num_examples"]) == (0.75, 0.5, 1.0, 2)
+    assert report["comparison"]["e"]["pass@2"]["mean"] == 1.0
+    assert json.loads((tmp_path / "o" / "report.json").read_text()) == json.loads(json.dumps(report))
+    lines = (tmp_path / "o" / "report.md").read_text().splitlines()
+    assert "| e (3 x 2) | reward_mean | 0.833 ± 0.167 | 0.000 ± 0.000 | +0.750 | +0.500 to +1.000 |" in lines
+    assert "|  | m | 2.000 | - |  |  |" in lines
+    assert "3 and 2 examples; the difference is over 2" in capsys.readouterr().err
+    assert finished_report(str(tmp_path / "o"))["policy"] == "new (o)"
+    with pytest.raises(PlayError, match="no example in common"):
+        write_report(tmp_path / "p", config, [ours, policy("other", {7: [1.0]})])
+
+
+def test_pass_at_k_is_compared_where_both_have_enough_samples():
+    found = compare(part({0: [1.0, 0.0, 0.0, 0.0]}), part({0: [0.0, 1.0]}), 0)
+    assert {name: gap.mean for name, gap in found.items()} == {"reward_mean": -0.25, "pass@1": -0.25, "pass@2": -0.5}
+
+
+def test_one_policy_alone(tmp_path):
+    report = {"time": "now", "policies": [policy("p", {0: [1.0]})], "comparison": {}}
+    assert "| eval | measure | p |" in markdown(report) and "difference" not in markdown(report)
+
+
+def test_what_is_no_report(tmp_path):
+    assert finished_report("owner/model") is None
+    (tmp_path / "x.json").write_text("{}")
+    for path in (tmp_path / "x.json", tmp_path / "nowhere.json"):
+        with pytest.raises(PlayError, match="not a report of `rl eval`"):
+            finished_report(str(path))
+
+
+def test_two_models_of_an_endpoint(tmp_path):
+    with serving(Endpoint("good", "bad")) as server:
+        flags = (*SAY_DIGIT, "--samples", "2", "--output", "o", "--orchestrator.eval.sampling.temperature", "0", "--seed", "1")
+        code, out, err = rl(tmp_path, "eval", *flags, "--policy", f"{server.url}#good", "--compare", f"{server.url}#bad")
+        assert code == 0, err
+        assert {body["model"] for body in server.asked} == {"good", "bad"} and {body["temperature"] for body in server.asked} == {0}
+        assert len(server.asked) == 2 * 2 * 2
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert [one["evals"]["say-digit"]["metrics"]["reward_mean"] for one in report["policies"]] == [1.0, 0.0]
+    assert report["comparison"]["say-digit"]["pass@2"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "num_examples": 2}
+    lines = [json.loads(line) for line in (tmp_path / "o" / "good" / "say-digit.jsonl").read_text().splitlines()]
+    assert [(line["task"], line["rollout"], line["reward"], line["outcome"]) for line in lines] == [
+        (0, 0, 1.0, "finished"), (0, 1, 1.0, "finished"), (1, 0, 1.0, "finished"), (1, 1, 1.0, "finished")]  # fmt: skip
+    assert lines[2]["messages"][-1] == {"role": "assistant", "content": "1"}
+    assert "+1.000 to +1.000" in out and "say-digit (2 x 2)" in out and "rollouts in good/, bad/" in out
+    assert not list(tmp_path.glob("o/server"))
+
+
+def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    (tmp_path / "e").mkdir()
+    earlier = {"policies": [policy("old", {0: [0.0], 1: [0.0]})]}
+    earlier["policies"][0]["evals"] = {"say-digit": earlier["policies"][0]["evals"]["e"]}
+    (tmp_path / "e" / "report.json").write_text(json.dumps(earlier))
+    with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):
+        address = json.loads((tmp_path / "status.json").read_text())["address"]
+        flags = ("--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
+        code, out, err = rl(
+            tmp_path, "eval", *SAY_DIGIT, *flags, "--orchestrator.inference_urls", f'["{address}"]', "--compare", "e/report.json"
+        )
+    assert code == 0, err
+    assert "old (e)" in out and "+1.000" in out and "warning: eval say-digit: the two differ in environment" in err
+    (report,) = tmp_path.glob("outputs/eval-say-digit-model/*/report.json")
+    assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["metrics"]["length_mean"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "nothing to evaluate"),
+        (("--orchestrator.environment.id", "owner/nope"), "`prime env install owner/nope`"),
+        ((*SAY_DIGIT, "--policy", "outputs/x/y"), "there is no such run and no such model folder"),
+        ((*SAY_DIGIT, "--compare", "x.json"), "not a report"),
+        ((*SAY_DIGIT, "--policy", "http://127.0.0.1:9/v1"), "nobody answers"),
+    ],
+)
+def test_faults_are_told_before_anything_starts(args, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    monkeypatch.setenv(LAUNCHER, "")
+    assert main([*args], Children()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rl eval: ") and said in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_rollouts_that_all_fail_end_it(tmp_path):
+    with serving(Endpoint("good")) as server:
+        flags = (*SAY_DIGIT, "--orchestrator.environment.args.fail", "always", "--orchestrator.rollout_retries", "0")
+        code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
+    assert code == 1 and "all of the first 2 rollouts failed" in err and "ZeroDivisionError: broken environment" in err
+
+
+FAKE_SERVER = """
+import sys, rl.main
+scripts = {"model": "", "inference": SCRIPT}
+rl.main.command = lambda name, run_dir, ranks: [sys.executable, "-c", scripts[name], str(run_dir.root)]
+sys.exit(rl.main.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def with_server(script):
+    return FAKE_SERVER.replace("SCRIPT", repr(script))
+
+
+def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
+    flags = (*SAY_DIGIT, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
+    code, _, err = rl(tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')"))
+    assert code == 1 and "rl eval: inference ended with exit code 1. The end of its log:\n  | no memory" in err
+    slow = "import time; time.sleep(60)"
+    code, _, err = rl(tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow))
+    assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy", "empty")
+    assert code == 1 and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
+
+
+def test_ctrl_c_leaves_nobody(tmp_path, model):
+    flags = (*SAY_DIGIT, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
+    process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(60)"))
+    deadline = time.monotonic() + 60
+    while not (logs := list(tmp_path.glob("outputs/*/*/logs/worker-*"))):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "SIGINT: stopping" in err, err
+    assert logs and below and not any(one.is_running() for one in below)

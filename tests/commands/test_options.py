@@ -1,0 +1,125 @@
+"""The commands' own flags, the choice of the command, and --quick."""
+
+import resource
+
+import pytest
+
+from rl.cli import build, from_toml, parse_args
+from rl.cli_help import COMMANDS, field_tree
+from rl.commands import collect, environment, evaluate
+from rl.commands.options import load, take
+from rl.config import RLConfig
+from tests.commands.driver import rl
+
+HELP_CODE = """
+import sys, atexit
+from rl.main import main
+atexit.register(lambda: print("heavy:", [name for name in ("torch", "vllm", "verifiers", "transformers", "zmq") if name in sys.modules]))
+sys.exit(main())
+"""
+MODULES = (evaluate, collect, environment)
+
+
+def test_own_flags_are_split_off():
+    values, rest = take("rl eval", ["@", "x", "--limit=5", "--policy", "a@3", "--seed", "1", "--endpoint_model", "m"], evaluate.OPTIONS)
+    assert (values["limit"], values["policy"], values["endpoint_model"], values["compare"]) == (5, "a@3", "m", None)
+    assert rest == ["@", "x", "--seed", "1"]
+    values, rest = take("rl collect", ["--tokens", "--seed", "1"], collect.OPTIONS)
+    assert values["tokens"] is True and rest == ["--seed", "1"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--limit", "0"], "--limit 0: needs a number from 1"),
+        (["--limit", "x"], "--limit x: needs"),
+        (["--policy"], "--policy needs a value: SPEC"),
+        (["--policy", "--seed"], "--policy needs a value"),
+    ],
+)
+def test_faults_of_own_flags(args, said, capsys):
+    with pytest.raises(SystemExit) as error:
+        take("rl eval", args, evaluate.OPTIONS)
+    assert error.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_no_flag_has_the_name_of_a_setting():
+    settings = {name.split(".")[0] for name in field_tree(RLConfig)} | {"steps", "learning_rate"}
+    for module in MODULES:
+        assert not settings & {option.key for option in module.OPTIONS}
+
+
+def test_a_run_that_is_played_lends_its_configuration(tmp_path):
+    (tmp_path / "config.toml").write_text('seed = 7\n[orchestrator.environment]\nid = "e"\n')
+    config, _, _ = load("rl eval", ["--policy", f"{tmp_path}@3", "--max_lag", "4"], evaluate.OPTIONS, "")
+    assert (config.seed, config.max_lag, config.orchestrator.environment[0].id) == (7, 4, "e")
+    (tmp_path / "other.toml").write_text('[orchestrator.environment]\nid = "f"\n')
+    config, _, _ = load("rl eval", ["--policy", str(tmp_path), "@", str(tmp_path / "other.toml")], evaluate.OPTIONS, "")
+    assert (config.seed, config.orchestrator.environment[0].id) == (0, "f")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_quick(tmp_path, command):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, out, err = rl(tmp_path, command, "--help", code=HELP_CODE)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (code, err) == (0, "") and f"usage: rl {command} " in out and "--policy SPEC" in out and "--max_steps int" in out
+    assert out.endswith("heavy: []\n")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # of work: the time it takes on an idle machine
+
+
+def test_dry_run_of_a_command(tmp_path):
+    code, out, _ = rl(tmp_path, "env", "e", "--args", '{"n": [1, "ü"]}', "--dry-run", "--seed", "3")
+    (tmp_path / "config.toml").write_text(out)
+    config = from_toml(tmp_path / "config.toml")
+    assert code == 0 and (config.seed, config.orchestrator.environment[0].args) == (3, {"n": [1, "ü"]})
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_a_word_that_is_no_command(tmp_path):
+    for word, said in (("evl", "did you mean `rl eval`?"), ("run.toml", "did you mean `rl @ run.toml`?"), ("zzz", "eval, collect, env")):
+        code, _, err = rl(tmp_path, word)
+        assert code == 2 and err.startswith(f"rl: {word}: no such command") and said in err
+
+
+def test_help_of_rl_names_the_commands(tmp_path):
+    code, out, _ = rl(tmp_path, "--help")
+    assert code == 0 and all(f"rl {command} " in out for command in COMMANDS) and "--quick" in out
+
+
+QUICK = """
+name = "n"
+[orchestrator]
+batch_size = 512
+group_size = 16
+[orchestrator.sampling]
+max_tokens = 4096
+[model]
+max_model_len = 8192
+[[orchestrator.environment]]
+id = "a"
+group_size = 6
+sampling = { max_tokens = 8 }
+[[orchestrator.environment]]
+id = "b"
+group_size = 3
+sampling = { max_tokens = 2000 }
+[[orchestrator.eval]]
+samples = 8
+[[orchestrator.eval]]
+id = "c"
+num_examples = 2
+"""
+
+
+def test_quick_makes_any_run_tiny(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(QUICK)
+    config = build(parse_args(["@", str(path), "--quick"]))
+    settings = config.orchestrator
+    assert (config.name, config.max_steps, settings.group_size, settings.batch_size) == ("n-quick", 2, 4, 8)
+    assert [(env.group_size, env.sampling.max_tokens) for env in settings.environment] == [(4, 8), (3, 32)]
+    assert settings.sampling.max_tokens == 32
+    assert [(one.id, one.num_examples, one.samples) for one in settings.eval] == [("a", 4, 1), ("c", 2, 1)]
+    small = build(parse_args(["--orchestrator.environment.id", "e", "--orchestrator.group_size", "2", "--max_steps", "1", "--quick"]))
+    assert (small.max_steps, small.orchestrator.group_size, small.orchestrator.batch_size) == (1, 2, 4)

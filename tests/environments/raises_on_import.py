@@ -1,0 +1,3 @@
+"""A package that lacks something."""
+
+raise KeyError("SOME_KEY")

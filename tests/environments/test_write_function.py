@@ -1,0 +1,169 @@
+import asyncio
+import json
+import os
+import time
+
+import psutil
+import pytest
+
+from tests.environments.playing import check_splits, load, on_path, play
+
+on_path("write_function")
+
+from write_function import code_of, list_specs, number_specs, rows, text_specs  # noqa: E402
+from write_function.sandbox import Ended, Sandbox, read_answer  # noqa: E402
+
+CASES = [{"input": 3, "output": 6}, {"input": 4, "output": 7}]
+POSIX = "import collections\n    posix = collections._sys.modules['posix']\n    "
+FORGED = '{"layers": [], "results": [[true, 6], [true, 7]]}'
+
+
+def scored(env, code: str) -> float:
+    """The reward of a reply with this code, for the function x + 3."""
+    row = env.get_dataset().to_list()[0] | {"info": json.dumps({"cases": CASES})}
+    return play(env, row, f"Sure:\n```python\n{code}\n```\nDone.")[0]["reward"]
+
+
+@pytest.fixture(scope="module")
+def env():
+    return load("write-function", cpu_s=1, wall_s=8)
+
+
+@pytest.fixture
+def nothing_left(tmp_path, monkeypatch):
+    """After the test: no file, no process and no open file more than before."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SECRET_TOKEN", "xyz")
+    files, num_open = {name for name in os.listdir("/tmp") if "pwned" in name}, len(os.listdir("/proc/self/fd"))
+    yield
+    assert not psutil.Process().children(recursive=True)
+    orphans = [process for process in psutil.process_iter(["cmdline", "ppid"]) if process.info["ppid"] == 1]
+    assert not [process for process in orphans if any("jail.py" in part for part in process.info["cmdline"] or [])]
+    assert {name for name in os.listdir("/tmp") if "pwned" in name} == files and not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) <= num_open
+
+
+def test_right_and_half_right_solutions(env):
+    assert scored(env, "def f(x):\n    return x + 3") == 1.0
+    assert scored(env, "from math import sqrt\nimport collections.abc\ndef f(x):\n    print('hm')\n    return int(sqrt(x * x)) + 3") == 1.0
+    assert scored(env, "def f(x):\n    return 6") == 0.5
+    assert scored(env, "def f(x):\n    return 6 if x == 3 else 1 / 0") == 0.5
+    assert scored(env, "def f(x):\n    return float(x + 3)") == 0.0  # another type
+    assert scored(env, "def g(x):\n    return x + 3") == 0.0
+    assert scored(env, "def f(x)\n    return x + 3") == 0.0
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "while True: pass",
+        "data = bytearray(2 << 30)\n    return x + 3",
+        "import os\n    while True: os.fork()",
+        POSIX + "while True: posix.fork()",
+        "open('/etc/passwd').read()\n    return x + 3",
+        POSIX + "posix.open('/etc/passwd', 0)\n    return x + 3",
+        POSIX + "posix.stat('/etc/passwd')\n    return x + 3",
+        "open('/tmp/pwned', 'w').write('x')\n    return x + 3",
+        POSIX + "posix.open('/tmp/pwned', 65)\n    return x + 3",
+        POSIX + "posix.mkdir('/tmp/pwned')\n    return x + 3",
+        "import socket\n    socket.create_connection(('127.0.0.1', 22))\n    return x + 3",
+        "import os\n    os.system('touch /tmp/pwned')\n    return x + 3",
+        POSIX + "posix.system('touch /tmp/pwned')\n    return x + 3",
+        POSIX + "posix.execv('/bin/touch', ['touch', '/tmp/pwned'])",
+        POSIX + "posix.kill(posix.getppid(), 9)\n    return x + 3",
+        "import os\n    return os.environ['SECRET_TOKEN'] and x + 3",
+        POSIX + "return posix.environ[b'SECRET_TOKEN'] and x + 3",
+        "import ctypes\n    return x + 3",
+        "import gc\n    return x + 3",
+        "return 'z' * 10**8",
+        "while True: print('z' * 10**6)",
+        POSIX + "while True: posix.write(1, b'z' * 10**5)",
+        "import sys\n    sys.exit(0)",
+        "raise SystemExit(0)",
+        POSIX + "posix._exit(0)",
+        "return f(x)",
+        "return [[f]]",
+        f"print('''{FORGED}''')",
+        POSIX + f"posix.write(1, b'''{FORGED}''')\n    return x + 3",  # a second report beside the process's own
+        POSIX + "posix.write(1, b'[' * 50000)\n    posix._exit(0)",
+        POSIX + 'posix.write(1, b\'{"layers": [], "results": [[true, 6]]}\')\n    posix._exit(0)',
+        "f.__globals__['__builtins__']['open'] = print\n    return open('/etc/passwd') and x + 3",
+        "[c for c in object.__subclasses__() if 'Importer' in c.__name__][0].load_module('_posixsubprocess')",
+    ],
+)
+def test_what_is_not_allowed_scores_nothing_and_leaves_nothing(env, body):
+    started = time.monotonic()
+    assert scored(env, f"def f(x):\n    {body}") == 0.0
+    assert time.monotonic() - started < 12
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_sleeping_process_is_killed_at_the_wall_clock():
+    code = "import collections\ndef f(x):\n    collections._sys.modules['time'].sleep(60)"
+    ended = asyncio.run(Sandbox(wall_s=1).run(code, "f", [[1]]))
+    assert ended == Ended(None, "timeout: longer than wall_s = 1")
+
+
+def test_no_more_than_so_many_run_at_once_and_the_event_loop_goes_on():
+    async def main():
+        sandbox, most, ticks = Sandbox(max_processes=2), 0, 0
+        code = "def f(x):\n    for _ in range(10**6): pass\n    return x"
+        runs = asyncio.gather(*[sandbox.run(code, "f", [[i]]) for i in range(6)])
+        while not runs.done():
+            most = max(most, len(psutil.Process().children()))
+            ticks += 1
+            await asyncio.sleep(0.005)
+        assert [ended.results for ended in await runs] == [[(True, i)] for i in range(6)]
+        assert 1 <= most <= 2 and ticks > 10
+
+    asyncio.run(main())
+
+
+def test_the_layers_in_force_are_reported():
+    ended = asyncio.run(Sandbox().run("def f(x):\n    return x", "f", [[1]]))
+    assert ended.results == [(True, 1)] and set(ended.layers) <= {"network", "files", "user"}
+    if os.geteuid() == 0:
+        assert "files" in ended.layers
+
+
+def test_a_report_is_not_believed_without_looking():
+    for answer in (
+        b"",
+        b"x",
+        b"[]",
+        b"{}",
+        b'{"results": 3}',
+        b'{"layers": [], "results": [[true]]}',
+        b"\xff",
+        b"[" * 60_000,
+        b" " * 70_000,
+    ):
+        assert read_answer(answer, 1, 0).results is None
+    assert read_answer(b'{"layers": [], "results": [[true, 6]]}', 2, 0).results is None
+
+
+def test_the_code_is_found_in_the_reply():
+    def found(text: str) -> str:
+        return code_of([{"role": "assistant", "content": text}])
+
+    assert found("a\n```python\nx = 1\n```\nb\n```\ndef f(x): pass\n```") == "def f(x): pass\n"
+    assert found("```python\ndef f(x):\n    return") == "def f(x):\n    return"
+    assert found("def f(x): return x") == "def f(x): return x"
+    assert found("def f(x): return x\n```\nThis returns x.") == "def f(x): return x\n"
+    assert found("I cannot") == "" and code_of([]) == ""
+
+
+def test_cases_tell_specifications_apart():
+    specs = [*number_specs(), *text_specs(), *list_specs()]
+    assert len({what for what, _, _ in specs}) == len(specs)
+    for row in rows(["number", "text", "list"], seed=0, held_out=False):
+        outputs = [json.dumps(case["output"]) for case in json.loads(row["info"])["cases"]]
+        assert len(outputs) == 6 and len(set(outputs)) > 1, row["question"]
+
+
+def test_splits():
+    check_splits("write-function")
+    check_splits("write-function", kinds="text")
+    with pytest.raises(RuntimeError, match="use some of number,text,list"):
+        load("write-function", kinds="poem")

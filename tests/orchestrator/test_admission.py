@@ -1,0 +1,49 @@
+from collections import Counter
+
+from rl.orchestrator.admission import MAX_REFILL, Pace, Places, eligible
+
+ONE = {"a": 1.0}
+TWO = {"a": 0.5, "b": 0.5}
+
+
+def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000):
+    return eligible(shares, places, batch_size, ahead, cap)
+
+
+def test_as_much_as_the_batches_ahead_lack():
+    assert room(Places()) == ["a"]
+    assert room(Places(playing=Counter(a=8))) == []
+    assert room(Places(playing=Counter(a=8)), ahead=2) == ["a"]
+    assert room(Places(usable=Counter(a=4), playing=Counter(a=4))) == []
+    assert room(Places(usable=Counter(a=4), playing=Counter(a=4)), ahead=0) == []
+
+
+def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
+    assert room(Places(usable=Counter(a=1), dropped=7)) == ["a"]
+    assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=MAX_REFILL * 8 - 8)) == []
+    assert room(Places(usable=Counter(a=1), dropped=MAX_REFILL * 8 - 1)) == []
+    assert room(Places(dropped=MAX_REFILL * 8 + 50)) == ["a"]  # nothing to train on yet
+
+
+def test_an_environment_has_its_share_of_the_places():
+    assert room(Places(playing=Counter(a=4)), TWO) == ["b"]
+    assert room(Places(playing=Counter(a=3)), TWO) == ["a", "b"]
+
+
+def test_a_slow_environment_plays_as_much_as_it_needs_and_does_not_hold_up_the_other():
+    assert room(Places(slow=Counter(b=30), usable=Counter(a=3)), TWO) == ["a", "b"]
+    assert room(Places(slow=Counter(b=50), usable=Counter(a=4)), TWO, cap=100) == ["a"]  # its part of what may play at once is used up
+
+
+def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():
+    pace = Pace({"fast": 0.5, "slow": 0.3, "slower": 0.2})
+    assert pace.typical_s() == float("inf")
+    pace.note("slow", 60.0)
+    assert pace.typical_s() == float("inf")
+    for seconds in (1.0, 2.0, 30.0):
+        pace.note("fast", seconds)
+    assert pace.typical_s() == 2.0
+    major = Pace({"fast": 0.2, "slow": 0.8})
+    major.note("fast", 1.0)
+    major.note("slow", 60.0)
+    assert major.typical_s() == 60.0

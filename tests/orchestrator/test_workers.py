@@ -1,0 +1,114 @@
+"""Environments that misbehave, in real worker processes: what dies is the guilty task and nothing else."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.orchestrator.rollouts import EnvSpec, PolicySpec, WorkerSetup
+from rl.orchestrator.workers import WorkerError, WorkerPool
+from tests.orchestrator.stub_inference import StubInference
+from tests.tiny_model import make_tiny_model
+
+ENVIRONMENTS = Path(__file__).parent.parent / "environments"
+SAMPLING = {"max_tokens": 4, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run(tmp_path, model, work, *setups, **limits):
+    """`work(pool)` beside a stub server, with a worker for each (name, args of `trouble`, python)."""
+
+    async def main():
+        async with StubInference(model, tmp_path / "inference.json"):
+            pool = WorkerPool(tmp_path / "logs", **limits)
+            policy = PolicySpec(model_path=str(model), max_model_len=256, inference_status=str(tmp_path / "inference.json"))
+            receiver = asyncio.create_task(pool.receive())
+            try:
+                for name, args, python in setups:
+                    spec = EnvSpec(name=name, id="trouble", args=args, timeout_s=60.0)
+                    setup = WorkerSetup(
+                        env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", max_tokens=4, retries=0, python=python
+                    )
+                    await pool.start(setup)
+                async with asyncio.timeout(280):
+                    await pool.sizes(120.0)
+                    return await work(pool)
+            finally:
+                receiver.cancel()
+                await pool.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def environments(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+
+
+@pytest.mark.timeout(300)
+def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("rl.orchestrator.workers.MAX_KILLS", 2)
+    kinds = ["", "exit", "crash", "sleep", "memory", "thread"]
+
+    async def work(pool):
+        began = time.monotonic()
+
+        async def play(kind):
+            rollouts = await asyncio.gather(*(pool.play(kind or "good", "train", task, 2, SAMPLING, 0) for task in range(6)))
+            return kind, rollouts, time.monotonic() - began
+
+        results = await asyncio.gather(*(play(kind) for kind in kinds))
+        return {kind: (rollouts, seconds) for kind, rollouts, seconds in results}, pool.deaths
+
+    setups = [(kind or "good", {"how": kind}, "") for kind in kinds]
+    results, deaths = run(tmp_path, model, work, *setups, memory_gib=1.5, silence_s=15.0)
+    for kind, (groups, seconds) in results.items():
+        deadly = kind in ("crash", "sleep", "memory")
+        print(f"{kind or 'good':8} {seconds:6.1f} s  lost: {[task for task in range(6) if groups[task][0].error]}")
+        for task, group in enumerate(groups):
+            assert len(group) == 2
+            if kind == "exit" and task == 1:
+                assert {rollout.cause for rollout in group} == {"environment"} and "SystemExit" in group[0].error
+            elif deadly and task == 1:
+                assert {rollout.cause for rollout in group} == {"worker"} and "died 2 times" in group[0].error
+            else:
+                assert [(rollout.error, rollout.reward) for rollout in group] == [(None, float(task))] * 2
+        assert deadly or seconds < 12  # the others did not wait for those that died
+    assert "blocked the event loop" in results["sleep"][0][1][0].error
+    assert "GiB (orchestrator.worker_memory_gib = 1.5)" in results["memory"][0][1][0].error
+    assert deaths == 3 * 2
+
+
+def test_a_virtual_environment_of_its_own(tmp_path, model):
+    """It sees the package `rl` and its own packages; here those are ours, lent through a .pth file."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (venv / "of-the-test").touch()
+    ours = next(path for path in sys.path if path.endswith("site-packages"))
+    (next(venv.glob("lib/python*/site-packages")) / "lent.pth").write_text(ours + "\n")
+
+    async def work(pool):
+        description = await pool.describe("own", "train", 2, 60.0)
+        return await pool.play("own", "train", 3, 1, SAMPLING, 0), description
+
+    (rollout,), description = run(tmp_path, model, work, ("own", {}, str(venv / "bin" / "python")))
+    assert (rollout.error, rollout.reward, rollout.metrics["in_own_venv"]) == (None, 3.0, 1.0)
+    assert len(description.tasks) == 2 and "SingleTurnEnv" in description.about["kind"]
+
+
+def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
+    with pytest.raises(WorkerError, match="nowhere/python does not start: No such file"):
+        run(tmp_path, model, None, ("own", {}, "/nowhere/python"))
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    with pytest.raises(WorkerError, match="ended with code 1(.|\n)*No module named"):
+        run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
+    assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]
