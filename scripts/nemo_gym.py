@@ -19,6 +19,8 @@ from pathlib import Path
 PACKAGES = ["nemo-gym==0.4.0", "reasoning-gym==0.1.25"]
 MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 """The one that hands on token ids and logprobs."""
+STOP_S = 40.0
+"""NeMo Gym and Ray end in a quarter of a minute on an idle machine."""
 
 
 def install(args: argparse.Namespace) -> None:
@@ -83,14 +85,19 @@ def start(args: argparse.Namespace) -> None:
         "+head_server.host=127.0.0.1",
         f"+head_server.port={args.head_port}",
     ]
+    for number in (signal.SIGINT, signal.SIGTERM):  # both, and before the child: a shell's background jobs ignore SIGINT, and hand that on
+        signal.signal(number, signal.default_int_handler)
     child = subprocess.Popen(command, env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}, start_new_session=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # both: a shell's background jobs ignore SIGINT otherwise
-        signal.signal(number, lambda *_: child.send_signal(signal.SIGINT))
-    child.wait()
-    # Interrupted while its servers come up, ng_run ends without them.
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    raise SystemExit(child.returncode)
+    try:
+        child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_S)
+    finally:  # interrupted while its servers come up, ng_run ends without them
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    raise SystemExit(child.wait())
 
 
 def main() -> None:

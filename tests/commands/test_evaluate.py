@@ -141,6 +141,7 @@ def test_faults_are_told_before_anything_starts(args, said, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ENVIRONMENTS)
     monkeypatch.setenv(LAUNCHER, "")
+    monkeypatch.setattr(Children, "stop_on_signals", lambda _: None)
     assert main([*args], Children()) == 1
     err = capsys.readouterr().err
     assert err.startswith("rl eval: ") and said in err

@@ -123,9 +123,8 @@ def warn_of_failures(policy: str, label: str, results: Any) -> None:
 
     failed = [rollout.error for _, rollouts in results for rollout in rollouts if rollout.error]
     if failed:
-        say(
-            f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first: {failed[0].splitlines()[0]}"
-        )
+        how = failed[0].splitlines()[0]
+        say(f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first: {how}")
 
 
 def num_examples(entry: EvalConfig, size: int | None) -> int:

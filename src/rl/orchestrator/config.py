@@ -79,7 +79,7 @@ class EnvSource(Settings):
     """Rollouts that are scored at once, over all workers; -1: no limit."""
     timeout_s: float | None = Field(None, gt=0)
     """How long generating one rollout may take, and again scoring it. Default: orchestrator.rollout_timeout_s."""
-    sampling: SamplingOverrides = SamplingOverrides()
+    sampling: SamplingOverrides = Field(default_factory=SamplingOverrides)
 
     @property
     def label(self) -> str:
@@ -103,7 +103,10 @@ class EnvConfig(EnvSource):
 
 
 class EvalConfig(EnvSource):
-    """An evaluation on held-out examples: before the first step, every `interval` steps, and after the last."""
+    """An evaluation on held-out examples: before the first step, every `interval` steps, and after the last.
+
+    One without an id is of the first training environment. One of a training environment's id has its settings where it gives none.
+    """
 
     interval: int = Field(10, ge=1)
     """Steps between evaluations."""
@@ -116,10 +119,13 @@ class EvalConfig(EnvSource):
 
 
 def lend(env: EnvConfig, entry: EvalConfig) -> None:
-    """Fills an evaluation that names no environment of its own with a training environment's settings, where it has none."""
+    """Fills an evaluation of a training environment with that one's settings, where it gives none of its own."""
     for key in EnvSource.model_fields:
         if key not in ("sampling", "workers", "name") and getattr(entry, key) == EvalConfig.model_fields[key].default:
             setattr(entry, key, getattr(env, key))
+    for key in SamplingOverrides.model_fields:
+        if getattr(entry.sampling, key) is None:
+            setattr(entry.sampling, key, getattr(env.sampling, key))
     entry.name = entry.name or env.label
 
 
@@ -173,5 +179,8 @@ class OrchestratorConfig(Settings):
 
     def model_post_init(self, _context: object) -> None:
         for entry in self.eval:
-            if not (entry.id or entry.dataset) and self.environment:
-                lend(self.environment[0], entry)
+            same = [env for env in self.environment if entry.id and env.id == entry.id and not entry.args]
+            if not (entry.id or entry.dataset):
+                same = self.environment[:1]
+            if len(same) == 1:
+                lend(same[0], entry)
