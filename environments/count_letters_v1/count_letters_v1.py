@@ -13,6 +13,8 @@ rabbit kitten puppy giraffe parrot beetle spider turtle dragon castle bridge tun
 """
 WORDS = WORD_LIST.split()
 HELD_OUT_EVERY = 5
+EXAMPLES = [("l", "hello"), ("o", "dog"), ("e", "sleep"), ("z", "house"), ("p", "puppet")]
+"""Worked examples, as turns before the question: a small model follows these far better than examples in one text."""
 
 
 def questions() -> list[tuple[str, str]]:
@@ -22,6 +24,14 @@ def questions() -> list[tuple[str, str]]:
         absent = [letter for letter in "aeiourstln" if letter not in word]
         pairs += [(letter, word) for letter in [*dict.fromkeys(word), absent[i % len(absent)]]]
     return pairs
+
+
+def ask(letter: str, word: str) -> vf.UserMessage:
+    return vf.UserMessage(content=f"How many '{letter}' are in {word}?")
+
+
+def answer(letter: str, word: str) -> int:
+    return word.count(letter)
 
 
 class CountData(vf.TaskData):
@@ -73,11 +83,15 @@ class CountLetters(vf.Taskset[CountTask, CountConfig]):
         return [self.task(i, letter, word) for i, (letter, word) in enumerate(chosen[: self.config.count])]
 
     def task(self, index: int, letter: str, word: str) -> CountTask:
-        prompt = (
-            "Count a letter in a word. Answer with just the number.\n"
-            f"How many 'l' are in hello? 2\nHow many 'o' are in dog? 1\nHow many '{letter}' are in {word}?"
+        prompt = [message for example in EXAMPLES for message in (ask(*example), vf.AssistantMessage(content=str(answer(*example))))]
+        data = CountData(
+            idx=index,
+            name=f"{letter} in {word}",
+            system_prompt="Count the letter in the word. Answer with the number only.",
+            prompt=[*prompt, ask(letter, word)],
+            answer=answer(letter, word),
         )
-        return CountTask(CountData(idx=index, name=f"{letter} in {word}", prompt=prompt, answer=word.count(letter)), self.config.task)
+        return CountTask(data, self.config.task)
 
 
 __all__ = ["CountLetters"]

@@ -66,7 +66,7 @@ def eval_text(step: int, line: Line) -> str:
         if key.startswith("eval/") and key.endswith("/reward_mean"):
             label = key.removeprefix("eval/").removesuffix("/reward_mean")
             passed = {name.rsplit("/", 1)[1]: rate for name, rate in line.items() if name.startswith(f"eval/{label}/pass@")}
-            more = ", ".join(f"{name} {number(rate, '.3f')}" for name, rate in passed.items())
+            more = ", ".join(f"{name} {number(rate, '.3f')}" for name, rate in passed.items() if not name.endswith("_stderr"))
             parts.append(f"{label} {number(value, '.3f')}" + (f" ({more})" if more else ""))
     return f"  eval at version {step}: {', '.join(parts)}"
 

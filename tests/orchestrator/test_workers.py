@@ -105,10 +105,10 @@ def test_a_virtual_environment_of_its_own(tmp_path, model):
 
 
 def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
-    with pytest.raises(WorkerError, match="nowhere/python does not start: No such file"):
+    with pytest.raises(WorkerError, match=r"nowhere/python does not start: No such file"):
         run(tmp_path, model, None, ("own", {}, "/nowhere/python"))
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    with pytest.raises(WorkerError, match="ended with code 1(.|\n)*No module named"):
+    with pytest.raises(WorkerError, match=r"ended with code 1(.|\n)*No module named"):
         run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
     assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]

@@ -14,21 +14,27 @@ class EnvLoadError(Exception):
 
 
 class Blame:
-    """Whatever the code of an environment raises inside becomes an EnvLoadError with the place and the remedy."""
+    """Whatever somebody else's code raises inside becomes an EnvLoadError: what failed, why, where, and the remedy."""
 
-    def __init__(self, what: str, remedy: str):
-        self.what = what
-        self.remedy = remedy
+    def __init__(self, what: str, remedy: str, folder: Path | None = None):
+        self.what, self.remedy, self.folder = what, remedy, folder
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, EnvLoadError):
-            return
-        frame = traceback.extract_tb(trace)[-1]
-        at = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{frame.filename}:{frame.lineno}"
-        raise EnvLoadError(f"{self.what} raised {type(error).__name__}: {error} (at {at}); {self.remedy}") from error
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, EnvLoadError):
+            told = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
+            raise EnvLoadError(told) from error
+
+
+def place(error: BaseException, folder: Path | None = None) -> str:
+    """file:line where an error arose: the innermost one in the folder, for a library's inside says little."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
+    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or frames)), "an unknown place")
 
 
 def check_installed(env_id: str) -> str:

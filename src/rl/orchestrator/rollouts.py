@@ -186,6 +186,10 @@ class Describe(msgspec.Struct, tag=True):
     num_tasks: int
 
 
+class Close(msgspec.Struct, tag=True):
+    """End: take down what the environment has started, then exit."""
+
+
 # Worker -> orchestrator.
 
 
@@ -221,5 +225,5 @@ class Description(msgspec.Struct, tag=True):
     tasks: list[dict[str, Any]]
 
 
-ToWorker = PlayGroup | Cancel | Describe
+ToWorker = PlayGroup | Cancel | Describe | Close
 FromWorker = Ready | LoadFailed | Played | Heartbeat | Description

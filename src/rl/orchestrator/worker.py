@@ -14,6 +14,7 @@ import zmq.asyncio
 from rl.orchestrator.env_ids import EnvLoadError
 from rl.orchestrator.rollouts import (
     Cancel,
+    Close,
     Describe,
     Description,
     Episode,
@@ -63,6 +64,8 @@ class Worker:
                         self.plays[order.play_id] = asyncio.create_task(self.play(order, socket))
                     case Cancel(play_id) if play_id in self.plays:
                         self.plays.pop(play_id).cancel()
+                    case Close():
+                        return
                     case Describe() as question:
                         await socket.send(ENCODER.encode(self.describe(question)))
         finally:

@@ -24,6 +24,7 @@ import zmq.asyncio
 
 from rl.orchestrator.rollouts import (
     Cancel,
+    Close,
     Describe,
     Description,
     FromWorker,
@@ -45,6 +46,8 @@ ANSWERS = msgspec.msgpack.Decoder(FromWorker)
 MAX_KILLS = 3
 """A group whose worker died this often is given up: it is what kills them."""
 LOOK_EVERY_S = 2.0
+CLOSE_S = 5.0
+"""How long environments may take to end what they have started."""
 GIB = 2**30
 BOOTSTRAP = """
 import importlib.util, runpy, sys
@@ -291,10 +294,19 @@ class WorkerPool:
         await self.socket.send_multipart([worker.setup.worker_id.encode(), ENCODER.encode(message)])
 
     async def close(self) -> None:
+        """Ends all workers. They hold nothing that could be lost, but their environments may have started servers."""
         for task in self.watchers:
             task.cancel()
         for worker in self.workers.values():
-            end_group(worker.process)  # it holds nothing that could be lost
-        await asyncio.gather(*(worker.process.wait() for worker in self.workers.values()))
+            if worker.process.returncode is None and worker.ready.done():
+                await self._send(worker, Close())
+            else:
+                end_group(worker.process)
+        ends = [asyncio.create_task(worker.process.wait()) for worker in self.workers.values()]
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSE_S)
+        for worker in self.workers.values():
+            end_group(worker.process)
+        await asyncio.gather(*ends)
         self.socket.close(linger=0)
         self.directory.cleanup()

@@ -13,12 +13,12 @@ import openai
 import verifiers as vf
 
 from rl.chat import Message, RendererError, Tool
+from rl.orchestrator.env_ids import Blame
 from rl.orchestrator.envs.classic_client import PolicyClient, endpoint_clients, endpoint_sampling, joined, wire, wire_tool
 from rl.orchestrator.envs.classic_loading import (
     base_class,
     check_scorable,
     describe_one,
-    explained,
     kept_signal_handlers,
     load_arguments,
     load_package,
@@ -129,7 +129,7 @@ class ClassicEnvironment:
     def _load_data(self) -> dict[Split, datasets.Dataset | None]:
         """The data sets, built where they are lazy, in plain Python's format; rows are read when they are played."""
         built: dict[Split, datasets.Dataset | None] = {}
-        with explained(f"{self.what}: its data set", "check orchestrator.environment.args and the environment itself"):
+        with Blame(f"{self.what}: its data set", "check orchestrator.environment.args and the environment itself"):
             built["train"], built["eval"] = self.env.build_dataset(), self.env.build_eval_dataset()
             return {split: data and data.with_format(None) for split, data in built.items()}
 

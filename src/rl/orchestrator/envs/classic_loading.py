@@ -7,32 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import verifiers as vf
 from verifiers.legacy.utils import response_utils
 from verifiers.utils.env_utils import import_env_module
 
-from rl.orchestrator.env_ids import EnvLoadError, check_installed
+from rl.orchestrator.env_ids import Blame, EnvLoadError, check_installed
 from rl.orchestrator.envs.classic_client import wire_tool
-from rl.orchestrator.envs.rewards import place, rubrics
+from rl.orchestrator.envs.rewards import rubrics
 from rl.orchestrator.rollouts import EnvSpec
-
-
-class explained:
-    """Turns whatever somebody else's code raises in the block into an EnvLoadError: what failed, why, where, and the remedy."""
-
-    def __init__(self, what: str, remedy: str, folder: Path | None = None):
-        self.what, self.remedy, self.folder = what, remedy, folder
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, EnvLoadError):
-            told = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
-            raise EnvLoadError(told) from error
 
 
 @contextmanager
@@ -50,7 +35,7 @@ def load_package(spec: EnvSpec, what: str) -> vf.Environment:
     """Loads an installed environment. Raises EnvLoadError."""
     assert spec.id
     path = check_installed(spec.id)
-    with explained(f"{what}: importing it", "check that its dependencies are installed"):
+    with Blame(f"{what}: importing it", "check that its dependencies are installed"):
         module = import_env_module(path)
     load = getattr(module, "load_environment", None)
     if load is None:
@@ -59,7 +44,7 @@ def load_package(spec: EnvSpec, what: str) -> vf.Environment:
     if takes := ", ".join(load_arguments(spec.id)):
         remedy += f"; its arguments are {takes}"
     file = Path(module.__file__ or "")
-    with explained(f"{what}: its load_environment", remedy, file.parent if hasattr(module, "__path__") else file):
+    with Blame(f"{what}: its load_environment", remedy, file.parent if hasattr(module, "__path__") else file):
         env = load(**spec.args)  # as vf.load_environment does, which hides what was raised in an error of its own
     if not isinstance(env, vf.Environment):
         raise EnvLoadError(f"{what}: its load_environment returned a {type(env).__name__}, not a vf.Environment of verifiers 0.3")
@@ -106,7 +91,7 @@ def set_attributes(env: vf.Environment, leaves: list[vf.Environment], spec: EnvS
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise EnvLoadError(f"environment {spec.name}: set_kwargs has {name}, but {type(env).__name__} has no such attribute; {hint}")
         for target in takers:
-            with explained(f"environment {spec.name}: set_kwargs.{name} = {value!r}", "give a value that the environment takes"):
+            with Blame(f"environment {spec.name}: set_kwargs.{name} = {value!r}", "give a value that the environment takes"):
                 target.set_kwargs(**{name: value})
 
 

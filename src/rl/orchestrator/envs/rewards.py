@@ -3,16 +3,15 @@
 import functools
 import inspect
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import verifiers as vf
 
+from rl.orchestrator.env_ids import place
 from rl.orchestrator.envs.environment import RolloutError
 
 SHOWN = 300
@@ -45,15 +44,6 @@ SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
 
 def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:SHOWN] + f" (at {place(error)})"
-
-
-def place(error: BaseException, folder: Path | None = None) -> str:
-    """file:line where an error arose: the innermost one in the folder, for a library's inside says little."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
-    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or frames)), "an unknown place")
 
 
 def as_number(value: Any) -> float | None:

@@ -14,8 +14,7 @@ from typing import Any
 import datasets
 import verifiers as vf
 
-from rl.orchestrator.env_ids import EnvLoadError
-from rl.orchestrator.envs.classic_loading import explained
+from rl.orchestrator.env_ids import Blame, EnvLoadError
 from rl.orchestrator.rollouts import EnvSpec
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
@@ -39,7 +38,7 @@ def load_rows(spec: EnvSpec) -> vf.SingleTurnEnv:
     held_out = read(spec.eval_dataset) if spec.eval_dataset else train
     for source, data in ((spec.dataset, train), (spec.eval_dataset, held_out)):
         check_parameters(spec.reward, function, set(data.column_names), source or spec.dataset)
-    with explained(f"dataset {spec.dataset}: building its environment", "check its rows"):
+    with Blame(f"dataset {spec.dataset}: building its environment", "check its rows"):
         return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, system_prompt=spec.system_prompt, rubric=vf.Rubric(funcs=[function]))
 
 
@@ -51,11 +50,11 @@ def read(source: str) -> datasets.Dataset:
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         raise EnvLoadError(f"dataset {source} is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset")
     name, _, split = source.partition(":")
-    with explained(f"dataset {source}", f"check name and split (owner/name:split), and the network; {path.absolute()} is no file either"):
+    with Blame(f"dataset {source}", f"check name and split (owner/name:split), and the network; {path.absolute()} is no file either"):
         data = datasets.load_dataset(name, split=split or "train")
     if not {"prompt", "question"} & set(data.column_names):
         raise EnvLoadError(f"dataset {source} has no column prompt or question, but {', '.join(data.column_names)}")
-    with explained(f"dataset {source}", "prompts must be text or a list of messages"):
+    with Blame(f"dataset {source}", "prompts must be text or a list of messages"):
         return data.map(lambda row, i: {"prompt": messages_in(row, f"{source} row {i}")}, with_indices=True)
 
 
@@ -77,7 +76,7 @@ def as_dataset(path: Path) -> datasets.Dataset:
     if not rows:
         raise EnvLoadError(f"dataset {path} has no rows; write one JSON object a line, like {EXAMPLE}")
     columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes those of the first row
-    with explained(f"dataset {path}", "write columns of one type in every line; what varies can be under info"):
+    with Blame(f"dataset {path}", "write columns of one type in every line; what varies can be under info"):
         return datasets.Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
 
 
@@ -126,10 +125,10 @@ def load_function(reward: str) -> Callable[..., Any]:
         path = Path(source).absolute()
         if not path.is_file():
             raise EnvLoadError(f"reward {reward}: there is no file {path}")
-        with explained(f"reward {reward}: importing the file", "correct it", path.parent):
+        with Blame(f"reward {reward}: importing the file", "correct it", path.parent):
             module = import_file(path)
     else:
-        with explained(f"reward {reward}: importing the module", "install it, or name a file: file.py:function"):
+        with Blame(f"reward {reward}: importing the module", "install it, or name a file: file.py:function"):
             module = importlib.import_module(source)
     function = getattr(module, name, None)
     if not callable(function):

@@ -1,0 +1,27 @@
+import pytest
+
+from tests.environments.playing import load, play
+
+EASY = {"task": "gcd", "max_value": 20, "count": 30, "eval_count": 10}
+
+
+def test_scored_by_reasoning_gyms_own_verifier():
+    env = load("reasoning-tasks", **EASY)
+    row = env.get_dataset().to_list()[3]
+    for reply, score in [(row["answer"], 1.0), (f" {row['answer']}\n", 1.0), (str(int(row["answer"]) + 1), 0.0), ("", 0.0)]:
+        output, _ = play(env, row, reply)
+        assert output["reward"] == pytest.approx(score, abs=0.05) and output["metrics"]["exact"] == float(score == 1.0)
+
+
+def test_examples_eval_and_training_are_different_questions():
+    env = load("reasoning-tasks", task="chain_sum", count=30, eval_count=10, min_digits=4, max_digits=4)
+    train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
+    assert (len(train), len(held_out)) == (30, 10)
+    assert [message["role"] for message in train[0]["prompt"]] == ["system"] + ["user", "assistant"] * 3 + ["user"]
+    asked = [row["prompt"][-1]["content"] for row in [*train, *held_out]] + [m["content"] for m in train[0]["prompt"][1:-1:2]]
+    assert len(set(asked)) == 43
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(RuntimeError, match="does not take"):
+        load("reasoning-tasks", task="gcd", colour="red")
