@@ -1,5 +1,7 @@
 """The closing report of a run that is written here."""
 
+from pathlib import Path
+
 from rl.metrics import MetricsLog, read_metrics
 from rl.report import Summary, draw_curves, duration, final_report, report_lines, summarize
 from rl.run_dir import RunDir
@@ -36,6 +38,18 @@ def test_short_runs_do_not_average_the_same_steps_twice(tmp_path):
     summary = summarize(read_metrics(synthetic(tmp_path, steps=3).metrics))
     assert [round(value, 9) for value in summary.reward] == [0.1, 0.3]
     assert summarize({}) == Summary()
+
+
+def test_several_environments_are_told_apart():
+    lines = {(step, "orchestrator"): {"reward/mean": 0.5, "reward/a/mean": step / 10, "reward/a/exact": 1.0} for step in range(1, 9)}
+    assert summarize(lines).environments == {}
+    for step in (2, 4, 6, 8):
+        lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
+    assert {env: [round(value, 9) for value in both] for env, both in summarize(lines).environments.items()} == {
+        "a": [0.2, 0.7],
+        "b": [0.7, 0.3],
+    }
+    assert "          0.200 -> 0.700   a" in report_lines(summarize(lines), RunDir(Path("x"), Path("x")))
 
 
 def test_golden_report(tmp_path):

@@ -11,7 +11,7 @@ import time
 from typing import Any, TextIO
 
 from rl.config import RLConfig
-from rl.metrics import merge_lines, read_metrics
+from rl.metrics import environment_rewards, merge_lines, read_metrics
 from rl.run_dir import RunDir
 from rl.status import read_status
 
@@ -56,7 +56,9 @@ def step_line(step: int, orchestrator: Line, trainer: Line, evaluated: float | N
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
     waiting = f"  {seconds:.1f} {longest.removeprefix('time/')}" if seconds else ""
-    return f"{step:>6}{cells}{waiting}"
+    rewards = environment_rewards(orchestrator)
+    each = "".join(f"  {env} {reward:.2f}" for env, reward in rewards.items()) if len(rewards) > 1 else ""
+    return f"{step:>6}{cells}{waiting}{each}"
 
 
 def eval_text(step: int, line: Line) -> str:

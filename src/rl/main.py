@@ -206,6 +206,9 @@ def main() -> int:
         fail("rl", str(error))
     except RunError as error:
         print(f"rl: {error}", file=sys.stderr)
+    except BrokenPipeError:  # what we print to, `head` for example, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:  # a full or read-only disk, no permission: the user's to mend, and its path says where
         print(f"rl: {error.filename or 'the run directory'}: {error.strerror or error}", file=sys.stderr)
     except Stopped as stop:

@@ -70,6 +70,12 @@ def read_metrics(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
     return merged
 
 
+def environment_rewards(line: dict[str, Any]) -> dict[str, float]:
+    """Mean training reward by environment, out of an orchestrator's line."""
+    keys = (key.split("/") for key in line)
+    return {parts[1]: line["/".join(parts)] for parts in keys if len(parts) == 3 and parts[0] == "reward" and parts[2] == "mean"}
+
+
 def cut_metrics(path: Path, last_step: int) -> list[bytes]:
     """Removes the lines of steps after `last_step`, and damaged ones (atomically), and returns them."""
     from rl.files import write_file

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl.metrics import environment_rewards
 from rl.run_dir import RunDir
 
 ENDS = 3
@@ -27,6 +28,8 @@ class Summary:
     """The newest step that was trained."""
     reward: tuple[float, float] | None = None
     """Mean over the first and over the last steps."""
+    environments: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The same for each environment, if there are several."""
     evals: dict[str, tuple[int, float, int, float]] = field(default_factory=dict)
     """Label -> first version, its reward, last version, its reward."""
     time_s: float = 0.0
@@ -54,9 +57,20 @@ def eval_curves(lines: Lines) -> dict[str, Curve]:
     return {key.removeprefix("eval/").removesuffix("/reward_mean"): curve(lines, "eval", key) for key in sorted(keys)}
 
 
+def environment_curves(lines: Lines) -> dict[str, Curve]:
+    """Training reward of each environment over steps, if there are several."""
+    envs = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
+    return {env: curve(lines, "orchestrator", f"reward/{env}/mean") for env in sorted(envs)} if len(envs) > 1 else {}
+
+
+def ends(values: list[float]) -> tuple[float, float] | None:
+    """Mean over the first and over the last values."""
+    count = max(1, min(ENDS, len(values) // 2))
+    return (mean(values[:count]), mean(values[-count:])) if values else None
+
+
 def summarize(lines: Lines) -> Summary:
     """A run's lines in a few numbers."""
-    rewards = curve(lines, "orchestrator", "reward/mean")[1]
     steps, times = curve(lines, "trainer", "time/step")
     waits = curve(lines, "trainer", "time/wait_for_batch")[1]
     batch_times, idle = curve(lines, "orchestrator", "time/batch"), curve(lines, "orchestrator", "perf/inference_idle_fraction")
@@ -64,10 +78,10 @@ def summarize(lines: Lines) -> Summary:
     weighted = [(seconds.get(step, 0.0), fraction) for step, fraction in zip(*idle, strict=True)]
     total = sum(weight for weight, _ in weighted)
     kl = curve(lines, "trainer", "mismatch_kl/mean")[1]
-    count = max(1, min(ENDS, len(rewards) // 2))
     return Summary(
         steps=max(steps, default=0),
-        reward=(mean(rewards[:count]), mean(rewards[-count:])) if rewards else None,
+        reward=ends(curve(lines, "orchestrator", "reward/mean")[1]),
+        environments={env: both for env, (_, values) in environment_curves(lines).items() if (both := ends(values))},
         evals={label: (at[0], values[0], at[-1], values[-1]) for label, (at, values) in eval_curves(lines).items() if at},
         time_s=sum(times),
         trainer_waited=sum(waits) / sum(times) if waits and sum(times) else None,
@@ -93,6 +107,7 @@ def report_lines(summary: Summary, run_dir: RunDir) -> list[str]:
     lines = [f"{steps} in {duration(summary.time_s)}" + (f"; {', '.join(shares)} of the time" if shares else "")]
     if summary.reward:
         lines.append(f"reward    {summary.reward[0]:.3f} -> {summary.reward[1]:.3f}   (mean of the first and of the last steps)")
+    lines += [f"          {before:.3f} -> {after:.3f}   {env}" for env, (before, after) in summary.environments.items()]
     for label, (first, before, last, after) in summary.evals.items():
         lines.append(f"eval      {before:.3f} -> {after:.3f}   ({label}, version {first} and version {last})")
     if summary.mismatch_kl is not None:
@@ -118,9 +133,12 @@ def draw_curves(lines: Lines, path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
     figure.suptitle(title)
     panels = list(axes.flat)
-    panels[0].plot(*curve(lines, "orchestrator", "reward/mean"), label="training")
+    environments = environment_curves(lines)
+    for env, points in environments.items() or [("training", curve(lines, "orchestrator", "reward/mean"))]:
+        panels[0].plot(*points, label=env)
+    colours = dict(zip(environments, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     for label, points in eval_curves(lines).items():
-        panels[0].plot(*points, marker="o", label=f"eval {label}")
+        panels[0].plot(*points, marker="o", linestyle="--", label=f"eval {label}", color=colours.get(label))
     panels[0].set_title("reward")
     panels[0].legend(loc="best")
     for panel, (metric, name) in zip(panels[1:], PANELS, strict=False):

@@ -1,5 +1,6 @@
 """Test environment: say the digit. Rewards 1.0 for the task's digit anywhere in the reply; a few switches make it misbehave."""
 
+import asyncio
 import os
 import time
 
@@ -7,7 +8,7 @@ import verifiers as vf
 from datasets import Dataset
 
 
-def load_environment(tasks: int = 4, fail: str = "", turns: int = 1, constant: float | None = None) -> vf.Environment:
+def load_environment(tasks: int = 4, fail: str = "", turns: int = 1, constant: float | None = None, delay: float = 0.0) -> vf.Environment:
     if fail == "load":
         raise KeyError("SOME_DATA_PATH")
     played: dict[str, int] = {}
@@ -19,6 +20,7 @@ def load_environment(tasks: int = 4, fail: str = "", turns: int = 1, constant: f
     class Environment(vf.MultiTurnEnv):
         async def setup_state(self, state):
             played["n"] = played.get("n", 0) + 1
+            await asyncio.sleep(delay)
             if fail == "first" and played["n"] == 1:
                 raise OSError("flaky")
             if fail == "always":

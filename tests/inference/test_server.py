@@ -1,5 +1,6 @@
 """Two real servers (tied and untied head) on tiny models: what they answer is rescored with transformers, token by token."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -19,9 +21,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl.orchestrator.envs.policy import Conversation, Policy, assistant_message
+from rl.orchestrator.rollouts import PolicySpec, Rollout
+from rl.orchestrator.samples import rollout_samples
 from tests.tiny_model import make_tiny_model
 
-MAX_MODEL_LEN = 448
+MAX_MODEL_LEN = 960
 TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
 VERSIONS = 4
 
@@ -142,8 +147,35 @@ def test_bad_requests_are_refused(servers):
     ]:
         response = server.post("/generate", **body)
         assert (response.status_code, response.json()["error"]["type"]) == (400, kind), response.text
-    too_long = server.post("/generate", token_ids=[5] * 500, sampling={"max_tokens": 1}).json()["error"]
-    assert (too_long["num_tokens"], too_long["max_model_len"]) == (500, MAX_MODEL_LEN)
+    too_long = server.post("/generate", token_ids=[5] * 1000, sampling={"max_tokens": 1}).json()["error"]
+    assert (too_long["num_tokens"], too_long["max_model_len"]) == (1000, MAX_MODEL_LEN)
+
+
+def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers):
+    """Three turns with tool results between them, the second cut short: one sample, whose every token has its sampled logprob again."""
+    server = servers[True]
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+    policy = Policy(PolicySpec(model_path=str(server.weights[0]), max_model_len=MAX_MODEL_LEN, inference_urls=[server.url]), 60.0)
+
+    async def talk() -> Conversation:
+        conversation = policy.conversation(0, {"max_tokens": 24, "temperature": 0.8, "stop": None})
+        messages = [{"role": "user", "content": "1 + 1?"}]
+        for result in ("2", "3", "4"):
+            _, answer = await conversation.answer(messages, [tool], max_tokens=5 if result == "3" else 24)
+            messages += [assistant_message(answer), {"role": "tool", "content": result, "tool_call_id": "x"}]
+        await policy.close()
+        return conversation
+
+    turns = asyncio.run(talk()).turns
+    (sample,) = rollout_samples(Rollout(turns=turns), 1.0, "e", 0, 0, 0.8)
+    text = policy.renderer.decode(sample.token_ids)
+    assert [text.count(part) for part in ("Add.", "<tool_response>\n2\n", "<tool_response>\n3\n")] == [1, 1, 1]
+    for before, after in pairwise(turns):
+        whole = before.prompt_ids + before.completion_ids
+        assert after.prompt_ids[: len(whole)] == whole
+    expected = [0.0, *rescore(server.weights[0], sample.token_ids[:1], sample.token_ids[1:], 0.8).tolist()]
+    differences = [abs(a - b) for a, b, sampled in zip(expected, sample.logprobs, sample.loss_mask, strict=True) if sampled]
+    assert len(differences) == sum(len(turn.completion_ids) for turn in turns) and max(differences) < TOLERANCE
 
 
 def test_openai_routes_stay_and_development_routes_are_closed(servers):

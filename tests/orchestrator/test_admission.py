@@ -19,15 +19,21 @@ def test_as_much_as_the_batches_ahead_lack():
 
 
 def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
-    assert room(Places(usable=Counter(a=1), dropped=7)) == ["a"]
-    assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=MAX_REFILL * 8 - 8)) == []
-    assert room(Places(usable=Counter(a=1), dropped=MAX_REFILL * 8 - 1)) == []
-    assert room(Places(dropped=MAX_REFILL * 8 + 50)) == ["a"]  # nothing to train on yet
+    assert room(Places(usable=Counter(a=1), dropped=Counter(a=7))) == ["a"]
+    assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=MAX_REFILL * 8 - 8))) == []
+    assert room(Places(usable=Counter(a=1), dropped=Counter(a=MAX_REFILL * 8 - 1))) == []
+    assert room(Places(dropped=Counter(a=MAX_REFILL * 8 + 50))) == ["a"]  # nothing to train on yet
 
 
 def test_an_environment_has_its_share_of_the_places():
     assert room(Places(playing=Counter(a=4)), TWO) == ["b"]
     assert room(Places(playing=Counter(a=3)), TWO) == ["a", "b"]
+
+
+def test_an_environment_without_signal_does_not_take_all_replacements():
+    solved = Places(usable=Counter(b=4), dropped=Counter(a=4))  # a has played its share, and nothing of it is left
+    assert room(solved, TWO) == ["a", "b"]
+    assert room(Places(usable=Counter(b=4), playing=Counter(a=2), dropped=Counter(a=4)), TWO) == ["b"]
 
 
 def test_a_slow_environment_plays_as_much_as_it_needs_and_does_not_hold_up_the_other():

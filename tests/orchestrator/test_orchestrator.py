@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def make_config(tmp_path, *flags):
     return build(parse_args([*base, *flags]))
 
 
-def train(config, steps):
+def train(config, steps, step_s=0.0):
     """A trainer without a model: asks for batches, publishes empty versions. Returns what it was given."""
     client = OrchestratorClient(config.run_dir.status("orchestrator"), 150.0, lambda _: None)
     given = []
@@ -49,12 +50,13 @@ def train(config, steps):
         if isinstance(data, RunEnded):
             return [*given, data]
         given.append(decode_batch(data, "wire").batch)
+        time.sleep(step_s)
         write_directory(config.run_dir.weights(step), lambda path: (path / "x").write_text(""))
         client.published(WeightVersion(step, str(config.run_dir.weights(step))))
     return given
 
 
-def play(config, model, *, steps=None, stub_options=None, during=None):
+def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.0):
     """Runs the orchestrator to its end beside the stubs. Returns (why it ended, batches, stub)."""
 
     async def main():
@@ -63,7 +65,8 @@ def play(config, model, *, steps=None, stub_options=None, during=None):
         newest = config.run_dir.newest_weights()
         stub.policy_version = newest.policy_version if newest else 0
         async with stub:
-            trainer = asyncio.create_task(asyncio.to_thread(train, config, range(1, config.max_steps + 1) if steps is None else steps))
+            steps_wanted = range(1, config.max_steps + 1) if steps is None else steps
+            trainer = asyncio.create_task(asyncio.to_thread(train, config, steps_wanted, step_s))
             runner = asyncio.create_task(run(config, status, str(model)))
             if during:
                 await during(stub, runner)
@@ -113,6 +116,26 @@ def test_lag_is_bounded(tmp_path, model):
     lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.policy_versions]
     assert 0 < sum(lags) / len(lags) <= 2 and min(lags) >= 0
     assert max(lags) <= 4  # a group that newer ones overtake lags more than max_lag
+
+
+def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path, model):
+    """A slow rollout takes three steps. Batches do not wait for it, and its share comes nevertheless, only later."""
+    envs = '[{id = "say-digit", name = "fast"}, {id = "say-digit", name = "slow", group_size = 2, args = {delay = 1.5}}]'
+    config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1")
+    _, given, _ = play(config, model, step_s=0.5)
+    lines_of = [[line for line in lines(config.run_dir.rollouts(step)) if line["why"] in (None, "no_signal")] for step in range(1, 17)]
+    shares = [sum(line["env"] == "slow" for line in step) / len(step) for step in lines_of]
+    assert shares[0] == 0 and sum(shares[6:]) / 10 == pytest.approx(0.5, abs=0.15), shares
+    metrics = read_metrics(config.run_dir.metrics)
+    waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
+    assert waited[7] < 1.2, waited  # half of them waited for less than a slow rollout takes
+    lags = {env: [] for env in ("fast", "slow")}
+    for batch in given:
+        for sample in batch.samples:
+            lags[sample.env].append(batch.step - 1 - sample.policy_versions[0].policy_version)
+    assert max(lags["slow"]) <= config.orchestrator.max_off_policy_steps
+    assert sum(lags["fast"]) / len(lags["fast"]) <= 1.2 < sum(lags["slow"]) / len(lags["slow"])
+    assert metrics[12, "orchestrator"]["rollouts/slow/share"] > 0
 
 
 def test_resume_plays_no_finished_group_again(tmp_path, model):
@@ -231,3 +254,24 @@ def test_a_solved_task_ends_the_run(tmp_path, model):
     assert ended.startswith("solved: the last ") and given[-1] == RunEnded(ended)
     last = given[-2].step
     assert config.run_dir.eval(last, "say-digit").exists() and config.run_dir.eval(0, "say-digit").exists()
+
+
+def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):
+    flags = ["--orchestrator.eval.interval", "1", "--orchestrator.eval.samples", "4", "--orchestrator.eval.target", "0.95"]
+    config = make_config(tmp_path, "--max_steps", "50", "--max_lag", "0", *flags)
+
+    async def learn(stub, runner):
+        while config.run_dir.newest_batch() < 3:
+            await asyncio.sleep(0.02)
+        stub.skill = 1.0
+
+    ended, given, _ = play(config, model, during=learn)
+    metrics = read_metrics(config.run_dir.metrics)
+    rewards = {step: values["eval/say-digit/reward_mean"] for (step, source), values in metrics.items() if source == "eval"}
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    assert ended == f"eval say-digit reached 1.000 at version {best}; its target is 0.95" and given[-1] == RunEnded(ended)
+    assert len(given) < 12 and rewards[best] == 1.0 > max(reward for step, reward in rewards.items() if step < best)
+    assert json.loads((config.run_dir.evals / "best.json").read_text()) == {"say-digit": {"policy_version": best, "reward_mean": 1.0}}
+    assert {f"eval/say-digit/{name}" for name in ("pass@1", "pass@4", "pass@4_stderr", "avg@4", "reward_mean_stderr")} <= set(
+        metrics[0, "eval"]
+    )

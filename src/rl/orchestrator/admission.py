@@ -52,8 +52,8 @@ class Places:
     """Played, and holding a place."""
     slow: Counter[str] = field(default_factory=Counter)
     """Played, but without a place."""
-    dropped: int = 0
-    """Finished, and not to be trained by the next batch or any other."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Finished since the last batch, and not to be trained."""
 
     @property
     def held(self) -> int:
@@ -65,11 +65,16 @@ def eligible(shares: dict[str, float], places: Places, batch_size: int, batches_
 
     batches_ahead: how many batches may still be sampled. max_in_flight: rollouts that may play at once in all, slow ones included; each
     environment has its share of them. An environment that is slow and has used it up leaves the places to the others.
+
+    Shares are of the rollouts that are played: what replaces dropped groups is shared like the rest, so that an environment that is
+    solved, or fails, does not take all of it.
     """
     window = batch_size * batches_ahead
     if places.held >= window:
         return []
-    if places.usable and places.dropped + places.held >= MAX_REFILL * window:
+    dropped = places.dropped.total()
+    if places.usable and dropped + places.held >= MAX_REFILL * window:
         return []
     below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
-    return [env for env in below_cap if places.usable[env] + places.playing[env] < shares[env] * window] or below_cap
+    played = places.usable + places.playing + places.dropped
+    return [env for env in below_cap if played[env] < shares[env] * (window + dropped)] or below_cap

@@ -151,7 +151,7 @@ class Orchestrator:
             if group.why is None:
                 places.usable[group.env] += group.num_episodes
             else:
-                places.dropped += group.num_episodes
+                places.dropped[group.env] += group.num_episodes
         for play in self.in_flight.values():
             kind = places.slow if now - play.started > slow_s else places.playing
             kind[play.ref.env] += play.episodes

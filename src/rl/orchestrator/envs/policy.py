@@ -122,7 +122,7 @@ class Conversation:
         room = self.policy.max_model_len - len(ids)
         if room <= 0:
             raise OverlongError(f"a prompt of {len(ids)} tokens fills model.max_model_len = {self.policy.max_model_len}")
-        sampling["max_tokens"] = min(sampling["max_tokens"], room)
+        sampling["max_tokens"] = min(sampling.get("max_tokens", room), room)
         sampling["stop_token_ids"] = self.policy.renderer.stop_token_ids
         try:
             answer = await self.policy.servers.generate(self.server, ids, sampling)
