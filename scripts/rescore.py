@@ -3,8 +3,8 @@ sampled it, and compares with the logprob in the batch. A token that had been to
 
 python scripts/rescore.py outputs/NAME [--steps 1-5]
 
-Needs the weights of the versions (trainer.weights.keep_last). Prints JSON: for each environment the number of samples, of sampled tokens and
-of stretches of them (the turns of a multi-turn sample), mean and largest difference of the logprobs in nats, and the KL estimate
+Needs the weights of the versions (trainer.weights.keep_last). Prints JSON: for each environment the number of samples, of sampled tokens
+and of stretches of them (the turns of a multi-turn sample), mean and largest difference of the logprobs in nats, and the KL estimate
 mean(exp(d) - 1 - d), http://joschu.net/blog/kl-approx.html.
 """
 

@@ -6,48 +6,11 @@ from typing import Literal
 
 import verifiers.v1 as vf
 
-WORDS = [
-    "river",
-    "stone",
-    "cloud",
-    "tiger",
-    "plant",
-    "house",
-    "bread",
-    "chair",
-    "light",
-    "music",
-    "paper",
-    "table",
-    "water",
-    "green",
-    "sugar",
-    "horse",
-    "lemon",
-    "grape",
-    "knife",
-    "shirt",
-    "clock",
-    "truck",
-    "beach",
-    "storm",
-    "piano",
-    "apple",
-    "spoon",
-    "field",
-    "ocean",
-    "glass",
-    "sheep",
-    "smile",
-    "wheel",
-    "brush",
-    "crown",
-    "night",
-    "coast",
-    "queen",
-    "radio",
-    "flame",
-]
+WORD_LIST = """
+river stone cloud tiger plant house bread chair light music paper table water green sugar horse lemon grape knife shirt clock truck beach
+storm piano apple spoon field ocean glass sheep smile wheel brush crown night coast queen radio flame
+"""
+WORDS = WORD_LIST.split()
 PLACES = ["first", "second", "third", "last"]
 NUM_EXAMPLES = 4
 """Worked examples, as turns before the question: a small model follows these far better than examples in one text."""
