@@ -34,12 +34,12 @@ def nothing_left(tmp_path, monkeypatch):
     """After the test: no file, no process and no open file more than before."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("SECRET_TOKEN", "xyz")
-    files, num_open = {name for name in os.listdir("/tmp") if "pwned" in name}, len(os.listdir("/proc/self/fd"))
+    files, num_open = {name for name in os.listdir("/") if "pwned" in name}, len(os.listdir("/proc/self/fd"))
     yield
     assert not psutil.Process().children(recursive=True)
     orphans = [process for process in psutil.process_iter(["cmdline", "ppid"]) if process.info["ppid"] == 1]
     assert not [process for process in orphans if any("jail.py" in part for part in process.info["cmdline"] or [])]
-    assert {name for name in os.listdir("/tmp") if "pwned" in name} == files and not list(tmp_path.iterdir())
+    assert {name for name in os.listdir("/") if "pwned" in name} == files and not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
@@ -64,13 +64,13 @@ def test_right_and_half_right_solutions(env):
         "open('/etc/passwd').read()\n    return x + 3",
         POSIX + "posix.open('/etc/passwd', 0)\n    return x + 3",
         POSIX + "posix.stat('/etc/passwd')\n    return x + 3",
-        "open('/tmp/pwned', 'w').write('x')\n    return x + 3",
-        POSIX + "posix.open('/tmp/pwned', 65)\n    return x + 3",
-        POSIX + "posix.mkdir('/tmp/pwned')\n    return x + 3",
+        "open('/pwned', 'w').write('x')\n    return x + 3",
+        POSIX + "posix.open('/pwned', 65)\n    return x + 3",
+        POSIX + "posix.mkdir('/pwned')\n    return x + 3",
         "import socket\n    socket.create_connection(('127.0.0.1', 22))\n    return x + 3",
-        "import os\n    os.system('touch /tmp/pwned')\n    return x + 3",
-        POSIX + "posix.system('touch /tmp/pwned')\n    return x + 3",
-        POSIX + "posix.execv('/bin/touch', ['touch', '/tmp/pwned'])",
+        "import os\n    os.system('touch /pwned')\n    return x + 3",
+        POSIX + "posix.system('touch /pwned')\n    return x + 3",
+        POSIX + "posix.execv('/bin/touch', ['touch', '/pwned'])",
         POSIX + "posix.kill(posix.getppid(), 9)\n    return x + 3",
         "import os\n    return os.environ['SECRET_TOKEN'] and x + 3",
         POSIX + "return posix.environ[b'SECRET_TOKEN'] and x + 3",
