@@ -10,7 +10,8 @@ SOURCES = sorted(Path("src").rglob("*.py"))
 
 def test_ruff():
     for command in (["check"], ["format", "--check"]):
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, "src", "tests", "environments", "scripts"], capture_output=True, text=True)
+        folders = ["src", "tests", "environments", "scripts"]
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, *folders], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

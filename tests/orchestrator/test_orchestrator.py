@@ -123,19 +123,13 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     envs = '[{id = "say-digit", name = "fast"}, {id = "say-digit", name = "slow", group_size = 2, args = {delay = 1.5}}]'
     config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1")
     _, given, _ = play(config, model, step_s=0.5)
-    lines_of = [[line for line in lines(config.run_dir.rollouts(step)) if line["why"] in (None, "no_signal")] for step in range(1, 17)]
-    shares = [sum(line["env"] == "slow" for line in step) / len(step) for step in lines_of]
-    assert shares[0] == 0 and sum(shares[6:]) / 10 == pytest.approx(0.5, abs=0.15), shares
+    rollouts = [line for step in range(3, 17) for line in lines(config.run_dir.rollouts(step))]
+    assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(0.5, abs=0.15)
     metrics = read_metrics(config.run_dir.metrics)
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
-    assert waited[7] < 1.2, waited  # half of them waited for less than a slow rollout takes
-    lags = {env: [] for env in ("fast", "slow")}
-    for batch in given:
-        for sample in batch.samples:
-            lags[sample.env].append(batch.step - 1 - sample.policy_versions[0].policy_version)
-    assert max(lags["slow"]) <= config.orchestrator.max_off_policy_steps
-    assert sum(lags["fast"]) / len(lags["fast"]) <= 1.2 < sum(lags["slow"]) / len(lags["slow"])
-    assert metrics[12, "orchestrator"]["rollouts/slow/share"] > 0
+    assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
+    lags = [batch.step - 1 - sample.policy_versions[0].policy_version for batch in given for sample in batch.samples]
+    assert sum(lags) / len(lags) <= 1.2 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
 def test_resume_plays_no_finished_group_again(tmp_path, model):

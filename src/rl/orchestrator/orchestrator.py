@@ -234,8 +234,9 @@ class Orchestrator:
     def full_batch(self) -> list[Group] | None:
         """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced."""
         limit = self.newest - self.config.orchestrator.max_off_policy_steps
+        num_playing = self.places().playing.total()
         while True:
-            used = batches.choose(self.pending.groups, self.config.orchestrator.batch_size, len(self.in_flight))
+            used = batches.choose(self.pending.groups, self.config.orchestrator.batch_size, num_playing)
             old = [group for group in used or [] if (version := group.oldest_version) is not None and version < limit]
             if not old:
                 return used
