@@ -175,6 +175,8 @@ def main() -> None:
             runner.run(serve(setup, None if problem else worker, problem or ""))
         except SystemExit as end:  # also raised by an environment in a task of its own; then nothing may hold up the end
             os._exit(end.code if isinstance(end.code, int) else 1)
+    sys.stdout.flush()
+    os._exit(0)  # the environment is closed; taking the interpreter down would cost two seconds more
 
 
 if __name__ == "__main__":
