@@ -6,7 +6,8 @@ STEPS, GROUPS, GROUP_SIZE, TOKENS, EXAMPLES = 2, 2, 4, 32, 4
 
 
 def made_quick(config: RLConfig) -> RLConfig:
-    """A copy with every size lowered to that of a trial, and a name of its own. Nothing is raised but to keep two sizes consistent."""
+    """A copy with every size lowered to that of a trial, and a name of its own. Nothing is raised but to keep two sizes consistent,
+    and groups without signal are trained on: a hard task must not end the trial."""
     config = config.model_copy(deep=True)
     settings = config.orchestrator
     config.name = config.name if config.name.endswith("-quick") else f"{config.name}-quick"
@@ -16,6 +17,7 @@ def made_quick(config: RLConfig) -> RLConfig:
         env.group_size = min(env.group_size, GROUP_SIZE) if env.group_size else None
     largest = max([settings.group_size, *(env.group_size or 0 for env in settings.environment)])
     settings.batch_size = GROUPS * largest
+    settings.replace_no_signal = False  # whether the task is too hard is not the question here
     settings.sampling.max_tokens = min(settings.sampling.max_tokens, TOKENS)
     for entry in [*settings.environment, *settings.eval]:
         entry.sampling.max_tokens = min(entry.sampling.max_tokens, TOKENS) if entry.sampling.max_tokens else None

@@ -3,6 +3,7 @@ from rl.orchestrator.admission import MAX_REFILL
 from rl.orchestrator.batches import batch_metrics, choose, judge, rollout_line
 from rl.orchestrator.rollouts import Group, Rollout, Turn
 from rl.orchestrator.samples import group_samples
+from rl.orchestrator.signal import Signal
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
@@ -40,6 +41,18 @@ def test_a_partial_group_is_trained_only_if_that_is_wanted():
     assert [sample.rollout_id for sample in group_samples(kept)] == [0, 1]
     alone = Group(group_id=0, env="e", task=0, rollouts=rollouts[1:])
     assert judge(alone, keep_partial=True).why == "error"  # nothing to compare it with
+
+
+def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
+    silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
+    kept = judge(silent, replace_no_signal=False)
+    assert (kept.why, kept.advantages, len(group_samples(kept))) == (None, [0.0, 0.0], 2)
+    assert batch_metrics(TrainBatch(step=1, samples=[]), [kept])["rollouts/zero_advantage"] == 1.0
+    signal = Signal()
+    signal.note(kept)
+    assert signal.silent == [("e", 1.0)] * 2 and signal.solved()
+    signal.note(group(1, 0.0, 1.0))
+    assert signal.silent == [] and signal.ranges == {"e": (0.0, 1.0)}
 
 
 def test_agents_are_compared_with_their_like_and_some_are_not_trained():

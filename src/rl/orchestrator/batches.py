@@ -37,7 +37,7 @@ def decode_state(raw: msgspec.Raw) -> OrchestratorState:
         raise CorruptFileError(f"the orchestrator's state in the newest batch is not of this version of rl: {error}") from None
 
 
-def judge(group: Group, keep_partial: bool = False) -> Group:
+def judge(group: Group, keep_partial: bool = False, replace_no_signal: bool = True) -> Group:
     """Gives a finished group its advantages, and the reason if it is not to be trained.
 
     A group with a failed member trains none of it, unless `keep_partial`: what is left is biased, for failing may depend on the answer.
@@ -56,7 +56,7 @@ def judge(group: Group, keep_partial: bool = False) -> Group:
     trainable = [rollout for rollout in whole if rollout.trainable]
     if not any(rollout.num_tokens for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
-    elif not any(group.advantages):
+    elif replace_no_signal and not any(group.advantages):
         group.why = "no_signal"
     return group
 
@@ -149,10 +149,14 @@ def batch_metrics(batch: TrainBatch, groups: list[Group]) -> dict[str, float]:
         "rollouts/trained": len({(sample.group_id, sample.rollout_id) for sample in batch.samples}),
         "rollouts/length_mean": mean([rollout.num_tokens for rollout in finished]),
         "rollouts/turns_mean": mean([len(rollout.turns) for rollout in finished]),
-        "rollouts/zero_advantage": mean([float(group.why == "no_signal") for group in groups for _ in group.rollouts]),
+        "rollouts/zero_advantage": mean([float(without_signal(group)) for group in groups for _ in group.rollouts]),
         **outcome_shares(everything),
         **environment_metrics(groups),
     }
+
+
+def without_signal(group: Group) -> bool:
+    return group.why == "no_signal" or (group.why is None and not any(group.advantages))
 
 
 def outcome_shares(rollouts: list[Rollout]) -> dict[str, float]:

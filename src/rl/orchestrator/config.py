@@ -154,6 +154,8 @@ class OrchestratorConfig(Settings):
     """Address to bind for the trainer. Anything but loopback opens it to everyone who can reach it."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one. The address is published in status/orchestrator.json."""
+    replace_no_signal: bool = True
+    """Replace groups whose rewards are all equal, for they teach nothing. Off: they fill their place in the batch."""
     mask_truncated: bool = False
     """Do not train the tokens of truncated rollouts. Their reward still counts in their group's baseline."""
     keep_partial_groups: bool = False

@@ -214,8 +214,8 @@ class Orchestrator:
             async with self.changed:
                 await self.changed.wait_for(lambda: self.arrived)
             arrived, self.arrived = self.arrived, []
-            keep_partial = self.config.orchestrator.keep_partial_groups
-            groups = [batches.judge(group, keep_partial) for group in arrived]
+            rules = (self.config.orchestrator.keep_partial_groups, self.config.orchestrator.replace_no_signal)
+            groups = [batches.judge(group, *rules) for group in arrived]
             self.pending.append(groups)
             for group in groups:
                 self.in_flight.pop(group.group_id, None)

@@ -20,7 +20,7 @@ class Signal(msgspec.Struct, kw_only=True):
         if rewards:
             low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
             self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
-        if group.why is None:
+        if group.why is None and any(group.advantages):
             self.silent.clear()
         else:
             self.silent.extend((group.env, reward) for reward in rewards)
