@@ -121,7 +121,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         "env": "e",
         "group_id": 7,
         "rollout_id": 0,
-        "messages": [],
+        "messages": [{"role": "user", "content": "no line ends here:\u2028 \x85 \x0c"}],
         "reward": 0.0,
         "advantage": 0.0,
         "stop": "length",
@@ -135,7 +135,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     shown = skipped | {"rollout_id": 3, "messages": messages, "reward": 1.0, "advantage": 0.5, "stop": "stop", "trained": True}
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
-        screen.run_dir.rollouts(step).write_text("".join(json.dumps(line) + "\n" for line in (skipped, shown)))
+        screen.run_dir.rollouts(step).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown)))
         screen.write(step, "orchestrator", {"reward/mean": 0.5})
         screen.write(step, "trainer", TRAINER)
     said = screen.look()

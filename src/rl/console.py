@@ -150,7 +150,7 @@ class Console:
     def _example(self, step: int) -> Line | None:
         """The first rollout that the step trained on, else the first one."""
         path = self.run_dir.rollouts(step)
-        rollouts = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rollouts = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
         return next((rollout for rollout in rollouts if rollout.get("trained")), rollouts[0] if rollouts else None)
 
     def _say_changes(self, statuses: dict[str, Line | None]) -> None:

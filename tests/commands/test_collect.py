@@ -63,7 +63,7 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path):
         path.write_text(path.read_text() + '{"env": "say-di')
         code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "3")
         assert code == 0 and len(server.asked) == 6, err
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = [json.loads(text) for text in path.read_bytes().splitlines()]
     assert sorted((one["task"], one["sample"]) for one in lines) == [(task, sample) for task in (0, 1, 2) for sample in (0, 1)]
     assert {"env", "task", "sample", "policy", "agent", "messages", "reward", "metrics", "outcome", "stop"} <= set(lines[0])
     assert (lines[0]["policy"], lines[0]["reward"], lines[0]["outcome"]) == ("good", 1.0, "finished") and "turns" not in lines[0]

@@ -118,7 +118,7 @@ def test_what_is_written(tmp_path):
     results = [(4, [Rollout(reward=1.0, messages=said, metrics={"m": 2.0}, stop="max_turns", completion_tokens=3), failed])]
     path = tmp_path / "evals" / "000007" / "e.jsonl"
     assert write_eval(path, 7, "e", results) == eval_metrics("e", results)
-    first, second = map(json.loads, path.read_text().splitlines())
+    first, second = map(json.loads, path.read_bytes().splitlines())
     assert first == {
         "policy_version": 7,
         "env": "e",

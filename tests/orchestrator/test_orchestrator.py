@@ -80,7 +80,7 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_three_steps_on_policy(tmp_path, model):

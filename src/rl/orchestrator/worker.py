@@ -96,7 +96,7 @@ class Worker:
         for i, episode in enumerate(episodes):
             for rollout in episode:
                 rollout.episode = i
-        await socket.send(ENCODER.encode(Played(order.play_id, [rollout for episode in episodes for rollout in episode])))
+        await socket.send(encoded(order, [rollout for episode in episodes for rollout in episode]))
         self.plays.pop(order.play_id, None)
 
     async def retried(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
@@ -127,6 +127,17 @@ class Worker:
             text = "".join(traceback.format_exception(error))
             failed = Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR:]}")
         return [[msgspec.structs.replace(failed)] for _ in range(num_episodes)]
+
+
+def encoded(order: PlayGroup, rollouts: list[Rollout]) -> bytes:
+    """The answer to an order. Messages are the environment's, and may hold what cannot be written: half a surrogate, an object, a huge
+    number."""
+    try:
+        return ENCODER.encode(Played(order.play_id, rollouts))
+    except (TypeError, ValueError, OverflowError) as error:
+        text = f"its messages or metrics cannot be written: {type(error).__name__}: {error}"
+        failed = [Rollout(episode=i, stop="error", cause="environment", error=text) for i in range(order.num_episodes)]
+        return ENCODER.encode(Played(order.play_id, failed))
 
 
 async def refuse(socket: zmq.asyncio.Socket, problem: str) -> NoReturn:
