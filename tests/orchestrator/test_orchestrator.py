@@ -223,6 +223,7 @@ def unwrap(error):
     [
         (["--orchestrator.environment.args.fail", "load"], WorkerError, "load_environment raised KeyError: 'SOME_DATA_PATH'"),
         (["--orchestrator.environment.args.unknown", "1"], WorkerError, "unexpected keyword argument 'unknown'"),
+        (["--orchestrator.environment.args.tasks", "0"], WorkerError, "has no training examples; check its arguments"),
         (["--model.max_model_len", "30"], WorkerError, "exceed model.max_model_len = 30; raise model.max_model_len to"),
         (["--orchestrator.environment.args.fail", "always"], RunError, "ZeroDivisionError: broken environment"),
         (["--orchestrator.environment.args.constant", "0.0"], RunError, "without any signal"),
