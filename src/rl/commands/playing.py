@@ -151,8 +151,12 @@ async def start_server(config: RLConfig, model: str, work: Path, children: Child
     shutil.rmtree(run_dir.root, ignore_errors=True)
     write_file(run_dir.config, to_toml(config).encode())
     found = children.start("model", launcher.command("model", run_dir, 1), dict(os.environ), logs)
-    while found.exit_code is None:
+    told = time.monotonic()
+    while found.exit_code is None:  # a download has no deadline of ours; it says that it goes on
         await asyncio.sleep(POLL_S / 4)
+        if time.monotonic() - told > SAY_EVERY_S:
+            told = time.monotonic()
+            say(f"  waiting for the model {model} (log: {found.log})")
     if found.exit_code:
         said = last_lines(found.log)
         raise RunError(f"{said[-1] if said else 'the model: ' + found.ending()}\n  the whole log: {found.log}")

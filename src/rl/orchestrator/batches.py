@@ -111,21 +111,11 @@ def rollout_line(group: Group, i: int, step: int, mask_truncated: bool = False) 
         "group_id": group.group_id,
         "rollout_id": i,
         "episode": rollout.episode,
-        "agent": rollout.agent,
-        "messages": rollout.messages,
-        "reward": rollout.reward,
-        "metrics": rollout.metrics,
         "advantage": group.advantages[i] if group.advantages else 0.0,
-        "outcome": rollout.outcome,
-        "stop": rollout.stop,
-        "truncated": rollout.truncated,
-        "num_tokens": rollout.num_tokens,
-        "num_turns": len(rollout.turns),
         "retries": rollout.retries,
-        "versions": sorted({span.policy_version for turn in rollout.turns for span in turn.policy_versions}),
         "trained": why is None,
         "why": why,
-        **({"error": rollout.error} if rollout.error else {}),
+        **rollout.in_words(),
     }
 
 

@@ -143,17 +143,7 @@ def rollout_line(env: str, task: int, rollout: Rollout) -> dict[str, Any]:
         "env": env,
         "task": task,
         "rollout": rollout.episode,
-        "agent": rollout.agent,
-        "messages": rollout.messages,
-        "reward": rollout.reward,
-        "metrics": rollout.metrics,
-        "outcome": rollout.outcome,
-        "stop": rollout.stop,
-        "truncated": rollout.truncated,
-        "num_tokens": rollout.num_tokens,
-        "num_turns": len(rollout.turns),
-        "versions": sorted({span.policy_version for turn in rollout.turns for span in turn.policy_versions}),
-        **({"error": rollout.error} if rollout.error else {}),
+        **rollout.in_words(),
     }
 
 

@@ -69,6 +69,22 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     def oldest_version(self) -> int | None:
         return min((span.policy_version for turn in self.turns for span in turn.policy_versions), default=None)
 
+    def in_words(self) -> dict[str, Any]:
+        """What every JSONL file of rollouts says of one, beside its place there."""
+        return {
+            "agent": self.agent,
+            "messages": self.messages,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "outcome": self.outcome,
+            "stop": self.stop,
+            "truncated": self.truncated,
+            "num_tokens": self.num_tokens,
+            "num_turns": len(self.turns),
+            "versions": sorted({span.policy_version for turn in self.turns for span in turn.policy_versions}),
+            **({"error": self.error} if self.error else {}),
+        }
+
 
 Episode = list[Rollout]
 """One play of a task: a rollout for each agent's part, one for most environments."""

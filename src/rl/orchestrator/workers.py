@@ -307,6 +307,7 @@ class WorkerPool:
             await asyncio.wait(ends, timeout=CLOSE_S)
         for worker in self.workers.values():
             end_group(worker.process)
-        await asyncio.gather(*ends)
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSE_S)
         self.socket.close(linger=0)
         self.directory.cleanup()
