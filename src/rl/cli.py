@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rl.cli_help import USAGE, accepts_switch, field_tree, print_help, type_name
+from rl.cli_help import USAGE, accepts_switch, field_tree, models_in, print_help, tags, type_name
 from rl.config import RUN_WIDE, SECTIONS, RLConfig, check, warn_about
 from rl.quick import made_quick
 
@@ -178,12 +178,25 @@ def did_you_mean(key: str) -> str:
     return f"did you mean {' or '.join(close[:2])}?" if close else "see --help for all keys"
 
 
+def without_tags(parts: list[str]) -> str:
+    """The key of a place that pydantic names: in a union it puts the class's `type` among the keys."""
+    tree, kept = field_tree(RLConfig), list[str]()
+    for part in parts:
+        info = tree.get(".".join(name for name in kept if not name.isdigit()))
+        if not (info and any(part in tags(model) for model in models_in(info.annotation))):
+            kept.append(part)
+    return ".".join(kept)
+
+
 def fault_lines(error: ValidationError, places: dict[str, str], known: set[str]) -> list[str]:
     """Pydantic's findings in the user's terms: key, value, place, remedy. Without those about `known` keys."""
     lines = []
     for finding in error.errors():
-        parts = [str(part) for part in finding["loc"]]
-        key = ".".join(parts)
+        key = without_tags([str(part) for part in finding["loc"]])
+        if finding["type"] == "union_tag_invalid":
+            kinds = finding["ctx"]["expected_tags"].replace("'", "")
+            lines.append(f"{key}.type = {finding['ctx']['tag']!r}\n    give one of {kinds}")
+            continue
         if any(f"{key}.".startswith(f"{name}.") for name in known):
             continue
         named = [place for name, place in places.items() if name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.")]

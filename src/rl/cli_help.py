@@ -2,6 +2,7 @@
 
 import types
 import typing
+from collections.abc import Collection
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -34,31 +35,32 @@ USAGE = (
 )
 
 
-def model_in(annotation: object) -> type[BaseModel] | None:
-    """The config class inside an annotation such as `list[EnvConfig]` or `WandbConfig | None`."""
+def models_in(annotation: object) -> list[type[BaseModel]]:
+    """The config classes inside an annotation such as `list[EnvConfig]`, `WandbConfig | None` or a union told apart by `type`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in typing.get_args(annotation):
-        found = model_in(inner)
-        if found:
-            return found
-    return None
+        return [annotation]
+    return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
+
+
+def tags(model: type[BaseModel]) -> tuple[str, ...]:
+    """What tells a class of a union apart from the others: the values of its `type`."""
+    return typing.get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
 def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key below a config class by its dotted name, sections included, in order."""
+    """Every key below a config class by its dotted name, sections included, in order. Of classes told apart by `type`, the first that has a key."""
     tree: dict[str, FieldInfo] = {}
     for name, info in model.model_fields.items():
         tree[prefix + name] = info
-        inner = model_in(info.annotation)
-        if inner:
-            tree |= field_tree(inner, f"{prefix}{name}.")
+        for inner in models_in(info.annotation):
+            for key, below in field_tree(inner, f"{prefix}{name}.").items():
+                tree.setdefault(key, below)
     return tree
 
 
 def accepts_switch(annotation: object) -> bool:
     """Whether `--key` without a value can mean something: a bool, or a section that is switched on."""
-    return annotation is bool or model_in(annotation) is not None or any(map(accepts_switch, typing.get_args(annotation)))
+    return annotation is bool or bool(models_in(annotation)) or any(map(accepts_switch, typing.get_args(annotation)))
 
 
 def type_name(annotation: object) -> str:
@@ -81,11 +83,32 @@ def print_help(program: str, model: type[BaseModel], usage: str = USAGE) -> None
     print(usage.replace("{program}", program))
     if program == "rl":
         print(commands_text())
-    for name, info in field_tree(model).items():
-        inner = model_in(info.annotation)
-        text = " ".join((info.description or (inner.__doc__ if inner else "") or "").split())
+    print_section(model, "")
+
+
+def print_section(model: type[BaseModel], prefix: str, skip: Collection[str] = ()) -> None:
+    """The keys of a config class with those of its sections."""
+    for key, info in model.model_fields.items():
+        inner = models_in(info.annotation)
+        text = " ".join((info.description or (inner[0].__doc__ if inner else "") or "").split())
+        if key in skip:
+            continue
         if inner:
-            print(f"\n[{name}]  {text}")
+            print(f"\n[{prefix}{key}]  {text}")
+            print_classes(inner, f"{prefix}{key}.")
         else:
             default = "" if info.is_required() else f" = {info.default!r}"
-            print(f"  --{name} {type_name(info.annotation)}{default}\n      {text}")
+            print(f"  --{prefix}{key} {type_name(info.annotation)}{default}\n      {text}")
+
+
+def print_classes(models: list[type[BaseModel]], prefix: str) -> None:
+    """A section that is one class, or one of several: what they share once, then what each adds."""
+    if len(models) == 1:
+        return print_section(models[0], prefix)
+    common = models[0].__base__
+    assert common is not None
+    print_section(common, prefix)
+    for model in models:
+        print(f"  {prefix}type = {tags(model)[0]!r}: {' '.join((model.__doc__ or '').split())}")
+        print_section(model, prefix, skip=[*common.model_fields, "type"])
+    return None

@@ -15,6 +15,7 @@ from rl.renderer_config import RendererConfig
 from rl.run_dir import RunDir
 from rl.settings import Settings
 from rl.trainer.config import TrainerConfig
+from rl.trainer.loss_config import LossSettings
 
 
 class ModelConfig(Settings):
@@ -107,12 +108,21 @@ def check(config: RLConfig) -> list[tuple[str, object, str]]:
         remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
         faults.append(("orchestrator.sampling.max_tokens", sampling.max_tokens, remedy))
     faults += check_environments(orchestrator)
-    if config.trainer.loss.ratio_high < config.trainer.loss.ratio_low:
-        faults.append(("trainer.loss.ratio_high", config.trainer.loss.ratio_high, "must be above trainer.loss.ratio_low"))
+    faults += check_loss(config.trainer.loss)
     both = set(as_ids(config.trainer.gpus)) & set(as_ids(config.inference.gpus))
     if both and (len(as_ids(config.trainer.gpus)) > 1 or len(as_ids(config.inference.gpus)) > 1):
         remedy = f"shares {sorted(both)} with trainer.gpus; only a single GPU is shared"
         faults.append(("inference.gpus", config.inference.gpus, remedy))
+    return faults
+
+
+def check_loss(loss: LossSettings) -> list[tuple[str, object, str]]:
+    """Combinations that make no sense."""
+    faults: list[tuple[str, object, str]] = []
+    for name in ("token_mask", "sequence_mask", "geometric_mask"):
+        low, high = getattr(loss, name)
+        if high < low:
+            faults.append((f"trainer.loss.{name}", [low, high], "the second is the highest value and must not be below the first"))
     return faults
 
 

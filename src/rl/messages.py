@@ -60,6 +60,11 @@ class TrainBatch(msgspec.Struct, kw_only=True):
     samples: list[TrainingSample]
 
     @property
+    def envs(self) -> list[str]:
+        """The environments of its samples, in order."""
+        return sorted({sample.env for sample in self.samples})
+
+    @property
     def num_loss_tokens(self) -> int:
         """The normaliser of the loss, known before the first backward and the same on every rank."""
         return sum(sum(sample.loss_mask) for sample in self.samples)

@@ -135,7 +135,7 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     ours, theirs = (load_file(run_dir.weights(STEPS) / "model.safetensors") for run_dir in (config.run_dir, straight[0]))
     for name, weight in theirs.items():
         assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name
-    model = load_policy(str(tied_folder), config.model, "sdpa", False, world)
+    model = load_policy(str(tied_folder), config.model, config.trainer, world)
     found = checkpoint.newest_sound(config.run_dir.checkpoints, world)
     assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS
     assert all((weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters())

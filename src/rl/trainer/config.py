@@ -1,10 +1,11 @@
 """Settings of the trainer."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rl.settings import Devices, Settings
+from rl.trainer.loss_config import LossConfig, PolicyGradientConfig
 
 
 class OptimConfig(Settings):
@@ -24,17 +25,8 @@ class OptimConfig(Settings):
     """Steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up, until max_steps."""
-
-
-class LossConfig(Settings):
-    """Importance-weighted policy gradient; the formula is at the head of `rl/trainer/loss.py`."""
-
-    ratio_cap: float = Field(2.0, gt=0)
-    """The importance ratio (trainer over inference) is truncated at this value; inf: not truncated."""
-    ratio_low: float = Field(0.125, ge=0)
-    """A token whose ratio is below is not trained; 0: no lower bound."""
-    ratio_high: float = Field(8.0, gt=0)
-    """A token whose ratio is above is not trained; inf: no upper bound."""
+    offload: bool = False
+    """Keep master weights and optimizer state in the CPU's memory and step there: less GPU memory, a slower step."""
 
 
 class CheckpointConfig(Settings):
@@ -61,6 +53,47 @@ class WeightsConfig(Settings):
     """Versions whose number is a multiple of this are kept as well."""
 
 
+class LoraConfig(Settings):
+    """Low-rank adapters (peft): the base model is frozen, only the adapters are trained and published."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the update of each matrix."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the modules that get one ("q_proj", "v_proj", ...), or every linear layer but the head."""
+
+
+def lora_switch(value: object) -> object:
+    """`true` means the defaults, `false` means off."""
+    return {} if value is True else None if value is False else value
+
+
+class FakeDataConfig(Settings):
+    """Random samples instead of the orchestrator's: measures the trainer alone."""
+
+    samples: int = Field(64, ge=1)
+    """Samples a batch."""
+    group_size: int = Field(8, ge=1)
+    """Samples that share a prompt."""
+    prompt_tokens: int = Field(64, ge=1)
+    """Length of a prompt."""
+    completion_tokens: int = Field(64, ge=1)
+    """Length of an answer."""
+
+
+class DataConfig(Settings):
+    """Where batches come from."""
+
+    fake: Annotated[FakeDataConfig | None, BeforeValidator(lora_switch)] = None
+    """`--trainer.data.fake`: random samples."""
+
+
+def checkpointing_switch(value: object) -> object:
+    """`true` means full, `false` means none."""
+    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
 class TrainerConfig(Settings):
     """The trainer: FSDP2 under torchrun, one code path for any number of ranks, CPU or GPU."""
 
@@ -71,13 +104,26 @@ class TrainerConfig(Settings):
     ranks: int | None = Field(None, ge=1)
     """Trainer processes on this host. Default: one a GPU, or one without a GPU."""
     optim: OptimConfig = OptimConfig()
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = PolicyGradientConfig()
+    """What is minimised; `type` chooses. docs/algorithms.md has the formulas."""
+    lora: Annotated[LoraConfig | None, BeforeValidator(lora_switch)] = None
+    """Train low-rank adapters instead of the whole model."""
+    data: DataConfig = DataConfig()
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Tokens of one forward and backward pass, padding included: the first thing to lower when memory runs out."""
-    activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a third more compute."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
+    """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out."""
+    dp_replicate: int = Field(1, ge=1)
+    """Groups of ranks that hold a whole copy of the model each (HSDP); within a group it is sharded. 1: sharded over all ranks."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share each sequence, for sequences that one rank cannot hold."""
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"], BeforeValidator(checkpointing_switch)] = "none"
+    """Recompute activations in the backward pass: `full` keeps one tensor a layer and costs about a third more compute, `selective`
+    keeps the results of matrix products and attention and recomputes the rest."""
+    attention: Literal["auto", "blocks", "flex", "eager"] = "auto"
+    """How attention over prefix trees is computed. auto: `blocks` on CPUs, `flex` (compiled) on GPUs; `eager` for models that need it."""
+    compile: bool = False
+    """torch.compile for the layers: a minute or more at the start, faster steps on GPUs."""
+    strict_parity: bool = False
+    """End the run, instead of warning, when trainer and inference disagree on tokens of the same policy version. `--strict-parity`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)

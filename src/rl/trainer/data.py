@@ -1,9 +1,34 @@
-"""Batches: rank 0 asks the orchestrator and spreads the bytes; every rank checks and decodes them."""
+"""Where batches come from: each source gives the batch of a step, the same on every rank."""
+
+from typing import Protocol
 
 from rl.batch_log import decode_batch
 from rl.messages import RunEnded, TrainBatch
 from rl.trainer.distributed import World
 from rl.transport import OrchestratorClient
+
+
+class BatchSource(Protocol):
+    """Gives batches. Every rank has one and gets the same batches from it."""
+
+    def receive(self, step: int) -> TrainBatch | None:
+        """The batch of `step`, or None when there is none and will be none: the run has ended."""
+
+    def validation(self, step: int) -> list[TrainBatch]:
+        """Held-out batches whose loss is due after `step`; mostly none."""
+
+
+class FromOrchestrator:
+    """Rank 0 asks the orchestrator and spreads the bytes; every rank checks and decodes them."""
+
+    def __init__(self, client: OrchestratorClient | None, world: World):
+        self.client, self.world = client, world
+
+    def receive(self, step: int) -> TrainBatch | None:
+        return receive_batch(self.client, self.world, step)
+
+    def validation(self, step: int) -> list[TrainBatch]:
+        return []
 
 
 def receive_batch(client: OrchestratorClient | None, world: World, step: int) -> TrainBatch | None:

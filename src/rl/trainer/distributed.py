@@ -18,6 +18,25 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    """Over which the model is sharded: one dimension, or (replicate, shard)."""
+    context_size: int = 1
+    """Ranks that share each sequence. Neighbours: ranks 0..context_size-1 are the first such group."""
+    context_group: dist.ProcessGroup | None = None
+    """They, with context_size > 1."""
+
+    @property
+    def context_rank(self) -> int:
+        """Place among the ranks that share sequences with this one."""
+        return self.rank % self.context_size
+
+    @property
+    def data_rank(self) -> int:
+        """Place among the groups of ranks that have samples of their own."""
+        return self.rank // self.context_size
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context_size
 
     @property
     def is_main(self) -> bool:

@@ -1,59 +1,104 @@
-"""The policy-gradient loss. Pure: tensors to tensors.
+"""The losses. Pure: tensors to tensors, one function each. docs/algorithms.md has them in one table with their sources.
 
 Per trained token, with p the trainer's and q the sampler's (inference) probability of it and A its advantage::
 
-    r    = exp(clamp(log p - log q, -10, 10))           importance ratio
-    w    = stop_gradient(min(r, ratio_cap))
-    keep = ratio_low <= r <= ratio_high
-    L    = -1/N * sum over tokens of keep * w * A * log p
+    r = exp(clamp(log p - log q, -10, 10))           importance ratio
 
-N is the number of loss tokens of the whole batch, masked ones included, over all samples, micro batches and ranks. The gradient is
--1/N sum keep * w * A * grad log p: REINFORCE with truncated importance sampling, which corrects for tokens that older weights, or the
-inference engine's other kernels, sampled. On-policy and without mismatch r = 1 and it is plain REINFORCE with the group mean as baseline.
+A loss function gives one number a token; what is minimised is their sum, weighted by `LossInputs.weights` (see `sample_weights`), over
+all tokens of all samples, micro batches and ranks.
 
-It is always finite: the clamp bounds r by e^10 before anything multiplies it, a masked token is selected away (a product with 0 would
-keep an inf or nan), and no gradient flows through r.
-
-What differs from published GRPO (https://arxiv.org/abs/2402.03300): advantages are not divided by the group's standard deviation and
-the loss is normalised by tokens of the whole batch instead of by each answer's length, as in Dr. GRPO
-(https://arxiv.org/abs/2503.20783) and DAPO (https://arxiv.org/abs/2503.14476); there is one optimizer step a batch, so no clip on a
-ratio between old and new policy and no reference-model KL term. w is truncated importance sampling (https://fengyao.notion.site/off-policy-rl),
-keep is IcePop's two-sided mask (https://arxiv.org/abs/2510.18855).
+Everything is always finite: the clamp bounds r by e^10 before anything multiplies it, and a masked token is selected away, because a
+product with 0 would keep an inf or nan.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl.trainer.config import LossConfig
+from rl.messages import TrainingSample
+from rl.trainer.loss_config import LossSettings, PolicyGradientConfig
 
 MAX_LOG_RATIO = 10.0
 """e^10 = 22026: far outside every sensible mask, far inside float32."""
 
 
 @dataclass(frozen=True)
-class LossStats:
-    """Sums over tokens, without gradient; each a scalar tensor."""
+class LossInputs:
+    """N loss tokens of S whole sequences, as one rank has them. All [N] float32 unless said otherwise.
 
-    mismatch_kl: Tensor
-    mismatch_kl_max: Tensor
-    masked: Tensor
-    ratio: Tensor
-
-
-def policy_gradient_loss(trainer_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, LossStats]:
-    """N times L above for the tokens given, and sums for the metrics.
-
-    Args (all [N] float32): `trainer_logprobs` log p, with gradient; `logprobs` log q; `advantages` A. N may be 0.
-    mismatch_kl is k3 = r - 1 - log r, an unbiased, never negative estimate of KL(q || p) (http://joschu.net/blog/kl-approx.html).
+    With context parallelism a rank has only some tokens of a sequence; `sequence_sum` then sums over the ranks that share it.
     """
-    assert trainer_logprobs.shape == logprobs.shape == advantages.shape
-    log_ratio = (trainer_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    keep = (ratio >= config.ratio_low) & (ratio <= config.ratio_high)
-    weights = torch.where(keep, ratio.clamp(max=config.ratio_cap) * advantages, 0.0)
-    loss = -(weights * trainer_logprobs).sum()
-    kl = ratio - 1.0 - log_ratio
-    kl_max = kl.max() if kl.numel() else kl.new_zeros(())
-    return loss, LossStats(kl.sum(), kl_max, (~keep).sum(), ratio.sum())
+
+    trainer_logprobs: Tensor
+    """log p, with gradient."""
+    logprobs: Tensor
+    """log q."""
+    advantages: Tensor
+    entropies: Tensor
+    """Of the trainer's distribution at the token, nats; with gradient if entropy_coefficient is not 0."""
+    weights: Tensor
+    """What the token's loss counts in the batch's: 1 / (loss tokens of the batch), for example."""
+    sequences: Tensor
+    """[N] int64, which of the S sequences a token belongs to."""
+    sequence_sum: Callable[[Tensor], Tensor]
+    """[N] -> [S], the sum of a value over each sequence's tokens, on all ranks that hold some; gradients flow through."""
+    reference_logprobs: Tensor | None = None
+    """Of the frozen reference model."""
+    teacher_logprobs: Tensor | None = None
+    """nan where there is none."""
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What a loss makes of N tokens. All [N]."""
+
+    loss: Tensor
+    """Float32, to be weighted and summed, with gradient; 0 where masked."""
+    masked: Tensor
+    """Bool: the token has no gradient by the loss's own clip or mask, or by one of the masks on r."""
+    ratio: Tensor
+    """r, without gradient."""
+    kl: Tensor
+    """k3 = r - 1 - log r, without gradient: an unbiased, never negative estimate of KL(q || p) (http://joschu.net/blog/kl-approx.html)."""
+
+
+def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
+    """What each loss token of each sample counts in the batch's loss, by `config.aggregation`.
+
+    N loss tokens in the batch, n_i of them in sample i, S samples that have any: token 1/N (DAPO, https://arxiv.org/abs/2503.14476);
+    sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length) (Dr. GRPO,
+    https://arxiv.org/abs/2503.20783). Masked tokens are counted.
+    """
+    lengths = [sum(sample.loss_mask) for sample in samples]
+    trained = sum(length > 0 for length in lengths)
+    if config.aggregation == "token":
+        return [1.0 / max(1, sum(lengths))] * len(lengths)
+    if config.aggregation == "sequence":
+        return [1.0 / (trained * max(1, length)) for length in lengths]
+    return [1.0 / (trained * constant_length)] * len(lengths)
+
+
+def importance_ratio(inputs: LossInputs) -> Tensor:
+    """r, without gradient."""
+    return (inputs.trainer_logprobs.detach() - inputs.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def policy_gradient(inputs: LossInputs, config: PolicyGradientConfig) -> tuple[Tensor, Tensor]:
+    """-min(r, truncate) A log p, the weight without gradient: REINFORCE with truncated importance sampling.
+
+    https://fengyao.notion.site/off-policy-rl. On-policy and without mismatch r = 1, and it is plain REINFORCE.
+    """
+    weight = importance_ratio(inputs).clamp(max=config.truncate)
+    return -weight * inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(weight, dtype=torch.bool)
+
+
+def compute_loss(inputs: LossInputs, config: LossSettings) -> LossTerms:
+    """The configured loss of each token, masked, with the KL, entropy and teacher terms."""
+    assert isinstance(config, PolicyGradientConfig)
+    ratio = importance_ratio(inputs)
+    loss, masked = policy_gradient(inputs, config)
+    low, high = config.token_mask
+    masked = masked | (ratio < low) | (ratio > high)
+    return LossTerms(torch.where(masked, 0.0, loss), masked, ratio, ratio - 1.0 - ratio.log())

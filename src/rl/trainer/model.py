@@ -1,5 +1,7 @@
 """The policy: a Hugging Face causal LM under FSDP2, one code path for any number of ranks."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl.config import ModelConfig
 from rl.models import ModelError
+from rl.trainer.config import TrainerConfig
 from rl.trainer.distributed import World
 from rl.trainer.logprobs import token_logprobs
 from rl.trainer.packing import MicroBatch, tree_mask
@@ -14,18 +17,18 @@ from rl.trainer.packing import MicroBatch, tree_mask
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_policy(folder: str, config: ModelConfig, attention: str, activation_checkpointing: bool, world: World) -> PreTrainedModel:
+def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world: World) -> PreTrainedModel:
     """The model of `folder` with float32 master weights, sharded over the ranks; it computes in `config.dtype`, reduces in float32.
 
-    Every rank maps the same files and keeps its shards. Gradients are summed over ranks (the loss is divided by the global number of
-    tokens), not averaged as is FSDP's default.
+    Every rank maps the same files and keeps its shards. Gradients are summed over ranks (each token's loss is weighted by its part in
+    the whole batch's), not averaged as is FSDP's default.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+        folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
     )
     check_attention(model, config.max_model_len)
     turn_off_dropout(model)
-    if activation_checkpointing:
+    if settings.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # activation checkpointing asks for it; nothing else differs without dropout
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32)
@@ -62,28 +65,25 @@ def turn_off_dropout(model: PreTrainedModel) -> None:
             module.attention_dropout = 0.0
 
 
-def score(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] with gradient, and entropies [N] without, of the micro batch's loss tokens.
+@dataclass(frozen=True)
+class Scores:
+    """What the model makes of a micro batch's N loss tokens."""
+
+    logprobs: Tensor  # [N] float32, with gradient
+    entropies: Tensor  # [N] float32, of the distribution that predicts the token
+
+
+def score(model: PreTrainedModel, batch: MicroBatch, world: World) -> Scores:
+    """Scores of the micro batch's loss tokens.
 
     The whole model is called at once (FSDP's hooks hang on that, and a tied head stays tied); logits exist at loss positions only.
     """
-    mask = None if batch.ends is None else attention_mask(model, batch.ends)
     logits = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=mask,
-        logits_to_keep=batch.logits_at,
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        attention_mask=tree_mask(batch.ends)[None, None],
+        logits_to_keep=batch.predictors,
         use_cache=False,
-    ).logits
-    assert logits.ndim == 2, "this version of transformers does not select logits by a boolean mask; use 5.23 or newer"
-    trainer_logprobs, entropies = token_logprobs(logits, batch.temperatures, batch.rows, batch.targets)
-    return trainer_logprobs, entropies[batch.rows]
-
-
-def attention_mask(model: PreTrainedModel, ends: Tensor) -> Tensor:
-    """Boolean for sdpa, added to the scores for eager attention."""
-    mask = tree_mask(ends)
-    if model.config._attn_implementation == "sdpa":
-        return mask
-    dtype = torch.float32
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(torch.bfloat16).min)
+    ).logits[0]
+    logprobs, entropies = token_logprobs(logits, batch.temperatures, batch.rows, batch.targets)
+    return Scores(logprobs, entropies[batch.rows])

@@ -16,12 +16,12 @@ from rl.metrics import MetricsLog
 from rl.status import Status
 from rl.trainer import checkpoint, weights
 from rl.trainer.config import TrainerConfig
-from rl.trainer.data import receive_batch
+from rl.trainer.data import BatchSource, FromOrchestrator
 from rl.trainer.distributed import World
-from rl.trainer.loss import policy_gradient_loss
-from rl.trainer.model import DTYPES, load_policy, score
+from rl.trainer.loss import LossInputs, LossTerms, compute_loss, sample_weights
+from rl.trainer.model import DTYPES, Scores, load_policy, score
 from rl.trainer.optim import clip_gradients, gradient_norm, lr_at, make_optimizer
-from rl.trainer.packing import MicroBatch, Packed, pack
+from rl.trainer.packing import Layout, MicroBatch, Packed, pack
 from rl.transport import OrchestratorClient
 
 
@@ -59,6 +59,7 @@ class Trainer:
     """Optimizer steps done: the policy version of the weights in `model`."""
     checkpoint_step: int
     checkpoint_time: float
+    source: BatchSource
     client: OrchestratorClient | None
     metrics: MetricsLog | None
     status: Status | None
@@ -72,7 +73,7 @@ def start(config: RLConfig, world: World, base: str, status: Status | None) -> T
     """Loads the model, and the newest intact checkpoint if there is one."""
     settings, run_dir = config.trainer, config.run_dir
     torch.manual_seed(config.seed)
-    model = load_policy(base, config.model, settings.attention, settings.activation_checkpointing, world)
+    model = load_policy(base, config.model, settings, world)
     optimizer = make_optimizer(model, settings.optim)
     found = checkpoint.newest_sound(run_dir.checkpoints, world)
     step = checkpoint.load(*found, model, optimizer, world) if found else 0
@@ -80,7 +81,8 @@ def start(config: RLConfig, world: World, base: str, status: Status | None) -> T
     if status:
         client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, status.doing)
         metrics = MetricsLog(run_dir.metrics, "trainer")
-    return Trainer(config, world, Path(base), model, optimizer, step, step, time.monotonic(), client, metrics, status)
+    source = FromOrchestrator(client, world)
+    return Trainer(config, world, Path(base), model, optimizer, step, step, time.monotonic(), source, client, metrics, status)
 
 
 def train(trainer: Trainer) -> None:
@@ -94,7 +96,7 @@ def train(trainer: Trainer) -> None:
     first = trainer.step + 1
     for step in range(first, config.max_steps + 1):
         timer = Timer()
-        batch = receive_batch(trainer.client, world, step)
+        batch = trainer.source.receive(step)
         timer.lap("wait_for_batch")
         if batch is None:
             break
@@ -102,7 +104,9 @@ def train(trainer: Trainer) -> None:
             trainer.checkpoint_time = time.monotonic()  # the interval counts training, not the wait for inference to come up
         trainer.doing(f"training step {step}")
         hidden_size = trainer.model.config.get_text_config().hidden_size
-        packed = pack(batch.samples, world.rank, world.size, settings.micro_batch_tokens, hidden_size)
+        constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
+        weights_ = sample_weights(batch.samples, settings.loss, constant_length)
+        packed = pack(batch, weights_, Layout(world.data_rank, world.data_size, settings.micro_batch_tokens, hidden_size))
         lr = lr_at(step, settings.optim, config.max_steps)
         metrics = train_step(trainer.model, trainer.optimizer, packed.micro_batches, batch.num_loss_tokens, lr, settings, world, timer)
         trainer.step = step
@@ -134,11 +138,12 @@ def train_step(
     sums = LossSums(world.device)
     for micro_batch in micro_batches:
         batch = micro_batch.to(world.device)
-        trainer_logprobs, entropies = score(model, batch)
-        loss, stats = policy_gradient_loss(trainer_logprobs, batch.logprobs, batch.advantages, settings.loss)
-        (loss / num_loss_tokens).backward()
-        sums.sum += torch.stack([loss.detach(), entropies.sum(), stats.mismatch_kl, stats.masked, stats.ratio])
-        sums.kl_max = torch.maximum(sums.kl_max, stats.mismatch_kl_max)
+        scores = score(model, batch, world)
+        terms = compute_loss(loss_inputs(batch, scores), settings.loss)
+        loss = (terms.loss * batch.weights).sum()
+        loss.backward()
+        with torch.no_grad():
+            sums.add(loss, scores, terms)
     metrics = sums.metrics(num_loss_tokens, world)
     timer.lap("forward_backward")
     parameters = list(model.parameters())
@@ -154,6 +159,24 @@ def train_step(
     return metrics | {"optim/grad_norm": norm, "optim/lr": lr}
 
 
+def loss_inputs(batch: MicroBatch, scores: Scores) -> LossInputs:
+    """What the losses see of a micro batch."""
+
+    def sequence_sum(values: Tensor) -> Tensor:
+        return values.new_zeros(len(batch.samples)).index_add(0, batch.sequences, values)
+
+    return LossInputs(
+        trainer_logprobs=scores.logprobs,
+        logprobs=batch.logprobs,
+        advantages=batch.advantages,
+        entropies=scores.entropies,
+        weights=batch.weights,
+        sequences=batch.sequences,
+        sequence_sum=sequence_sum,
+        teacher_logprobs=batch.teacher_logprobs,
+    )
+
+
 class LossSums:
     """Sums over the tokens of this rank's micro batches, without gradient."""
 
@@ -162,9 +185,15 @@ class LossSums:
         """Loss, entropy, mismatch KL, masked tokens, ratio."""
         self.kl_max = torch.zeros((), dtype=torch.float32, device=device)
 
+    def add(self, loss: Tensor, scores: Scores, terms: LossTerms) -> None:
+        self.sum += torch.stack([loss, scores.entropies.sum(), terms.kl.sum(), terms.masked.sum(), terms.ratio.sum()])
+        if len(terms.kl):
+            self.kl_max = torch.maximum(self.kl_max, terms.kl.max())
+
     def metrics(self, num_loss_tokens: int, world: World) -> dict[str, float]:
         """Means over the tokens of all ranks. Every rank calls this."""
         means: Tensor = world.reduce(self.sum, dist.ReduceOp.SUM) / num_loss_tokens
+        means[0] *= num_loss_tokens  # weighted already
         names = ("loss/mean", "entropy/mean", "mismatch_kl/mean", "masked_fraction", "ratio/mean")
         kl_max = float(world.reduce(self.kl_max, dist.ReduceOp.MAX))
         return dict(zip(names, means.tolist(), strict=True)) | {"mismatch_kl/max": kl_max}
