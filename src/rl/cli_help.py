@@ -48,7 +48,7 @@ def tags(model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key below a config class by its dotted name, sections included, in order. Of classes told apart by `type`, the first that has a key."""
+    """Every key below a config class by its dotted name, sections included. Of classes told apart by `type`, the first that has a key."""
     tree: dict[str, FieldInfo] = {}
     for name, info in model.model_fields.items():
         tree[prefix + name] = info
