@@ -55,11 +55,12 @@ def file(tmp_path):
         (["--orchestrator.batch_size", "7"], "orchestrator.batch_size = 7\n    is less than one group of 8 rollouts (group_size)"),
         (["--orchestrator.group_size", "1"], "orchestrator.group_size = 1 (--orchestrator.group_size)"),
         (["--orchestrator.sampling.max_tokens", "2048"], "leaves no room for a prompt in model.max_model_len = 2048"),
+        (["--trainer.optim.offload", "--trainer.gpus", "0"], "trainer.gpus = 0 trains on the CPU: leave it out"),
         (["--orchestrator.sampling.temperature", "0"], "orchestrator.sampling.temperature = 0"),
         (["--orchestrator.sampling.top_p", "1.5"], "orchestrator.sampling.top_p = 1.5"),
         (["--name", "a/b"], "name = 'a/b'\n    is a directory's name: no slash"),
         (["--name", ".hidden"], "name = '.hidden'\n    is a directory's name"),
-        (["--trainer.loss.ratio_high", "0.01"], "trainer.loss.ratio_high = 0.01\n    must be above trainer.loss.ratio_low"),
+        (["--trainer.loss.token_mask", "[2, 8]"], "trainer.loss.token_mask = [2.0, 8.0]\n    leaves out r = 1"),
         (["--trainer-gpus", "a,b"], 'trainer.gpus = \'a,b\' (--trainer-gpus)\n    give a count (2) or a list of ids ("0,1")'),
         (["--trainer-gpus", "0,1", "--inference-gpus", "1,2"], "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),
         (["--inference.port", "70000"], "inference.port = 70000 (--inference.port)\n    Input should be less than or equal to 65535"),
@@ -204,7 +205,7 @@ def test_wandb_is_a_switch_and_a_table():
 
 def test_the_resolved_configuration_says_the_same(tmp_path):
     args = [
-        *("--wandb", "--trainer-gpus", "0,1", "--inference-gpus", "2", "--trainer.loss.ratio_cap", "inf"),
+        *("--wandb", "--trainer-gpus", "0,1", "--inference-gpus", "2", "--trainer.loss.truncate", "inf"),
         *("--orchestrator.eval.sampling.temperature", "0", "--inference.vllm", "{ max_num_seqs = 8, rope = { a = [1, 2] } }"),
         *("--orchestrator.environment.args", "{ s = 'ü\"', n = [] }"),
     ]

@@ -66,6 +66,8 @@ def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
         (2, ["--trainer-gpus", "2"], "takes all of them and inference has none"),
         (2, ["--inference-gpus", "2"], "inference.gpus = 2\n    there are 1 free GPUs here"),
         (8, ["--trainer-gpus", "4", "--trainer.ranks", "2"], "trainer.ranks = 2\n    must be the number of trainer GPUs, 4"),
+        (8, ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"], "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4"),
+        (0, ["--trainer.ranks", "2", "--trainer.context-parallel", "4"], "trainer.context_parallel = 4\n    must divide the"),
         (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
         (4, ["--inference.vllm.tensor_parallel_size", "2"], "must be a multiple of 2"),
         (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),

@@ -165,7 +165,7 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
         ["--model.name", "x"],
         ["--orchestrator.environment.id", "f"],
         ["--orchestrator.sampling.max_tokens", "9"],
-        ["--trainer.loss.ratio_cap", "3"],
+        ["--trainer.loss.truncate", "3"],
         ["--trainer.weights.dir", "/dev/shm"],
         ["--trainer.attention", "eager"],
     ],

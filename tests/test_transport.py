@@ -11,7 +11,7 @@ import zmq
 
 from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
 from rl.status import write_status
-from rl.transport import OrchestratorClient, OrchestratorLostError, TrainerServer
+from rl.transport import OrchestratorClient, OrchestratorLostError, TrainerServer, Wait
 
 
 class Server:
@@ -25,7 +25,7 @@ class Server:
         assert self.up.wait(10)
 
     async def serve(self) -> None:
-        server = TrainerServer("127.0.0.1", 0)
+        self.server = server = TrainerServer("127.0.0.1", 0)
         self.address, self.loop, self.stopping = server.address, asyncio.get_running_loop(), asyncio.Event()
         write_status(self.status, {"address": server.address, "heartbeat": time.time(), "doing": "filling batch 1"})
         self.up.set()
@@ -41,7 +41,6 @@ class Server:
         task = asyncio.create_task(answer_all())
         await self.stopping.wait()
         task.cancel()
-        self.rejected = server.rejected
         server.close()
 
     def stop(self) -> None:
@@ -112,6 +111,29 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     assert "See logs/orchestrator*.log" in said
 
 
+def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path, monkeypatch):
+    def answer(_request: Request) -> Reply:
+        time.sleep(0.05)
+        return NotReady("12 of 64 rollouts")
+
+    server = serve(answer)
+    trainer, _ = client(tmp_path, timeout_s=0.1)
+    said: list[str] = []
+    wait, failed = Wait(0.3, said.append), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(OrchestratorLostError, match=r"waited 0 s for batch 7 \(12 of 64 rollouts\)"):
+            trainer.get_batch(7, wait)
+        failed.set()
+
+    threading.Thread(target=ask).start()
+    assert not failed.wait(1.0) and said == [] and len(server.seen) > 1
+    with wait:
+        assert said[0] == "waiting for batch 7: 12 of 64 rollouts"
+        began = time.monotonic()
+        assert failed.wait(10) and time.monotonic() - began > 0.2
+
+
 def test_an_orchestrator_that_never_was(tmp_path):
     trainer, said = client(tmp_path, timeout_s=0.3)
     with pytest.raises(
@@ -131,9 +153,11 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path):
         trainer, _ = client(tmp_path)
         assert trainer.get_batch(1) == b"ok"
         socket.send(b"more")
-        time.sleep(0.2)
+        deadline = time.monotonic() + 10
+        while server.server.rejected < 6 and time.monotonic() < deadline:
+            time.sleep(0.01)
     server.stop()
-    assert server.rejected == 6 and server.seen == [GetBatch(1)]
+    assert server.server.rejected == 6 and server.seen == [GetBatch(1)]
 
 
 def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
@@ -146,7 +170,7 @@ def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
     trainer, _ = client(tmp_path)
     assert trainer.get_batch(1) == b"ok"
     server.stop()
-    assert server.rejected == 0
+    assert server.server.rejected == 0
 
 
 def test_a_taken_port_names_the_setting():

@@ -1,4 +1,4 @@
-"""A random Llama of 115 thousand parameters with its own tokenizer: what tests use where a real model would only cost time."""
+"""Random models of 115 thousand parameters and more with their own tokenizer: what tests use where a real one would only cost time."""
 
 import string
 from pathlib import Path
@@ -10,36 +10,70 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(path: str | Path, *, seed: int = 0, tied: bool = True, hidden: int = 64, layers: int = 2) -> Path:
-    """Writes a float32 LlamaForCausalLM and a one-token-per-byte tokenizer with ChatML template; the same seed gives the same bytes.
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
 
-    `hidden` is a multiple of 32: vLLM's CPU attention takes heads of 32 and more. `tied`: the head is the embedding.
+
+def make_tiny_model(
+    path: str | Path, *, seed: int = 0, tied: bool = True, hidden: int = 64, layers: int = 2, family: str = "llama", **more: object
+) -> Path:
+    """Writes a float32 causal LM and a one-token-per-byte tokenizer with ChatML template; the same seed gives the same bytes.
+
+    `hidden` is a multiple of 32: vLLM's CPU attention takes heads of 32 and more. `tied`: the head is the embedding. `more` goes into
+    the model's config.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = Path(path)
     tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,  # ten times the default: logits that differ visibly from token to token
+    config = make_config(family, hidden, layers)
+    config.update(
+        {
+            "vocab_size": len(tokenizer),
+            "tie_word_embeddings": tied,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "initializer_range": 0.2,  # ten times the default: logits that differ visibly from token to token
+            **more,
+        }
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_config(family: str, hidden: int, layers: int):
+    """The architecture: Llama as plain as possible, the others with what is special about them."""
+    import transformers
+
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+        "max_position_embeddings": 1024,
+    }
+    grouped = sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # two heads a key, wider than hidden
+    match family:
+        case "llama":
+            return transformers.LlamaConfig(**sizes)
+        case "qwen3":
+            return transformers.Qwen3Config(**grouped)
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+            return transformers.Qwen3MoeConfig(**grouped, **experts, norm_topk_prob=True, output_router_logits=True)
+        case "gemma3":
+            kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+            return transformers.Gemma3TextConfig(**grouped, sliding_window=4, layer_types=kinds, query_pre_attn_scalar=32)
+        case "gpt2":
+            dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+            return transformers.GPT2Config(n_embd=hidden, n_layer=layers, n_head=hidden // 32, n_positions=1024, **dropout)
+    raise ValueError(family)
 
 
 def make_tokenizer():

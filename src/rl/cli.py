@@ -20,7 +20,8 @@ from rl.config import RUN_WIDE, SECTIONS, RLConfig, check, warn_about
 from rl.quick import made_quick
 
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
-DEVICE_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
+SHORT_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
+SHORT_FLAGS["strict-parity"] = "trainer.strict_parity"
 
 Spelled = dict[str, tuple[Any, str]]
 """Dotted key as the user spelled it -> (value, where it stands)."""
@@ -99,7 +100,7 @@ def parse_args(args: list[str]) -> CommandLine:
                     raise ConfigError(f"--{name} @ needs a file behind it")
                 load(at[1:] or rest.pop(0), name)
                 continue
-            key = DEVICE_FLAGS.get(name, name.replace("-", "_"))
+            key = SHORT_FLAGS.get(name, name.replace("-", "_"))
             value = parse_value(text) if has_value else parse_value(rest.pop(0)) if value_follows() else True
             for leaf, leaf_value in flatten({key: value}).items():
                 line.flags[leaf] = (leaf_value, f"--{name}")

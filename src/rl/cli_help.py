@@ -8,8 +8,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 COMMANDS = {
+    "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
     "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
     "collect": ("rl.commands.collect", "play an environment's tasks without training and keep the rollouts as JSONL"),
+    "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter, out of any checkpoint or version"),
+    "doctor": ("rl.commands.doctor", "check that trainer and inference compute the same for a model"),
     "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
 }
 """Subcommand -> (its module, what it does). A module has `main(args, children)`."""
@@ -18,6 +21,7 @@ SETTINGS = """  @ run.toml                  settings from a file; several files 
   --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
   --trainer.optim.lr 1e-6     any key below as a flag; --learning_rate and --steps are aliases of trainer.optim.lr and max_steps
   --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
+  --strict-parity             end the run, instead of warning, when trainer and inference disagree on the same tokens and weights
   --quick                     the same, tiny: 2 steps of 2 groups of at most 4 rollouts of at most 32 tokens, evals of 4 examples;
                               the name gets -quick
   --dry-run                   print the resolved configuration and exit
@@ -78,21 +82,24 @@ def commands_text() -> str:
     return "\n".join(["without a command, `rl` trains; the others:", *lines, ""])
 
 
+NOT_SHOWN = {"rl": ("sft",), "rl sft": ("max_lag", "orchestrator", "inference")}
+"""Keys that a program's --help leaves out, because another program's has them or because they do nothing there."""
+
+
 def print_help(program: str, model: type[BaseModel], usage: str = USAGE) -> None:
     """Prints the usage and every key with its type, default and docstring."""
     print(usage.replace("{program}", program))
     if program == "rl":
         print(commands_text())
-    print_section(model, "")
+    print_section(model, "", skip=NOT_SHOWN.get(program, ()))
 
 
 def print_section(model: type[BaseModel], prefix: str, skip: Collection[str] = ()) -> None:
-    """The keys of a config class with those of its sections."""
-    for key, info in model.model_fields.items():
+    """The keys of a config class, then its sections with theirs."""
+    fields = {key: info for key, info in model.model_fields.items() if key not in skip}
+    for key, info in sorted(fields.items(), key=lambda item: bool(models_in(item[1].annotation))):  # stable: otherwise in order
         inner = models_in(info.annotation)
         text = " ".join((info.description or (inner[0].__doc__ if inner else "") or "").split())
-        if key in skip:
-            continue
         if inner:
             print(f"\n[{prefix}{key}]  {text}")
             print_classes(inner, f"{prefix}{key}.")

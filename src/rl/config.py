@@ -7,15 +7,16 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from rl.inference.config import InferenceConfig
-from rl.orchestrator.config import EnvSource, OrchestratorConfig
+from rl.orchestrator.config import EnvSource, OrchestratorConfig, check_credit
 from rl.renderer_config import RendererConfig
 from rl.run_dir import RunDir
 from rl.settings import Settings
-from rl.trainer.config import TrainerConfig
-from rl.trainer.loss_config import LossSettings
+from rl.sft.config import SftConfig, check_sft, with_sft_defaults
+from rl.trainer.config import OptimConfig, TrainerConfig
+from rl.trainer.loss_config import check_loss
 
 
 class ModelConfig(Settings):
@@ -71,11 +72,18 @@ class RLConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
+    sft: Annotated[SftConfig | None, BeforeValidator(wandb_switch)] = None
+    """Given: supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_sft_defaults(cls, values: object) -> object:
+        return with_sft_defaults(values)
 
     def model_post_init(self, _context: object) -> None:
         if not self.name:
             envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
-            self.name = f"{envs}-{Path(self.model.name).name}"
+            self.name = f"{'sft' if self.sft else envs}-{Path(self.model.name).name}"
 
     @property
     def run_dir(self) -> RunDir:
@@ -88,16 +96,36 @@ class RLConfig(Settings):
         return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
 
 
-SECTIONS = ("trainer", "orchestrator", "inference")
+SECTIONS = ("trainer", "orchestrator", "inference", "sft")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 
 
 def check(config: RLConfig) -> list[tuple[str, object, str]]:
     """Every fault that lies between settings: (key, its value, what to do about it)."""
-    orchestrator, sampling = config.orchestrator, config.orchestrator.sampling
     faults: list[tuple[str, object, str]] = []
     if "/" in config.name or config.name.startswith("."):
         faults.append(("name", config.name, "is a directory's name: no slash, no leading dot; use output_dir for the place"))
+    if config.sft:
+        faults += check_sft(config.sft, config.trainer.loss)
+    elif not config.trainer.data.fake:
+        faults += check_sampling(config)
+    faults += check_loss(config.trainer.loss)
+    if config.trainer.lora and not config.trainer.lora.targets:
+        faults.append(("trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'))
+    if config.trainer.optim.offload and config.trainer.gpus == 0:
+        remedy = "moves weights and optimizer state from GPU to CPU memory, and trainer.gpus = 0 trains on the CPU: leave it out"
+        faults.append(("trainer.optim.offload", True, remedy))
+    both = set(as_ids(config.trainer.gpus)) & set(as_ids(config.inference.gpus))
+    if both and (len(as_ids(config.trainer.gpus)) > 1 or len(as_ids(config.inference.gpus)) > 1):
+        remedy = f"shares {sorted(both)} with trainer.gpus; only a single GPU is shared"
+        faults.append(("inference.gpus", config.inference.gpus, remedy))
+    return faults
+
+
+def check_sampling(config: RLConfig) -> list[tuple[str, object, str]]:
+    """What is played, and whether its groups and answers fit."""
+    orchestrator, sampling = config.orchestrator, config.orchestrator.sampling
+    faults: list[tuple[str, object, str]] = []
     if not orchestrator.environment:
         faults.append(("orchestrator.environment", [], "name what to train on: --orchestrator.environment.id owner/name"))
     group_size = max([orchestrator.group_size, *(env.group_size or 0 for env in orchestrator.environment)])
@@ -107,23 +135,7 @@ def check(config: RLConfig) -> list[tuple[str, object, str]]:
     if sampling.max_tokens >= config.model.max_model_len:
         remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
         faults.append(("orchestrator.sampling.max_tokens", sampling.max_tokens, remedy))
-    faults += check_environments(orchestrator)
-    faults += check_loss(config.trainer.loss)
-    both = set(as_ids(config.trainer.gpus)) & set(as_ids(config.inference.gpus))
-    if both and (len(as_ids(config.trainer.gpus)) > 1 or len(as_ids(config.inference.gpus)) > 1):
-        remedy = f"shares {sorted(both)} with trainer.gpus; only a single GPU is shared"
-        faults.append(("inference.gpus", config.inference.gpus, remedy))
-    return faults
-
-
-def check_loss(loss: LossSettings) -> list[tuple[str, object, str]]:
-    """Combinations that make no sense."""
-    faults: list[tuple[str, object, str]] = []
-    for name in ("token_mask", "sequence_mask", "geometric_mask"):
-        low, high = getattr(loss, name)
-        if high < low:
-            faults.append((f"trainer.loss.{name}", [low, high], "the second is the highest value and must not be below the first"))
-    return faults
+    return faults + check_environments(orchestrator) + check_credit(orchestrator, config.trainer.loss.teacher_coefficient)
 
 
 def check_environments(orchestrator: OrchestratorConfig) -> list[tuple[str, object, str]]:
@@ -162,6 +174,12 @@ def as_ids(devices: int | list[int] | None) -> list[int]:
 
 def warn_about(config: RLConfig) -> None:
     """Settings that work but that the user should know the effect of."""
+    if config.trainer.lora and config.trainer.optim.lr == OptimConfig().lr:
+        message = (
+            f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
+            "ten to a hundred times as much (1e-5 to 1e-4) to learn as fast"
+        )
+        warnings.warn(message, stacklevel=2)
     for key in ("top_p", "top_k", "min_p"):
         value = getattr(config.orchestrator.sampling, key)
         if value is not None:

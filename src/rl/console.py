@@ -12,10 +12,12 @@ from typing import Any, TextIO
 
 from rl.config import RLConfig
 from rl.metrics import environment_rewards, merge_lines, read_metrics
+from rl.parity import Agreement
 from rl.run_dir import RunDir
 from rl.status import read_status
 
 PROCESSES = ("inference", "orchestrator", "trainer")
+SFT_PROCESSES = ("data", "trainer")
 COLUMNS = (  # heading, source, metric, width, format
     ("reward", "orchestrator", "reward/mean", 7, ".3f"),
     ("eval", "eval", "newest", 7, ".3f"),
@@ -27,9 +29,26 @@ COLUMNS = (  # heading, source, metric, width, format
     ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f"),
     ("time", "trainer", "time/step", 7, ".1f"),
 )
+SFT_COLUMNS = (
+    ("loss", "trainer", "loss/mean", 9, ".4f"),
+    ("valid", "trainer", "validation/loss", 9, ".4f"),
+    ("entropy", "trainer", "entropy/mean", 8, ".3f"),
+    ("grad", "trainer", "optim/grad_norm", 7, ".3g"),
+    ("lr", "trainer", "optim/lr", 8, ".1e"),
+    ("epoch", "trainer", "epoch", 6, ".2f"),
+    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f"),
+    ("time", "trainer", "time/step", 7, ".1f"),
+)
+"""Of supervised fine-tuning, which nothing but the trainer reports."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
 """Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
 Line = dict[str, Any]
+Columns = tuple[tuple[str, str, str, int, str], ...]
+
+
+def parity_of(line: Line) -> Agreement:
+    """What a trainer's line says of trainer and inference."""
+    return Agreement(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0)
 
 
 def number(value: float | None, spec: str) -> str:
@@ -37,8 +56,8 @@ def number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def header() -> str:
-    names = "".join(f"{name:>{width + 1}}" for name, _, _, width, _ in COLUMNS)
+def header(columns: Columns = COLUMNS) -> str:
+    names = "".join(f"{name:>{width + 1}}" for name, _, _, width, _ in columns)
     return f"{'step':>6}{names}  of that waiting"
 
 
@@ -49,13 +68,13 @@ def newest_eval(lines: dict[tuple[int, str], Line], step: int) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def step_line(step: int, orchestrator: Line, trainer: Line, evaluated: float | None = None) -> str:
-    """One line of the table, about a step that both sides have reported; `evaluated` is the newest eval's reward."""
+def step_line(step: int, orchestrator: Line, trainer: Line, evaluated: float | None = None, columns: Columns = COLUMNS) -> str:
+    """One line of the table, about a step that all sides have reported; `evaluated` is the newest eval's reward."""
     lines = {"orchestrator": orchestrator, "trainer": trainer, "eval": {"newest": evaluated}}
-    cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec in COLUMNS)
+    cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec in columns)
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
-    waiting = f"  {seconds:.1f} {longest.removeprefix('time/')}" if seconds else ""
+    waiting = f"  {seconds:.1f} {longest.removeprefix('time/')}" if seconds >= 0.05 else ""
     rewards = environment_rewards(orchestrator)
     each = "".join(f"  {env} {reward:.2f}" for env, reward in rewards.items()) if len(rewards) > 1 else ""
     return f"{step:>6}{cells}{waiting}{each}"
@@ -100,6 +119,8 @@ class Console:
 
     def __init__(self, config: RLConfig, run_dir: RunDir, out: TextIO | None = None):
         self.config, self.run_dir, self.out = config, run_dir, out or sys.stdout
+        self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
+        self.columns, self.processes = (SFT_COLUMNS, SFT_PROCESSES) if config.sft else (COLUMNS, PROCESSES)
         self.lines = read_metrics(run_dir.metrics)
         self.shown = {step for step, _ in self.lines if self._complete(step)}
         self.said: dict[str, str] = {}
@@ -112,10 +133,12 @@ class Console:
         for line in new_lines:
             if line["source"] == "eval":
                 self.say(eval_text(line["step"], line))
+            if line.get("parity/agrees") == 0.0:
+                self.say(f"warning: step {line['step']}: {parity_of(line).complaint(self.config.model.dtype)}")
         for step in sorted({line["step"] for line in new_lines} - self.shown):
             if self._complete(step):
                 self._show_step(step)
-        statuses = {name: read_status(self.run_dir.status(name)) for name in PROCESSES}
+        statuses = {name: read_status(self.run_dir.status(name)) for name in self.processes}
         if self.bar:
             self.bar.show(max(self.shown, default=0), statuses)
         elif not self.printed_steps:
@@ -135,12 +158,13 @@ class Console:
             self.bar = None
 
     def _complete(self, step: int) -> bool:
-        return {(step, "orchestrator"), (step, "trainer")} <= set(self.lines)
+        return {(step, source) for source in self.sources} <= set(self.lines)
 
     def _show_step(self, step: int) -> None:
         if not self.printed_steps:
-            self.say(header())
-        self.say(step_line(step, self.lines[step, "orchestrator"], self.lines[step, "trainer"], newest_eval(self.lines, step)))
+            self.say(header(self.columns))
+        orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
+        self.say(step_line(step, orchestrator, trainer, newest_eval(self.lines, step), self.columns))
         self.shown.add(step)
         self.printed_steps += 1
         every = self.config.orchestrator.show_rollout_every
@@ -178,10 +202,11 @@ class ProgressBar:
 
     def show(self, step: int, statuses: dict[str, Line | None]) -> None:
         """Redraws."""
-        orchestrator = statuses["orchestrator"] or {}
-        texts = [waiting_text(name, statuses[name], time.time()) for name in PROCESSES]
-        done, size = orchestrator.get("batch_done", 0), orchestrator.get("batch_size", 1)
+        orchestrator = statuses.get("orchestrator") or {}
+        texts = [waiting_text(name, status, time.time()) for name, status in statuses.items()]
+        max_steps = (statuses.get("trainer") or {}).get("max_steps", self.max_steps)  # epochs are known to the trainer as steps
+        done, size = orchestrator.get("batch_done", step), orchestrator.get("batch_size", max_steps)
         batch = f", batch {orchestrator['batch']} {done}/{size}" if "batch" in orchestrator else ""
         doing = "  ".join(text for text in texts if text)
-        self.progress.update(self.task, description=f"step {step}/{self.max_steps}{batch}", completed=done, total=size, doing=doing)
+        self.progress.update(self.task, description=f"step {step}/{max_steps}{batch}", completed=done, total=size, doing=doing)
         self.progress.refresh()

@@ -116,7 +116,9 @@ def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
     every = list(range(len(box.gpus)))
     trainer_asked, inference_asked = config.trainer.gpus, config.inference.gpus
     if trainer_asked is None and every:
-        trainer_asked = config.trainer.ranks or 1
+        trainer_asked = config.trainer.ranks or (len(every) if config.sft else 1)
+    if config.sft:  # there is no inference
+        return pick("trainer.gpus", trainer_asked, every, "GPUs") or [], []
     if config.orchestrator.inference_urls or (inference_asked is None and not box.gpu_inference):
         inference_asked = 0
 
@@ -144,6 +146,11 @@ def split(config: RLConfig, box: Machine) -> Split:
     ranks = config.trainer.ranks or len(trainer_gpus) or 1
     if trainer_gpus and ranks != len(trainer_gpus):
         raise DeviceError(f"trainer.ranks = {ranks}\n    must be the number of trainer GPUs, {len(trainer_gpus)}; leave it out")
+    for key in ("dp_replicate", "context_parallel"):
+        value = getattr(config.trainer, key)
+        if ranks % value:
+            remedy = f"must divide the trainer's ranks, {ranks} (one a GPU; trainer.ranks without any): change it, or their number"
+            raise DeviceError(f"trainer.{key} = {value}\n    {remedy}")
     trainer_cores = pick("trainer.cpus", config.trainer.cpus or None, box.cores, "cores") or box.cores
     inference_cores = pick("inference.cpus", config.inference.cpus or None, box.cores, "cores", from_end=True) or box.cores
     trainer_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in trainer_gpus)}

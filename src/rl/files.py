@@ -43,13 +43,16 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
-    """Lets `fill` write into a temporary directory and renames that to `path`; an older `path` is replaced."""
+    """Lets `fill` write into a temporary directory and renames that to `path`; an older `path` is replaced. Nothing stays of a failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    fill(temporary)
-    commit_directory(temporary, path)
+    try:
+        fill(temporary)
+        commit_directory(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def commit_directory(temporary: Path, path: Path) -> None:

@@ -11,9 +11,10 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 
 from rl import devices
-from rl.cli import fail, load_config
+from rl.cli import CommandLine, fail, load_config
 from rl.cli_help import COMMANDS
 from rl.config import RLConfig
 from rl.metrics import MetricsReader
@@ -28,9 +29,15 @@ RESOLVE_MODEL = """
 import sys, pathlib
 from rl.cli import from_toml
 from rl.models import ModelError, resolve_model
+from rl.sft.rows import DataError
 try:
-    print(resolve_model(from_toml(pathlib.Path(sys.argv[1])).model))
-except ModelError as error:
+    config = from_toml(pathlib.Path(sys.argv[1]))
+    folder = resolve_model(config.model, needs_template=config.sft is None)
+    print(folder)
+    if config.sft:
+        from rl.sft.data import prepare_with_status
+        prepare_with_status(config, folder)
+except (DataError, ModelError) as error:
     raise SystemExit(str(error))
 """
 
@@ -47,10 +54,15 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
 
 
 def start_all(config: RLConfig, run_dir: RunDir, division: devices.Split, children: Children) -> None:
-    """Starts inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order."""
+    """Starts inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
+
+    Supervised fine-tuning needs the trainer alone.
+    """
     shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
     if config.orchestrator.inference_urls:
         del shares["inference"]
+    if config.sft:
+        shares = {"trainer": division.trainer}
     for name, share in shares.items():
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
         children.start(name, command(name, run_dir, division.ranks), env, run_dir.logs, cores)
@@ -62,10 +74,14 @@ def failure(child: Child, what: str) -> RunError:
     return RunError(f"{child.name} {what}. The end of its log:\n{lines}\n  the whole log: {child.log}")
 
 
-def resolve_model(run_dir: RunDir, children: Children) -> None:
-    """Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped."""
+def resolve_model(run_dir: RunDir, children: Children, look: Callable[[], None]) -> None:
+    """Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped.
+
+    For supervised fine-tuning that process also makes the data: what is wrong with it is said before anything else starts.
+    """
     child = children.start("model", command("model", run_dir, 1), dict(os.environ), run_dir.logs)
     while child.exit_code is None:
+        look()
         time.sleep(POLL_S / 4)
     if child.exit_code:
         said = last_lines(child.log)
@@ -99,6 +115,13 @@ class Watch:
         if self.wandb:
             self.wandb.send(lines)
             self._warn_of_wandb()
+
+    def tell_data(self) -> None:
+        """Says what supervised fine-tuning trains on."""
+        from rl.sft.data import manifest_lines, read_manifest
+
+        for line in manifest_lines(read_manifest(self.run_dir.data)):
+            self.console.say(line)
 
     def until_finished(self) -> None:
         """Returns when orchestrator and trainer have ended well. Raises RunError as soon as any process ends otherwise."""
@@ -146,7 +169,9 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     watch = Watch(config, prepared, children)
     code, why = 0, ""
     try:
-        resolve_model(prepared.run_dir, children)
+        resolve_model(prepared.run_dir, children, watch.look)
+        if config.sft:
+            watch.tell_data()
         start_all(config, prepared.run_dir, division, children)
         watch.until_finished()
     except Stopped as stop:
@@ -166,7 +191,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     return code
 
 
-def resume_command(args: list[str]) -> str:
+def resume_command(args: list[str], program: str = "rl") -> str:
     """The same command, continuing."""
     kept, rest = [], list(args)
     while rest:
@@ -175,7 +200,18 @@ def resume_command(args: list[str]) -> str:
             rest.pop(0)
         elif word not in ("--resume", "--clean"):
             kept.append(word)
-    return shlex.join(["rl", *kept, "--resume"])
+    return shlex.join([*program.split(), *kept, "--resume"])
+
+
+def launch(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
+    """A run from its configuration to its exit code. Raises DeviceError, RunError, OSError and Stopped."""
+    if config.trainer.data.fake:
+        raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
+    config = with_absolute_paths(config)
+    division = devices.split(config, devices.machine())
+    config = devices.write_into(config, division)
+    prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+    return run(config, prepared, division, children, again)
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
@@ -197,11 +233,7 @@ def main() -> int:
         if args and not args[0].startswith(("-", "@")):
             return subcommand(args[0], args[1:], children)
         config, line = load_config(args)
-        config = with_absolute_paths(config)
-        division = devices.split(config, devices.machine())
-        config = devices.write_into(config, division)
-        prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
-        return run(config, prepared, division, children, resume_command(args))
+        return launch(config, line, children, resume_command(args))
     except devices.DeviceError as error:
         fail("rl", str(error))
     except RunError as error:

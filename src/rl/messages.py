@@ -92,6 +92,12 @@ class Published(msgspec.Struct, tag=True):
     version: WeightVersion
 
 
+class GetProbe(msgspec.Struct, tag=True):
+    """Asks for a few completions by exactly this version: the trainer compares its log-probabilities with inference's."""
+
+    policy_version: int
+
+
 # Orchestrator -> trainer.
 
 
@@ -121,5 +127,11 @@ class Acknowledged(msgspec.Struct, tag=True):
     """Versions that an evaluation found best: kept, too."""
 
 
-Request = GetBatch | Published
-Reply = BatchBytes | NotReady | RunEnded | Acknowledged
+class Probe(msgspec.Struct, tag=True):
+    """The completions that were asked for; none when inference has gone on to a later version."""
+
+    samples: list[TrainingSample]
+
+
+Request = GetBatch | Published | GetProbe
+Reply = BatchBytes | NotReady | RunEnded | Acknowledged | Probe

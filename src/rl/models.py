@@ -26,7 +26,7 @@ class ModelError(Exception):
     """The model cannot be used; the message says what is missing and what to do about it."""
 
 
-def resolve_model(model: ModelConfig) -> str:
+def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
     """The absolute path of a complete Hugging Face folder for `model`. Raises ModelError naming what is missing."""
     if Path(model.name).expanduser().is_dir():
         folder = Path(model.name).expanduser().resolve()
@@ -39,7 +39,7 @@ def resolve_model(model: ModelConfig) -> str:
         raise ModelError(f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}")
     if model.chat_template:
         return str(with_template(folder, Path(model.chat_template)))
-    if not has_template(folder):
+    if needs_template and not has_template(folder):
         raise ModelError(
             f"model.name = {model.name!r}: its tokenizer has no chat template; name a file with one: --model.chat_template chatml.jinja"
         )

@@ -16,6 +16,7 @@ from rl.config import RLConfig
 from rl.files import write_file
 from rl.run_dir import RunDir, numbered
 from rl.status import AlreadyRunningError, hold_role
+from rl.trainer.loss_config import CustomConfig
 
 MAY_CHANGE = (
     "output_dir",
@@ -29,11 +30,16 @@ MAY_CHANGE = (
     "trainer.checkpoint",
     "trainer.weights.keep_last",
     "trainer.weights.keep_every",
+    "sft.epochs",
+    "sft.validation_interval",
     "orchestrator.eval",
     "orchestrator.environment.*.workers",
     "orchestrator.environment.*.max_generating",
     "orchestrator.environment.*.max_scoring",
     "orchestrator.inference_urls",
+    "orchestrator.*teacher.base_url",
+    "orchestrator.*teacher.api_key_var",
+    "orchestrator.*teacher.timeout_s",
     "orchestrator.host",
     "orchestrator.port",
     "orchestrator.rollout_retries",
@@ -158,24 +164,26 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, remedy]))
     notes = []
     if step >= 0:
-        notes += cut_to(run_dir, step)
+        notes += cut_to(run_dir, step, logged=config.sft is None)
     newest = max(numbered(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
         lines = [{"time": round(time.time(), 3), "step": newest, "key": key, "old": old, "new": new} for key, old, new in changes]
         with (run_dir.root / "changes.jsonl").open("a") as file:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}, newest batch {run_dir.newest_batch() or 'none'}", *notes]
+    batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
+    return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
 
 
-def cut_to(run_dir: RunDir, step: int) -> list[str]:
+def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
     """Moves everything later than `step` away. Raises RunError when the run cannot be rebuilt at `step` from what is left.
 
-    The trainer starts at the newest checkpoint that remains, or at the base model, and replays the logged batches from there.
+    The trainer starts at the newest checkpoint that remains, or at the base model, and replays the batches from there: `logged` ones, or
+    those that follow from data and seed (supervised fine-tuning).
     """
     batches, checkpoints = numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints)
     base = max((number for number in checkpoints if number <= step), default=0)
-    needed = range(min(base + 1, step), step + 1) if step else range(0)
+    needed = range(min(base + 1, step), step + 1) if step and logged else range(0)
     missing = [number for number in needed if number not in batches]
     if missing:
         raise RunError(
@@ -234,9 +242,17 @@ def with_absolute_paths(config: RLConfig) -> RLConfig:
         config.model.name = os.path.abspath(os.path.expanduser(config.model.name))
     if config.model.chat_template:
         config.model.chat_template = os.path.abspath(os.path.expanduser(config.model.chat_template))
+    for key in ("dataset", "validation") if config.sft else ():
+        value = absolute_path(getattr(config.sft, key))
+        setattr(config.sft, key, os.path.abspath(os.path.expanduser(value)) if value and os.path.exists(value) else value)
     for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
         for key in ("id", "dataset", "eval_dataset", "python", "reward"):
             setattr(entry, key, absolute_path(getattr(entry, key)))
+    loss = config.trainer.loss
+    if isinstance(loss, CustomConfig):
+        loss.function = str(absolute_path(loss.function))
+    if loss.kl_reference and Path(loss.kl_reference).expanduser().is_dir():
+        loss.kl_reference = os.path.abspath(os.path.expanduser(loss.kl_reference))
     return config
 
 

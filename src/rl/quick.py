@@ -12,6 +12,8 @@ def made_quick(config: RLConfig) -> RLConfig:
     settings = config.orchestrator
     config.name = config.name if config.name.endswith("-quick") else f"{config.name}-quick"
     config.max_steps = min(config.max_steps, STEPS)
+    if config.sft:
+        config.sft.epochs, config.sft.batch_size = None, min(config.sft.batch_size, GROUPS * GROUP_SIZE)
     settings.group_size = min(settings.group_size, GROUP_SIZE)
     for env in settings.environment:
         env.group_size = min(env.group_size, GROUP_SIZE) if env.group_size else None

@@ -56,6 +56,10 @@ class Renderer(Protocol):
         earlier messages: then the caller renders anew. Raises RendererError.
         """
 
+    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        """Ids that the policy has to sample, behind the prompt of the others, to say the last message, the assistant's; with the token
+        that ends it. What the template leaves out is not among them. Raises RendererError."""
+
     def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
         """The answer in sampled ids, up to the first stop token. Without `tools` nothing is taken for a call.
 
@@ -110,6 +114,15 @@ class PackageRenderer(TokenizerRenderer):
             return None
         bridge = self.inner.bridge_to_next_turn(before[:answer_at], before[answer_at:], wire(messages[num_old:]), tools=tools or None)
         return list(bridge.token_ids) if bridge and bridge.token_ids[: len(before)] == before else None
+
+    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        asked, told = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        if told[: len(asked)] != asked:
+            remedy = 'see renderer.enable_thinking, or set renderer.name = "template"'
+            raise RendererError(f'renderer "{self.name}" does not write an answer behind the prompt that asks for it; {remedy}')
+        said = told[len(asked) :]
+        last = max((at for at, id in enumerate(said) if id in self.stop_token_ids), default=None)
+        return said[: last + 1] if last is not None else [*said, self.stop_token_ids[0]]
 
     def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
         said = self.said(completion_ids)

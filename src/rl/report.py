@@ -20,6 +20,11 @@ PANELS: tuple[tuple[str, str], ...] = (
 )
 
 
+SFT_PANELS = (("entropy/mean", "entropy, nats a token"), ("optim/grad_norm", "gradient norm"), ("optim/lr", "learning rate"),
+              ("perf/tokens_per_s", "tokens a second"))  # fmt: skip
+"""Of supervised fine-tuning."""
+
+
 @dataclass
 class Summary:
     """The run in numbers; None where nothing was measured."""
@@ -39,6 +44,10 @@ class Summary:
     inference_idle: float | None = None
     """Share of the time in which inference had nothing to do."""
     mismatch_kl: float | None = None
+    loss: tuple[float, float] | None = None
+    """Of supervised fine-tuning: mean over the first and over the last steps, nats a token."""
+    validation: tuple[int, float, int, float] | None = None
+    """First validated version, its loss, last one, its loss."""
 
 
 def curve(lines: Lines, source: str, metric: str) -> Curve:
@@ -63,6 +72,11 @@ def environment_curves(lines: Lines) -> dict[str, Curve]:
     return {env: curve(lines, "orchestrator", f"reward/{env}/mean") for env in sorted(envs)} if len(envs) > 1 else {}
 
 
+def is_sft(lines: Lines) -> bool:
+    """Supervised fine-tuning counts passes over its data, and nothing else does."""
+    return any("epoch" in line for line in lines.values())
+
+
 def ends(values: list[float]) -> tuple[float, float] | None:
     """Mean over the first and over the last values."""
     count = max(1, min(ENDS, len(values) // 2))
@@ -78,6 +92,7 @@ def summarize(lines: Lines) -> Summary:
     weighted = [(seconds.get(step, 0.0), fraction) for step, fraction in zip(*idle, strict=True)]
     total = sum(weight for weight, _ in weighted)
     kl = curve(lines, "trainer", "mismatch_kl/mean")[1]
+    versions, validated = curve(lines, "trainer", "validation/loss")
     return Summary(
         steps=max(steps, default=0),
         reward=ends(curve(lines, "orchestrator", "reward/mean")[1]),
@@ -87,6 +102,8 @@ def summarize(lines: Lines) -> Summary:
         trainer_waited=sum(waits) / sum(times) if waits and sum(times) else None,
         inference_idle=sum(weight * fraction for weight, fraction in weighted) / total if total else None,
         mismatch_kl=mean(kl) if kl else None,
+        loss=ends(curve(lines, "trainer", "loss/mean")[1]) if is_sft(lines) else None,
+        validation=(versions[0], validated[0], versions[-1], validated[-1]) if validated else None,
     )
 
 
@@ -108,6 +125,11 @@ def report_lines(summary: Summary, run_dir: RunDir) -> list[str]:
     if summary.reward:
         lines.append(f"reward    {summary.reward[0]:.3f} -> {summary.reward[1]:.3f}   (mean of the first and of the last steps)")
     lines += [f"          {before:.3f} -> {after:.3f}   {env}" for env, (before, after) in summary.environments.items()]
+    if summary.loss:
+        lines.append(f"loss      {summary.loss[0]:.4f} -> {summary.loss[1]:.4f}   (nats a token, mean of the first and of the last steps)")
+    if summary.validation:
+        first, before, last, after = summary.validation
+        lines.append(f"valid     {before:.4f} -> {after:.4f}   (held-out loss, nats a token, version {first} and version {last})")
     for label, (first, before, last, after) in summary.evals.items():
         lines.append(f"eval      {before:.3f} -> {after:.3f}   ({label}, version {first} and version {last})")
     if summary.mismatch_kl is not None:
@@ -133,15 +155,19 @@ def draw_curves(lines: Lines, path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
     figure.suptitle(title)
     panels = list(axes.flat)
+    sft = is_sft(lines)
+    panels[0].set_title("loss, nats a token" if sft else "reward")
+    if sft:
+        panels[0].plot(*curve(lines, "trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
     environments = environment_curves(lines)
-    for env, points in environments.items() or [("training", curve(lines, "orchestrator", "reward/mean"))]:
+    first = ("training", curve(lines, "trainer", "loss/mean") if sft else curve(lines, "orchestrator", "reward/mean"))
+    for env, points in environments.items() or [first]:
         panels[0].plot(*points, label=env)
     colours = dict(zip(environments, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     for label, points in eval_curves(lines).items():
         panels[0].plot(*points, marker="o", linestyle="--", label=f"eval {label}", color=colours.get(label))
-    panels[0].set_title("reward")
     panels[0].legend(loc="best")
-    for panel, (metric, name) in zip(panels[1:], PANELS, strict=False):
+    for panel, (metric, name) in zip(panels[1:], SFT_PANELS if sft else PANELS, strict=False):
         panel.plot(*curve(lines, "trainer", metric))
         panel.set_title(name)
     panels[5].plot(*curve(lines, "trainer", "time/step"), label="whole step")

@@ -74,6 +74,11 @@ class RunDir:
         return self.checkpoints / f"{step:06d}"
 
     @property
+    def data(self) -> Path:
+        """Of supervised fine-tuning: the examples as token ids."""
+        return self.root / "data"
+
+    @property
     def evals(self) -> Path:
         return self.root / "evals"
 

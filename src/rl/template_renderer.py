@@ -100,8 +100,8 @@ class TemplateRenderer(TokenizerRenderer):
         self.dict_arguments = False
         with_header, without = self.render(ASKED), self.render(ASKED, header=False)
         self.header = with_header.removeprefix(without) if with_header.startswith(without) else ""
-        closing = self.render([*ASKED, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
-        self.end_id = next((id for id in self.encode(closing) if id in self.special_ids), None)
+        self.closing = self.render([*ASKED, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
+        self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
         self.stop_token_ids = [id for id in dict.fromkeys((self.end_id, tokenizer.eos_token_id)) if id is not None]
         self.supports_tools = self._shows_tools()
@@ -158,6 +158,26 @@ class TemplateRenderer(TokenizerRenderer):
         # Encoded behind the token it follows: some tokenizers treat the start of a text, or the space after a token, differently.
         ids = self.encode(self.end + behind)
         return [*before, *close, *ids[ids.index(self.end_id) + 1 :]]
+
+    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        self.check_tools(tools)
+        messages = wire(messages)
+        asked, told = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        thinking = ""
+        if self._opens_thinking(asked) and not told.startswith(asked):  # templates that leave out the thinking that they ask for
+            asked = asked.rstrip()[: -len(THINK)]
+            thinking = f"{messages[-1].get('reasoning_content', '').strip()}\n{THINK_END}\n\n"
+        if not told.startswith(asked):
+            remedy = "see renderer.enable_thinking and renderer.name, or give another template with model.chat_template"
+            raise RendererError(f"the chat template does not write an answer behind the prompt that asks for it; {remedy}")
+        said = told[len(asked) :]
+        text = thinking + (said.rpartition(self.end)[0] if self.end else said.removesuffix(self.closing))
+        if not self.stop_token_ids:
+            raise RendererError("neither the chat template nor the tokenizer has a token that ends an answer; give model.chat_template")
+        # Encoded behind the header: some tokenizers treat the start of a text differently.
+        header, whole = self.encode(self.header), self.encode(self.header + text)
+        ids = whole[len(header) :] if whole[: len(header)] == header else self.encode(text)
+        return [*ids, self.stop_token_ids[0]]
 
     def _behind_answer(self, messages: list[Message], num_old: int, tools: list[Tool] | None) -> str | None:
         """What the template puts behind the end of the last old answer; None if it also changes what is before that answer.

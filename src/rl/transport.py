@@ -3,6 +3,7 @@
 The orchestrator's address stands in its status file and is read again before every attempt, so either side may die and come back.
 """
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,20 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
+from rl.messages import (
+    Acknowledged,
+    BatchBytes,
+    GetBatch,
+    GetProbe,
+    NotReady,
+    Probe,
+    Published,
+    Reply,
+    Request,
+    RunEnded,
+    TrainingSample,
+    WeightVersion,
+)
 from rl.status import reachable, read_status
 
 ATTEMPT_S = 20.0
@@ -29,34 +43,83 @@ class OrchestratorLostError(Exception):
     """The deadline passed; the message says who waited for what, since when, and what the orchestrator last said of itself."""
 
 
+class Wait:
+    """Somebody's wait for answers: it lasts, and is told, only inside `with wait:`.
+
+    A thread asks ahead for what nobody needs yet, for as long as it takes; once its owner is held up, the deadline of `timeout_s` counts
+    and `on_wait` is told what for.
+    """
+
+    def __init__(self, timeout_s: float, on_wait: Callable[[str], None]):
+        self.timeout_s, self.on_wait = timeout_s, on_wait
+        self.since: float | None = None
+        self.text = ""
+
+    def __enter__(self) -> "Wait":
+        self.since = time.monotonic()
+        self.about(self.text)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.since = None
+
+    def about(self, text: str) -> None:
+        """Sets what is waited for; empty: nothing at the moment."""
+        self.text = text
+        if self.since is not None and text:
+            self.on_wait(text)
+
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        since = self.since  # the owner may stop waiting at any time
+        return math.inf if since is None else self.timeout_s - (time.monotonic() - since)
+
+
 class OrchestratorClient:
-    """The trainer's side; used by rank 0 alone. Blocking."""
+    """The trainer's side; used by rank 0 alone. Blocking; its questions may be asked from several threads.
+
+    Each question takes the asker's wait; without one the caller itself waits.
+    """
 
     def __init__(self, status_path: Path, timeout_s: float, on_wait: Callable[[str], None]):
         self.status_path = status_path
         self.timeout_s = timeout_s
         self.on_wait = on_wait
 
-    def get_batch(self, step: int) -> bytes | RunEnded:
+    def get_batch(self, step: int, wait: Wait | None = None) -> bytes | RunEnded:
         """Waits for the batch of `step`: the bytes of its file, or the word that the run is over."""
-        reply = self._ask_until(GetBatch(step), f"batch {step}")
+        reply = self._ask_until(GetBatch(step), f"batch {step}", wait)
         return reply.data if isinstance(reply, BatchBytes) else reply
 
-    def published(self, version: WeightVersion) -> Acknowledged:
+    def published(self, version: WeightVersion, wait: Wait | None = None) -> Acknowledged:
         """Announces a version. Returns which versions something still waits for."""
-        return self._ask_until(Published(version), f"word that version {version.policy_version} was noted")
+        return self._ask_until(Published(version), f"word that version {version.policy_version} was noted", wait)
 
-    def _ask_until(self, request: Request, what: str) -> BatchBytes | RunEnded | Acknowledged:
+    def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
+        """A few completions by exactly this version; none when inference has gone on, or does not get to it in time."""
         since = time.monotonic()
+        while (left := timeout_s - (time.monotonic() - since)) > 0:
+            address = (read_status(self.status_path) or {}).get("address")
+            reply = self._ask(address, GetProbe(policy_version), left) if address else None
+            if isinstance(reply, Probe):
+                return reply.samples
+            time.sleep(0.05)
+        return []
+
+    def _ask_until(self, request: Request, what: str, wait: Wait | None) -> BatchBytes | RunEnded | Acknowledged:
+        if wait is None:
+            with Wait(self.timeout_s, self.on_wait) as own:
+                return self._ask_until(request, what, own)
         waiting_for = "the orchestrator to come up"
-        while (waited := time.monotonic() - since) < self.timeout_s:
-            self.on_wait(f"waiting for {what}: {waiting_for}")
+        while (left := wait.left_s()) > 0:
+            wait.about(f"waiting for {what}: {waiting_for}")
             status = read_status(self.status_path)
             address = (status or {}).get("address")
-            reply = self._ask(address, request, min(ATTEMPT_S, self.timeout_s - waited)) if address else None
+            reply = self._ask(address, request, min(ATTEMPT_S, left)) if address else None
             if isinstance(reply, NotReady):
                 waiting_for = reply.waiting_for
             elif reply is not None:
+                wait.about("")
                 return reply
             else:
                 time.sleep(0.2)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rl.cli import build, parse_args, to_toml
+from rl.commands.playing import server_config
 from rl.commands.policy import PolicyError, Source, resolve
 from tests.commands.servers import KEY, Endpoint, serving
 
@@ -44,9 +45,9 @@ def test_models(tmp_path):
 
 
 def test_versions_of_a_run(run):
-    assert look(str(run)) == look(f"{run}@12") == Source("r@12", str(run / "weights" / "000012"), 12)
+    assert look(str(run)) == look(f"{run}@12") == Source("r@12", str(run / "weights" / "000012"), policy_version=12)
     assert look(f"{run}@3").model.endswith("weights/000003")
-    assert look(f"{run}@0") == Source("r@0", "owner/base", 0)
+    assert look(f"{run}@0") == Source("r@0", "owner/base", policy_version=0)
     assert f"{run}@4: version 4 is not in {run}/weights; there are 3, 12 (and 0, the base model)" in fault(f"{run}@4")
     assert "give a version's number, or best" in fault(f"{run}@x")
 
@@ -54,7 +55,7 @@ def test_versions_of_a_run(run):
 def test_weights_that_lie_elsewhere(run, tmp_path):
     (run / "config.toml").write_text(to_toml(config("--name", "r", "--trainer.weights.dir", str(tmp_path / "shm"))))
     (tmp_path / "shm" / "r" / "000007").mkdir(parents=True)
-    assert look(str(run)) == Source("r@7", str(tmp_path / "shm" / "r" / "000007"), 7)
+    assert look(str(run)) == Source("r@7", str(tmp_path / "shm" / "r" / "000007"), policy_version=7)
 
 
 def test_the_best_version(run):
@@ -111,3 +112,15 @@ def test_inference_servers_that_run_already():
 
 def test_a_label_as_a_file_name():
     assert [Source(label).slug for label in ("r@12", "a b/c:d", "...")] == ["r@12", "a-b-c-d", "policy"]
+
+
+def test_adapters_are_served_with_their_base(run, tmp_path):
+    """A version of a run with the run's own base; a folder with the base that it names."""
+    folder = run / "weights" / "000012"
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone", "r": 4, "lora_alpha": 8.0}))
+    assert look(f"{run}@12") == Source("r@12", "owner/base", str(folder), 12)
+    assert look(str(folder)) == Source("000012", "/gone", str(folder))
+    served = server_config(config(), "owner/base", tmp_path / "work", str(folder))
+    assert (served.trainer.lora.rank, served.trainer.lora.alpha, served.model.name) == (4, 8.0, "owner/base")
+    (folder / "adapter_config.json").write_text("{}")
+    assert "do not name their base model" in fault(str(folder))

@@ -1,17 +1,14 @@
-"""Two real servers (tied and untied head) on tiny models: what they answer is rescored with transformers, token by token."""
+"""Three real servers (tied head, untied head, experts) on tiny models: what they answer is rescored with transformers, token by token."""
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,97 +16,49 @@ import httpx
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rl.orchestrator.envs.policy import Conversation, Policy, assistant_message
 from rl.orchestrator.rollouts import PolicySpec, Rollout
 from rl.orchestrator.samples import rollout_samples
-from tests.tiny_model import make_tiny_model
+from tests.inference.servers import MAX_MODEL_LEN, TOLERANCE, Server, assert_logprobs, rescore, start_server
+from tests.tiny_model import make_tiny_model, make_tokenizer
 
-MAX_MODEL_LEN = 960
-TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
-VERSIONS = 4
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen
-    weights: list[Path]  # index: policy version
-    root: Path
-    url: str = ""
-
-    def post(self, route: str, **body) -> httpx.Response:
-        return httpx.post(self.url + route, json=body, timeout=120)
-
-    def generate(self, token_ids: list[int], **sampling) -> dict:
-        response = self.post("/generate", token_ids=token_ids, sampling=sampling)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def load(self, policy_version: int, path: Path | None = None) -> httpx.Response:
-        return self.post("/load_weights", policy_version=policy_version, path=str(path or self.weights[policy_version]))
-
-    def status(self) -> dict:
-        return httpx.get(self.url + "/status", timeout=30).json()
-
-    def wait_ready(self) -> None:
-        """The address comes from the status file of the run, once the server answers."""
-        file = self.root / "out/run/status/inference.json"
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, (self.root / "log").read_text()[-3000:]
-            if file.exists() and (address := json.loads(file.read_text()).get("address")):
-                self.url = address
-                return
-            time.sleep(0.1)
-        raise TimeoutError((self.root / "log").read_text()[-3000:])
+KINDS = ("tied", "untied", "moe")
 
 
-def start_server(root: Path, tied: bool) -> Server:
-    root.mkdir()
-    weights = [make_tiny_model(root / f"{version:06d}", seed=version, tied=tied) for version in range(VERSIONS)]
-    flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
-    flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
-    command = [sys.executable, "-m", "rl.inference.main", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    return Server(process, weights, root)
+def make_versions(folder: Path, kind: str) -> list[Path]:
+    make = make_tiny_moe if kind == "moe" else partial(make_tiny_model, tied=kind == "tied")
+    return [make(folder / f"{version:06d}", seed=version) for version in range(4)]
+
+
+def make_tiny_moe(path: Path, seed: int) -> Path:
+    """A Qwen3 with four experts, whose weights vLLM packs in another way than those of plain layers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = make_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, initializer_range=0.2, **sizes, **tokens)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """By `tied`. Both start at the same time; the two last tests of this module end them."""
+    """By the kind of model. They start at the same time; the two last tests of this module end two of them."""
     root = tmp_path_factory.mktemp("servers")
-    started = {tied: start_server(root / f"tied-{tied}", tied) for tied in (True, False)}
+    started = {kind: start_server(root / kind, make_versions(root / f"versions-{kind}", kind)) for kind in KINDS}
     try:
         for server in started.values():
             server.wait_ready()
         yield started
     finally:
         for server in started.values():
-            if server.process.poll() is None:
-                os.killpg(server.process.pid, signal.SIGKILL)
-            server.process.wait()
-
-
-def rescore(path: Path, prompt: list[int], answer: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs [T] of the answer's tokens by one plain forward pass of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-
-
-def assert_logprobs(server: Server, prompt: list[int], answer: dict, temperature: float = 1.0) -> None:
-    """Every token has the logprob that the version it is stamped with gives it, after that version's reading of all before it."""
-    start = 0
-    for version, num_tokens in answer["policy_versions"]:
-        assert num_tokens > 0
-        expected = rescore(server.weights[version], prompt, answer["token_ids"], temperature)[start : start + num_tokens]
-        got = torch.tensor(answer["logprobs"][start : start + num_tokens])
-        assert (expected - got).abs().max() < TOLERANCE, (version, start, num_tokens)
-        start += num_tokens
-    assert start == len(answer["token_ids"]) == len(answer["logprobs"])
+            server.end()
 
 
 def engine_pid(server: Server) -> int:
@@ -122,7 +71,7 @@ PROMPT = list(range(10, 40))
 
 
 def test_sampled_logprobs_and_stops(servers):
-    server = servers[True]
+    server = servers["tied"]
     for temperature in (1.0, 0.7):
         answer = server.generate(PROMPT, max_tokens=40, temperature=temperature, seed=1)
         assert_logprobs(server, PROMPT, answer, temperature)
@@ -135,7 +84,7 @@ def test_sampled_logprobs_and_stops(servers):
 
 
 def test_bad_requests_are_refused(servers):
-    server = servers[True]
+    server = servers["tied"]
     for body, kind in [
         ({"token_ids": [5] * MAX_MODEL_LEN, "sampling": {"max_tokens": 1}}, "prompt_too_long"),
         ({"token_ids": [], "sampling": {"max_tokens": 1}}, "bad_request"),
@@ -153,7 +102,7 @@ def test_bad_requests_are_refused(servers):
 
 def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers):
     """Three turns with tool results between them, the second cut short: one sample, whose every token has its sampled logprob again."""
-    server = servers[True]
+    server = servers["tied"]
     tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
     policy = Policy(PolicySpec(model_path=str(server.weights[0]), max_model_len=MAX_MODEL_LEN, inference_urls=[server.url]), 60.0)
 
@@ -179,7 +128,7 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers):
 
 
 def test_openai_routes_stay_and_development_routes_are_closed(servers):
-    server = servers[True]
+    server = servers["tied"]
     assert httpx.get(server.url + "/health").status_code == 200
     chat = server.post(
         "/v1/chat/completions",
@@ -195,7 +144,7 @@ def test_openai_routes_stay_and_development_routes_are_closed(servers):
 
 
 def test_disconnect_aborts_the_request(servers):
-    server = servers[True]
+    server = servers["tied"]
     with ThreadPoolExecutor(12) as pool:  # a seed whose answer is long
         answers = list(pool.map(lambda seed: server.generate(PROMPT, max_tokens=400, temperature=1.0, seed=seed), range(12)))
     seed = max(range(12), key=lambda seed: len(answers[seed]["token_ids"]))
@@ -210,9 +159,9 @@ def test_disconnect_aborts_the_request(servers):
     assert time.monotonic() - began < 0.7 * whole_s
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_token_has_its_version_while_weights_are_loaded(servers, tied):
-    server = servers[tied]
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_has_its_version_while_weights_are_loaded(servers, kind):
+    server = servers[kind]
     prompts = [[10 + i, *range(40, 40 + 5 * i)] for i in range(10)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(server.generate, prompt, max_tokens=400, temperature=1.0) for prompt in prompts]
@@ -234,8 +183,8 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, tied):
 
 
 def test_ready_and_loading_twice(servers):
-    server = servers[True]
-    assert server.load(2).json() == {"policy_version": 2, "pause_s": 0.0, "stage_s": 0.0}
+    server = servers["tied"]
+    assert server.load(2).json() == {"policy_version": 2, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0}
     ready = httpx.get(server.url + "/ready", params={"policy_version": 2})
     assert (ready.status_code, ready.json()) == (200, {"policy_version": 2})
     not_yet = httpx.get(server.url + "/ready", params={"policy_version": 3})
@@ -247,7 +196,7 @@ def test_ready_and_loading_twice(servers):
 
 
 def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
-    server = servers[True]
+    server = servers["tied"]
     corrupt = shutil.copytree(server.weights[3], tmp_path / "corrupt") / "model.safetensors"
     corrupt.write_bytes(corrupt.read_bytes()[:-1000])
     wide = make_tiny_model(tmp_path / "wide", hidden=96)
@@ -283,7 +232,7 @@ def in_flight(server: Server) -> threading.Thread:
 
 
 def test_engine_death_ends_the_process(servers):
-    server = servers[False]
+    server = servers["untied"]
     in_flight(server)
     os.kill(engine_pid(server), signal.SIGKILL)
     assert server.process.wait(timeout=10) == 1
@@ -291,7 +240,7 @@ def test_engine_death_ends_the_process(servers):
 
 
 def test_sigterm_ends_the_server_and_its_engine(servers):
-    server = servers[True]
+    server = servers["tied"]
     engine = engine_pid(server)
     in_flight(server)
     server.process.terminate()

@@ -1,9 +1,18 @@
+import json
+
+import msgspec
+import pytest
+
+from rl.batch_log import decode_batch
 from rl.messages import TrainBatch, VersionSpan
 from rl.orchestrator.admission import MAX_REFILL
-from rl.orchestrator.batches import batch_metrics, choose, judge, rollout_line
+from rl.orchestrator.batches import OrchestratorState, Rules, batch_metrics, choose, commit, decode_state, judge, rollout_line
+from rl.orchestrator.credit_config import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.rollouts import Group, Rollout, Turn
 from rl.orchestrator.samples import group_samples
-from rl.orchestrator.signal import Signal
+from rl.orchestrator.signal import Signal, only_failures
+from rl.orchestrator.tasks import TaskState
+from rl.run_dir import RunDir
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
@@ -19,9 +28,9 @@ def rollout(reward, version=0, error=None, tokens=2, **options):
     return Rollout(turns=turns, reward=reward, error=error, cause="environment" if error else None, metrics={"m": reward * 2}, **options)
 
 
-def group(group_id, *rewards, env="e", **options):
+def group(group_id, *rewards, env="e", rules=None, **options):
     rollouts = [rollout(reward, episode=i, **options) for i, reward in enumerate(rewards)]
-    return judge(Group(group_id=group_id, env=env, task=0, rollouts=rollouts))
+    return judge(Group(group_id=group_id, env=env, task=0, rollouts=rollouts), rules or Rules())
 
 
 def test_judge_names_the_reason():
@@ -29,23 +38,23 @@ def test_judge_names_the_reason():
     assert group(0, 1.0, 1.0).why == "no_signal"
     assert group(0, 1.0, 0.0, tokens=0).why == "empty"
     assert group(0, 1.0, 0.0, tokens=0, overlong=True).why == "overlong"
-    partly = judge(Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(0.0, error="boom")]))
+    partly = judge(Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(0.0, error="boom")]), Rules())
     assert (partly.why, partly.advantages) == ("error", [0.0, 0.0])
 
 
 def test_a_partial_group_is_trained_only_if_that_is_wanted():
     rollouts = [rollout(1.0), rollout(0.0, episode=1), rollout(0.5, episode=2, error="boom")]
-    assert judge(Group(group_id=0, env="e", task=0, rollouts=rollouts)).why == "error"
-    kept = judge(Group(group_id=0, env="e", task=0, rollouts=rollouts), keep_partial=True)
+    assert judge(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules()).why == "error"
+    kept = judge(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules(keep_partial=True))
     assert (kept.why, kept.advantages) == (None, [0.5, -0.5, 0.0])
     assert [sample.rollout_id for sample in group_samples(kept)] == [0, 1]
     alone = Group(group_id=0, env="e", task=0, rollouts=rollouts[1:])
-    assert judge(alone, keep_partial=True).why == "error"  # nothing to compare it with
+    assert judge(alone, Rules(keep_partial=True)).why == "error"  # nothing to compare it with
 
 
 def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
     silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
-    kept = judge(silent, replace_no_signal=False)
+    kept = judge(silent, Rules(replace_no_signal=False))
     assert (kept.why, kept.advantages, len(group_samples(kept))) == (None, [0.0, 0.0], 2)
     assert batch_metrics(TrainBatch(step=1, samples=[]), [kept])["rollouts/zero_advantage"] == 1.0
     signal = Signal()
@@ -62,7 +71,7 @@ def test_agents_are_compared_with_their_like_and_some_are_not_trained():
         for episode in range(2)
         for agent, trainable, reward in parts
     ]
-    judged = judge(Group(group_id=0, env="e", task=0, rollouts=rollouts))
+    judged = judge(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules())
     assert judged.num_episodes == 2
     assert judged.advantages == [-0.5, 0.0, -2.0, 0.5, 0.0, 2.0]
     assert [sample.rollout_id for sample in group_samples(judged)] == [0, 2, 3, 5]
@@ -84,7 +93,7 @@ def test_every_end_of_a_rollout_has_its_own_name():
     assert [rollout_line(whole, i, 1)["why"] for i in range(4)] == [None, None, "overlong", "empty"]
     assert [rollout_line(whole, i, 1, mask_truncated=True)["why"] for i in range(2)] == [None, "truncated"]
     assert [sample.rollout_id for sample in group_samples(whole, mask_truncated=True)] == [0]
-    failed = judge(Group(group_id=0, env="e", task=0, rollouts=list(kinds.values())))
+    failed = judge(Group(group_id=0, env="e", task=0, rollouts=list(kinds.values())), Rules())
     lines = [rollout_line(failed, i, 1) for i in range(6)]
     assert [line["outcome"] for line in lines] == list(kinds)
     assert [line["why"] for line in lines] == ["error"] * 4 + ["timeout", "environment"]
@@ -128,3 +137,75 @@ def test_metrics_count_every_rollout_and_lag_by_token():
     assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 4 / 16)
     assert (metrics["rollouts/errored"], metrics["rollouts/zero_advantage"], metrics["rollouts/trained"]) == (0.25, 0.25, 4)
     assert metrics["rollouts/length_mean"] == (2 * 4 + 6 * 2) / 6
+
+
+def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():
+    rules = Rules(RlooConfig(length_penalty=0.5))
+    rollouts = [rollout(1.0, tokens=tokens, episode=i) for i, tokens in enumerate((4, 2, 0))]
+    judged = judge(Group(group_id=0, env="e", task=0, rollouts=rollouts), rules)
+    assert (judged.why, judged.penalties, judged.advantages) == (None, [0.5, 0.25, 0.0], [-0.375, 0.0, 0.375])
+    assert group(1, 0.0, 0.0, rules=rules).why == "no_signal"
+    metrics = batch_metrics(TrainBatch(step=1, samples=[]), [judged, group(1, 0.0, rules=rules)])
+    assert metrics["reward/e/mean"] == 0.75 and metrics["reward/e/length_penalty"] == 0.75 / 4
+    assert rollout_line(judged, 0, 1)["reward"] == 1.0
+    assert "reward/e/length_penalty" not in batch_metrics(TrainBatch(step=1, samples=[]), [group(0, 1.0, 0.0)])
+
+
+def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_itself(tmp_path):
+    rules = {"a": Rules(ReinforcePlusPlusConfig()), "b": Rules(ReinforcePlusPlusConfig(group_baseline=True)), "c": Rules()}
+    used = [group(i, *rewards, env=env, rules=rules[env]) for i, (env, rewards) in enumerate(
+        [("a", (1.0, 1.0)), ("a", (0.0, 0.0)), ("b", (10.0, 20.0)), ("b", (5.0, 5.0, 5.0)), ("c", (1.0, 0.0))]
+    )]  # fmt: skip
+    assert [g.why for g in used] == [None, None, None, "no_signal", None] and [g.signal for g in used] == [None, None, True, False, True]
+    dropped = [used.pop(3)]
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[7])
+    batch = commit(run_dir, 1, used, dropped, state, rules)
+    a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
+    assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx([a, a, -a, -a, -b, b, 0.5, -0.5], rel=1e-7)
+    content = decode_batch(run_dir.batch(1).read_bytes(), "x")
+    assert content.batch == batch and decode_state(content.state).pending == [7]
+    lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
+    assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
+    assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
+    metrics = batch_metrics(batch, [*used, *dropped])
+    assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1 and "rollouts/a/replaced_groups" not in metrics
+
+
+def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
+    rules, signal = Rules(ReinforcePlusPlusConfig()), Signal()
+    for i in range(3):
+        signal.note(group(i, 1.0, 1.0, rules=rules))
+    assert signal.silent == [("e", 1.0)] * 6 and signal.solved()
+    signal.note(group(3, 0.0, 0.0, rules=rules))  # all equal, but not to those before
+    assert signal.silent == []
+
+
+def test_a_teacher_is_a_signal():
+    taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), taught=True))
+    assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
+    taught.rollouts[0].turns[0].teacher_logprobs = [-1.5, -0.25]
+    samples = group_samples(taught)
+    assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
+    metrics = batch_metrics(TrainBatch(step=1, samples=samples), [taught])
+    assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
+    signal = Signal(silent=[("e", 1.0)])
+    signal.note(taught)
+    assert signal.silent == []
+    assert group(1, 1.0, 1.0, tokens=0, rules=Rules(taught=True)).why == "empty"
+
+
+def test_only_failures():
+    failed, good = group(0, 1.0, 0.0, error="boom"), group(1, 1.0, 0.0)
+    assert only_failures([good, failed, failed], 4) == "the last 2 groups all failed; the newest error:\nboom"
+    assert only_failures([failed, failed, good], 0) == "" == only_failures([good, failed], 4) == only_failures([], 0)
+
+
+def test_a_state_without_the_newer_fields_is_still_read():
+    old = {
+        "tasks": {"next_group": 3, "issued": {"e": 3}, "in_flight": [[2, "e", 1]]},
+        "settled": [0],
+        "signal": {"silent": [], "ranges": {}},
+    }
+    state = decode_state(msgspec.Raw(msgspec.msgpack.encode(old)))
+    assert (state.tasks.skipped, state.tasks.rates, state.pending) == ({}, {}, [])

@@ -3,16 +3,20 @@
 import asyncio
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from tokenizers import Tokenizer
 
 from rl.batch_log import decode_batch
 from rl.cli import build, parse_args
 from rl.files import CorruptFileError, write_directory
 from rl.messages import RunEnded, WeightVersion
 from rl.metrics import read_metrics
+from rl.orchestrator import batches
 from rl.orchestrator.main import run
 from rl.orchestrator.orchestrator import RunError
 from rl.orchestrator.workers import WorkerError
@@ -20,6 +24,7 @@ from rl.run_dir import numbered
 from rl.status import Status, read_status
 from rl.transport import OrchestratorClient
 from tests.orchestrator.stub_inference import StubInference
+from tests.orchestrator.stub_teacher import StubTeacher, logprob
 from tests.tiny_model import make_tiny_model
 
 
@@ -212,6 +217,78 @@ def test_a_damaged_batch_is_named_and_the_run_can_go_on_before_it(tmp_path, mode
     path.write_bytes(data)
     with pytest.raises(CorruptFileError, match=r"000002\.batch.*--resume 1"):
         play(config, model, steps=[])
+
+
+def beside_teacher(teacher, tmp_path, model, *flags, steps=None):
+    """A run with a teacher, which answers from another thread's event loop."""
+    with asyncio.Runner() as runner:
+        runner.run(teacher.__aenter__())
+        serving = threading.Thread(target=runner.get_loop().run_forever)
+        serving.start()
+        try:
+            config = make_config(tmp_path, "--orchestrator.teacher.base_url", teacher.base_url, *flags)
+            return config, play(config, model, steps=steps)
+        finally:
+            runner.get_loop().call_soon_threadsafe(runner.get_loop().stop)
+            serving.join()
+            runner.run(teacher.__aexit__())
+
+
+def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_too(tmp_path, model):
+    flags = ["--orchestrator.environment.args.constant", "1.0", "--orchestrator.environment.args.turns", "2", "--max_steps", "2"]
+    teacher = StubTeacher(tokenizer=Tokenizer.from_file(str(model / "tokenizer.json")))
+    config, (_, given, _) = beside_teacher(teacher, tmp_path, model, *flags, "--orchestrator.credit.type", "none")
+    for batch in given:
+        assert len(batch.samples) == 8
+        for sample in batch.samples:
+            assert sample.teacher_logprobs == [logprob(sample.token_ids, t) if m else 0.0 for t, m in enumerate(sample.loss_mask)]
+            assert sample.token_ids in teacher.requests and not any(sample.advantages)
+    metrics = read_metrics(config.run_dir.metrics)[1, "orchestrator"]
+    assert metrics["rollouts/replaced_groups"] == 0 and metrics["reward/mean"] == 1.0
+    gaps = [a - b for s in given[0].samples for a, b, m in zip(s.logprobs, s.teacher_logprobs, s.loss_mask, strict=True) if m]
+    assert metrics["teacher_kl/say-digit/mean"] == pytest.approx(sum(gaps) / len(gaps))
+
+
+def test_a_teacher_that_dies_ends_the_run_with_a_remedy(tmp_path, model):
+    teacher = StubTeacher()
+
+    async def die(request):
+        return web.Response(status=503) if teacher.requests else await answer(request)
+
+    answer, teacher.completions = teacher.completions, die
+    with pytest.raises(BaseExceptionGroup) as caught:
+        beside_teacher(teacher, tmp_path, model, "--orchestrator.teacher.timeout_s", "1", steps=[])
+    text = str(unwrap(caught.value))
+    assert "groups all failed" in text and "waited 1 s for the teacher at http://127" in text and "503" in text
+
+
+def test_difficulty_pools_live_in_the_batches_and_survive_a_kill(tmp_path, model):
+    flags = ["--orchestrator.environment.difficulty.easy_weight", "0", "--orchestrator.replace_no_signal", "false"]
+    config = make_config(tmp_path, *flags, "--max_steps", "12", "--max_lag", "0", "--orchestrator.environment.args.tasks", "6")
+
+    async def stop_after_eight(stub, runner):
+        while config.run_dir.newest_batch() < 8:
+            await asyncio.sleep(0.02)
+        runner.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        play(config, model, steps=range(1, 8), during=stop_after_eight, stub_options={"skill": 0.8})
+    play(config, model, steps=range(8, 13), stub_options={"skill": 0.8})
+    states = [batches.decode_state(decode_batch(config.run_dir.batch(n).read_bytes(), "x").state).tasks for n in range(1, 13)]
+    rates: dict[int, float] = {}
+    for step in range(1, 13):
+        groups: dict[int, list] = {}
+        for line in lines(config.run_dir.rollouts(step)):
+            groups.setdefault(line["group_id"], []).append(line)
+        for group in sorted(groups):  # on-policy and one after the other: two groups of a batch are never of one task
+            task, rewards = groups[group][0]["task"], [line["reward"] for line in groups[group]]
+            assert step == 1 or rates.get(task, 0.0) <= 0.75 or states[step - 1].skipped["say-digit"] > 0
+            rates[task] = 0.5 * rates.get(task, sum(rewards) / 4) + 0.5 * sum(rewards) / 4
+        assert states[step - 1].rates["say-digit"] == rates
+    metrics = read_metrics(config.run_dir.metrics)
+    known = [sum(metrics[step, "orchestrator"][f"tasks/say-digit/{name}"] for name in ("easy", "normal", "hard")) for step in range(1, 13)]
+    assert known[0] == 2 and known[-1] == 6
+    assert sum(metrics[step, "orchestrator"]["tasks/say-digit/skipped"] for step in range(1, 13)) == states[-1].skipped["say-digit"] > 0
 
 
 def unwrap(error):

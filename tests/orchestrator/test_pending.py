@@ -1,5 +1,5 @@
 from rl.orchestrator.pending import PendingLog
-from rl.orchestrator.rollouts import Group, Rollout
+from rl.orchestrator.rollouts import Group, Rollout, Turn
 
 
 def make(path, ids):
@@ -30,3 +30,11 @@ def test_a_record_cut_at_any_byte_costs_only_itself(tmp_path):
         log = PendingLog(path)
         (remark,) = log.load(set())
         assert "pending.log" in remark and [group.group_id for group in log.groups] == [1]
+
+
+def test_what_a_teacher_said_is_durable(tmp_path):
+    turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], policy_versions=[], finish_reason="stop", teacher_logprobs=[-0.25])
+    log = PendingLog(tmp_path / "pending.log")
+    log.append([Group(group_id=1, env="e", task=0, rollouts=[Rollout(turns=[turn])], penalties=[0.1], signal=True)])
+    again = PendingLog(tmp_path / "pending.log")
+    assert again.load(set()) == [] and again.groups == log.groups

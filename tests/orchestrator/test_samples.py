@@ -36,3 +36,10 @@ def test_rollout_without_a_sampled_token_has_no_sample():
 def test_spans_are_joined():
     spans = [VersionSpan(1, 2), VersionSpan(1, 3), VersionSpan(2, 0), VersionSpan(2, 1), VersionSpan(1, 1)]
     assert join_spans(spans) == [VersionSpan(1, 5), VersionSpan(2, 1), VersionSpan(1, 1)]
+
+
+def test_teacher_logprobs_stand_at_their_tokens():
+    turns = [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [7]), turn([5], [6])]
+    turns[0].teacher_logprobs, turns[1].teacher_logprobs = [-1.0, -2.0], [-3.0]
+    merged, other = group_samples(Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[0.0]))
+    assert merged.teacher_logprobs == [0.0, 0.0, -1.0, -2.0, 0.0, -3.0] and other.teacher_logprobs is None

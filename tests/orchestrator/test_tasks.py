@@ -1,6 +1,11 @@
+import random
 from collections import Counter
 
-from rl.orchestrator.tasks import EnvTasks, TaskRef, TaskSource
+import msgspec
+import pytest
+
+from rl.orchestrator.config import DifficultyConfig
+from rl.orchestrator.tasks import EnvTasks, TaskRef, TaskSource, TaskState, pool
 
 
 def test_every_task_once_an_epoch_in_a_new_order():
@@ -63,3 +68,82 @@ def test_reissued_task_comes_again():
     ref = source.next(["a"])
     source.reissue(ref.group_id)
     assert source.next(["a"]) == ref and source.next(["a"]) != ref
+
+
+def pooled(size, seed=0, **weights):
+    return TaskSource({"a": EnvTasks(size, difficulty=DifficultyConfig(**weights))}, seed=seed)
+
+
+def test_pools_and_running_rates():
+    difficulty = DifficultyConfig()
+    assert [pool(rate, difficulty) for rate in (-1.0, 0.25, 0.26, 0.75, 0.76, 9.0)] == ["hard", "hard", "normal", "normal", "easy", "easy"]
+    source = pooled(5)
+    source.note("a", 0, [1.0, 0.0])
+    source.note("a", 1, [])
+    assert source.settle() == {"tasks/a/easy": 0, "tasks/a/normal": 1, "tasks/a/hard": 0, "tasks/a/skipped": 0}
+    source.note("a", 0, [0.0, 0.0])
+    source.note("a", 2, [1.0])
+    assert source.state().rates == {"a": {0: 0.5}}  # as of the last batch
+    source.settle()
+    assert source.rates == {"a": {0: 0.25, 2: 1.0}}
+
+
+def test_easy_and_hard_tasks_come_less_often_and_nothing_of_it_moves_the_others():
+    source, plain = pooled(1000, easy_weight=0.2, hard_weight=0.5), TaskSource({"a": EnvTasks(1000)}, seed=0)
+    for task in range(1000):
+        source.note("a", task, [(task % 3) / 2])  # 0: hard, 1: normal, 2: easy
+    source.settle()
+    drawn = Counter()
+    while source.issued["a"] + source.skipped["a"] < 2000:
+        drawn[source.next(["a"]).task % 3] += 1
+    assert drawn[1] == pytest.approx(2 * 333, abs=1) and drawn[2] / 666 == pytest.approx(0.2, abs=0.05)
+    assert drawn[0] / 668 == pytest.approx(0.5, abs=0.06)
+    skipped = source.skipped["a"]
+    assert source.settle()["tasks/a/skipped"] == skipped > 700 and source.settle()["tasks/a/skipped"] == 0
+    fresh, order = pooled(1000), [plain.next(["a"]).task for _ in range(1000)]
+    assert [fresh.next(["a"]).task for _ in range(1000)] == order  # nothing known: nothing skipped
+
+
+def test_tasks_that_are_all_easy_are_played_nevertheless():
+    source = pooled(4, easy_weight=0.0)
+    for task in range(4):
+        source.note("a", task, [1.0])
+    source.settle()
+    assert [source.next(["a"]).task in range(4) for _ in range(3)] == [True] * 3 and source.skipped["a"] == 12
+
+
+def test_endless_tasks_have_no_pools():
+    source = pooled(None, easy_weight=0.0)
+    source.note("a", 0, [1.0])
+    assert source.settle() == {} and source.state().rates == {} and [source.next(["a"]).task for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_run_with_pools_goes_on_exactly_as_if_it_had_not_been_killed(seed):
+    """Groups finish in any order between batches; after the kill, what is missing and what comes is what would have come."""
+    envs = {"a": EnvTasks(7, 2.0, 1, DifficultyConfig()), "b": EnvTasks(3), "c": EnvTasks(5, 1.0, 1, DifficultyConfig(easy_weight=0.0))}
+    dice = random.Random(seed)
+    source, later, state = TaskSource(envs, seed), [], None
+    for _ in range(dice.randrange(20, 60)):
+        if source.in_flight and dice.random() < 0.5:
+            ref, reward = dice.choice(list(source.in_flight.values())), dice.choice([0.0, 0.5, 1.0])
+            source.finished(ref.group_id)
+            source.note(ref.env, ref.task, [reward])
+            later.append((ref, reward))
+        elif dice.random() < 0.1:
+            source.settle()
+            state, later = msgspec.msgpack.decode(msgspec.msgpack.encode(source.state()), type=TaskState), []
+        else:
+            source.next(list(envs))
+    restored = TaskSource(envs, seed)
+    restored.restore(state, done=[ref for ref, _ in later])
+    for ref, reward in later:
+        restored.note(ref.env, ref.task, [reward])
+    for env in envs:  # what was drawn after the last finished group is drawn again
+        while restored.issued[env] < source.issued[env]:
+            restored.in_flight[-restored.next_group] = restored._draw(env)
+    waiting = [Counter((ref.env, ref.task) for ref in [*one.again, *one.in_flight.values()]) for one in (source, restored)]
+    assert waiting[0] == waiting[1]
+    assert (restored.issued, restored.skipped) == (source.issued, source.skipped)
+    assert restored.settle() == source.settle() and restored.rates == source.rates
+    assert [restored._draw("a").task for _ in range(20)] == [source._draw("a").task for _ in range(20)]

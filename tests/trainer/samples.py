@@ -33,3 +33,24 @@ def make_batch(step: int, *, groups: int = 3, group_size: int = 4, vocab: int = 
             logprobs = [0.0] * len(head) + [-5.5 + rng.uniform(-0.5, 0.5) for _ in tail]
             samples.append(make_sample(head, tail, group=group, rollout=rollout, advantage=rng.uniform(-1, 1), logprobs=logprobs))
     return TrainBatch(step=step, samples=samples)
+
+
+def branching_batch() -> TrainBatch:
+    """What packing and attention must get right: groups, branches within answers, other temperatures, two turns, long histories.
+
+    A sample that repeats another, one that is another's beginning, and one with gaps in its loss.
+    """
+    samples = make_batch(5, groups=3).samples
+    samples += [make_sample([5, 6, 7, 8], [9, 10, 11], group=9, rollout=i, advantage=0.25 + i) for i in range(2)]
+    samples += [make_sample([5, 6, 7, 8], [9, 20, 21], group=9, rollout=3, advantage=-0.5, temperature=0.7)]
+    samples += [make_sample([5, 6, 7, 8], [9, 10], group=9, rollout=4, advantage=0.75)]
+    two_turns = make_sample(list(range(30, 50)), [3, 4], group=10, advantage=0.125)
+    two_turns.loss_mask[10:12] = [True, True]
+    two_turns.advantages[10:12] = [0.0625, 0.0625]
+    two_turns.policy_versions[:] = [VersionSpan(0, 4)]
+    history = [3 + 7 * i % 250 for i in range(40)]
+    samples += [
+        two_turns,
+        *(make_sample([*history, 50 + i // 2], [60 + i] * 8, group=11, rollout=i, advantage=0.1 * i - 0.2) for i in range(5)),
+    ]
+    return TrainBatch(step=5, samples=samples)

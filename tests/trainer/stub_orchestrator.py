@@ -5,7 +5,7 @@ import threading
 import time
 
 from rl.batch_log import encode_batch
-from rl.messages import Acknowledged, BatchBytes, NotReady, Published, RunEnded, TrainBatch
+from rl.messages import Acknowledged, BatchBytes, GetProbe, NotReady, Probe, Published, RunEnded, TrainBatch
 from rl.run_dir import RunDir
 from rl.status import write_status
 from rl.transport import TrainerServer
@@ -14,9 +14,13 @@ from rl.transport import TrainerServer
 class StubOrchestrator:
     """Serves `batches`, then says that the run has ended. A context manager; `published` lists the versions announced."""
 
-    def __init__(self, run_dir: RunDir, batches: list[TrainBatch], oldest_needed: int = 1_000_000):
-        self.run_dir, self.oldest_needed = run_dir, oldest_needed
+    def __init__(self, run_dir: RunDir, batches: list[TrainBatch], oldest_needed: int = 1_000_000, host: str = "127.0.0.1"):
+        self.run_dir, self.oldest_needed, self.host = run_dir, oldest_needed, host
         self.batches = {batch.step: encode_batch(batch, {}) for batch in batches}
+        self.lockstep = False
+        """A batch is there only when the version before it is published, as with max_lag = 0."""
+        self.missing = 0
+        """A batch that never comes."""
         self.published: list[tuple[int, str]] = []
         self.asked: list[int] = []
         self.stopping = threading.Event()
@@ -31,7 +35,7 @@ class StubOrchestrator:
         self.thread.join()
 
     async def serve(self) -> None:
-        server = TrainerServer("127.0.0.1", 0)
+        server = TrainerServer(self.host, 0)
         status = {"address": server.address, "heartbeat": time.time(), "doing": "serving"}
         write_status(self.run_dir.status("orchestrator"), status)
         while not self.stopping.is_set():
@@ -46,8 +50,14 @@ class StubOrchestrator:
         if isinstance(request, Published):
             self.published.append((request.version.policy_version, request.version.path))
             return Acknowledged(self.oldest_needed)
+        if isinstance(request, GetProbe):
+            return Probe([])  # there is no inference to sample from
         self.asked.append(request.step)
         if self.asked.count(request.step) == 1 and request.step == 1:
             return NotReady("the first answer of a test")
+        if request.step == self.missing:
+            return NotReady("it does not come")
+        if self.lockstep and request.step > len(self.published) + 1:
+            return NotReady(f"version {request.step - 1} is not there")
         data = self.batches.get(request.step)
         return BatchBytes(data) if data else RunEnded("no more batches")

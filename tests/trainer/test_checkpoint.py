@@ -7,7 +7,7 @@ from rl.messages import Acknowledged
 from rl.run_dir import numbered
 from rl.trainer import checkpoint
 from rl.trainer.checkpoint import CheckpointMismatchError
-from rl.trainer.config import CheckpointConfig, OptimConfig, WeightsConfig
+from rl.trainer.config import CheckpointConfig, OptimConfig, TrainerConfig, WeightsConfig
 from rl.trainer.model import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.weights import delete_old_versions, kept_versions
@@ -20,7 +20,7 @@ def trained(tied_folder, world):
 
 
 def fresh(folder, world):
-    model = load_policy(str(folder), ModelConfig(dtype="float32"), "sdpa", False, world)
+    model = load_policy(str(folder), ModelConfig(dtype="float32"), TrainerConfig(attention="eager"), world)
     return model, make_optimizer(model, OptimConfig(lr=0.1))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl.trainer import logprobs
-from rl.trainer.logprobs import token_logprobs
+from rl.trainer.logprobs import head_logprobs, token_logprobs
 
 
 def dense(logits, temperatures, rows, targets):
@@ -23,18 +23,72 @@ def case(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("elements", [1, 250, 10**6])
-def test_values_and_gradients_equal_dense(monkeypatch, elements):
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradient):
     monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", elements)
     logits, temperatures, rows, targets, grad = case()
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    values, entropies = token_logprobs(ours, temperatures, rows, targets)
+    values, entropies = token_logprobs(ours, temperatures, rows, targets, entropy_gradient)
     expected, expected_entropies = dense(theirs, temperatures, rows, targets)
-    values.backward(grad)
-    expected.backward(grad)
     assert torch.allclose(values, expected, atol=1e-6, rtol=1e-6)
     assert torch.allclose(entropies, expected_entropies, atol=1e-5)
+    assert entropies.requires_grad == entropy_gradient
+    bonus = torch.randn(13) if entropy_gradient else torch.zeros(13)
+    ((values * grad).sum() + ((entropies * bonus).sum() if entropy_gradient else 0)).backward()
+    ((expected * grad).sum() + (expected_entropies * bonus).sum()).backward()
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
-    assert not entropies.requires_grad
+
+
+@pytest.mark.parametrize("block_rows", [1, 5, 13, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_equals_logits_of_the_same_weight(monkeypatch, block_rows, bias):
+    """Blocks that are computed again, a short one, and one that is kept."""
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", block_rows * 101 * 4)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 250)
+    _, temperatures, rows, targets, grad = case()
+    tensors = [torch.randn(13, 17), torch.randn(101, 17), torch.randn(101)]
+    ours, theirs = ([tensor.clone().requires_grad_() for tensor in tensors[: 2 + bias]] for _ in range(2))
+    results = head_logprobs(*ours, *[None] * (not bias), temperatures, rows, targets, True)
+    expected = token_logprobs(torch.nn.functional.linear(*theirs), temperatures, rows, targets, True)
+    bonus = torch.randn(13)
+    for logprob, entropy in (results, expected):
+        ((logprob * grad).sum() + (entropy * bonus).sum()).backward(retain_graph=True)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results, expected, strict=True))
+    assert all(torch.allclose(a.grad, b.grad, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+    once = [tensor.grad.clone() for tensor in ours]
+    ((results[0] * grad).sum() + (results[1] * bonus).sum()).backward()  # the kept block is gone, and is computed again
+    assert all(torch.allclose(a.grad, 2 * b, atol=1e-5) for a, b in zip(ours, once, strict=True))
+
+
+def test_a_frozen_head_gets_no_gradient():
+    _, temperatures, rows, targets, grad = case()
+    hidden, weight = torch.randn(13, 17, requires_grad=True), torch.randn(101, 17)
+    head_logprobs(hidden, weight, None, temperatures, rows, targets)[0].backward(grad)
+    assert hidden.grad.norm() > 0 and weight.grad is None
+
+
+def test_no_block_of_logits_is_larger_than_asked_for(monkeypatch):
+    """40 rows of 1000 logits, at most 10 at once: the largest tensor that is made is one block's."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        """Elements of the largest result of an operation, weights' gradients aside."""
+
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.ndim == 2 and result.shape[1] == 1000:
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 10 * 1000 * 4)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 5000)
+    hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    with Largest() as largest:
+        values, _ = head_logprobs(hidden, weight, None, torch.ones(40), torch.arange(40), torch.arange(40))
+        values.sum().backward()
+    assert largest.elements == 10 * 1000
 
 
 def test_bfloat16_logits_give_float32_accuracy():

@@ -1,67 +1,449 @@
-import math
+"""Each loss against literal numbers, and against the papers' formulas in float64 NumPy (loss_formulas.py), gradients included."""
 
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
-from rl.trainer.config import LossConfig
-from rl.trainer.loss import policy_gradient_loss
+from rl.functions import FunctionError
+from rl.trainer.loss import LossInputs, compute_loss, custom_function, sample_weights
+from rl.trainer.loss_config import LossConfig, check_loss
+from tests.trainer import loss_formulas as formulas
+from tests.trainer.samples import make_sample
 
-DEFAULT = LossConfig()
-
-
-def loss_and_gradient(trainer, sampler, advantages, config=DEFAULT):
-    p = torch.tensor(trainer, requires_grad=True)
-    loss, stats = policy_gradient_loss(p, torch.tensor(sampler), torch.tensor(advantages), config)
-    loss.backward()
-    return loss.item(), p.grad.tolist(), stats
+E = math.e
+OFF = {"token_mask": [0.0, math.inf]}
 
 
-def test_on_policy_is_plain_reinforce():
-    # r = 1: loss = -(0.5 * -1 + -0.25 * -2) = 0, gradient = -A.
-    loss, gradient, stats = loss_and_gradient([-1.0, -2.0], [-1.0, -2.0], [0.5, -0.25])
-    assert loss == pytest.approx(0.0)
-    assert gradient == pytest.approx([-0.5, 0.25])
-    assert stats.mismatch_kl.item() == 0.0 and stats.masked.item() == 0 and stats.ratio.item() == 2.0
+def loss_config(kind="policy_gradient", **settings):
+    return TypeAdapter(LossConfig).validate_python({"type": kind, **settings})
 
 
-def test_literals_of_cap_and_mask():
-    # r = e^0.5 = 1.6487 (as it is), e^1.5 = 4.4817 (capped at 2), e^3 = 20.09 (above 8: masked), e^-3 = 0.0498 (below 1/8: masked)
-    loss, gradient, stats = loss_and_gradient([-1.0, -1.0, -1.0, -4.0], [-1.5, -2.5, -4.0, -1.0], [1.0, 1.0, 1.0, 1.0])
-    assert gradient == pytest.approx([-1.6487213, -2.0, 0.0, 0.0])
-    assert loss == pytest.approx(1.6487213 + 2.0)
-    assert stats.masked.item() == 2
-    # k3 = r - 1 - log r
-    assert stats.mismatch_kl_max.item() == pytest.approx(math.exp(3) - 1 - 3)
-    assert stats.mismatch_kl.item() == pytest.approx(0.1487213 + 1.9816891 + 16.0855369 + 2.0497871)
-    assert stats.ratio.item() == pytest.approx(1.6487213 + 4.4816891 + 20.0855369 + 0.0497871)
+def replace_config(config, **settings):
+    return config.model_copy(update=settings)
 
 
-def test_bounds_belong_to_what_is_kept():
-    config = LossConfig(ratio_low=1.0, ratio_high=1.0)
-    assert loss_and_gradient([-1.0], [-1.0], [1.0], config)[1] == [-1.0]
+def inputs_of(trainer, sampler, advantages, lengths=None, dtype=torch.float32, **more):
+    """LossInputs of sequences of the given lengths, one behind the other (default: one sequence)."""
+    lengths = lengths or [len(trainer)]
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+    def tensor(values):
+        return torch.tensor(np.array(values), dtype=dtype)
+
+    def sequence_sum(values):
+        return values.new_zeros(len(lengths)).index_add(0, sequences, values)
+
+    more = {"entropies": np.zeros(len(trainer))} | more
+    return LossInputs(
+        trainer_logprobs=tensor(trainer).requires_grad_(),
+        logprobs=tensor(sampler),
+        advantages=tensor(advantages),
+        weights=torch.ones(len(trainer), dtype=dtype),
+        sequences=sequences,
+        sequence_sum=sequence_sum,
+        **{key: tensor(value).requires_grad_(key == "entropies") for key, value in more.items()},
+    )
 
 
-def test_extreme_ratios_stay_finite():
-    config = LossConfig(ratio_cap=math.inf, ratio_low=0.0, ratio_high=math.inf)
-    loss, gradient, stats = loss_and_gradient([-1.0, -1000.0], [-1000.0, -1.0], [1.0, 1.0], config)
-    assert gradient == pytest.approx([-math.exp(10), -math.exp(-10)])
-    assert math.isfinite(loss) and math.isfinite(stats.mismatch_kl.item())
+def run(inputs, config):
+    """The terms, and the gradient of the sum of the losses by the trainer's log-probabilities."""
+    terms = compute_loss(inputs, config)
+    (terms.loss * inputs.weights).sum().backward()
+    return terms, inputs.trainer_logprobs.grad
 
 
-def test_no_tokens_give_zero():
-    loss, _, stats = loss_and_gradient([], [], [])
-    assert loss == 0.0 and stats.mismatch_kl_max.item() == 0.0
+def literals(config, trainer, sampler, advantages, lengths=None, **more):
+    terms, gradient = run(inputs_of(trainer, sampler, advantages, lengths, **more), config)
+    return terms.loss.tolist(), gradient.tolist(), terms.clipped.tolist()
 
 
-def test_equals_the_formula_written_as_a_loop():
-    torch.manual_seed(0)
-    p, q, advantages = -torch.rand(50) * 6, -torch.rand(50) * 6, torch.randn(50)
-    expected_loss, expected_gradient = 0.0, []
-    for log_p, log_q, a in zip(p.tolist(), q.tolist(), advantages.tolist(), strict=True):
-        r = math.exp(log_p - log_q)
-        weight = min(r, 2.0) if 0.125 <= r <= 8.0 else 0.0
-        expected_loss -= weight * a * log_p
-        expected_gradient.append(-weight * a)
-    loss, gradient, _ = loss_and_gradient(p.tolist(), q.tolist(), advantages.tolist())
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert gradient == pytest.approx(expected_gradient, rel=1e-5)
+# Literal numbers. The sampler's log-probability is -2 throughout, so that -2 + x is a ratio of e^x. ---------------------------
+
+
+def test_policy_gradient_literals():
+    # r = 1, e^0.5 = 1.6487, e = 2.7183 (truncated to 2), e^3 = 20.09 (above 8: masked), e^-3 = 0.0498 (below 1/8: masked)
+    trainer, sampler, advantages = [-2, -1.5, -1, 1, -5], [-2.0] * 5, [0.5, 1, -1, 1, 1]
+    terms, gradient = run(inputs_of(trainer, sampler, advantages), loss_config())
+    assert terms.loss.tolist() == pytest.approx([1.0, 1.6487213 * 1.5, -2.0, 0, 0])
+    assert gradient.tolist() == pytest.approx([-0.5, -1.6487213, 2.0, 0, 0])
+    assert terms.masked.tolist() == [False, False, False, True, True] and not terms.clipped.any()
+    assert terms.ratio.tolist() == pytest.approx([1, 1.6487213, E, 20.0855369, 0.0497871])
+    assert terms.kl.tolist() == pytest.approx([0, 0.1487213, E - 2, 16.0855369, 2.0497871], rel=1e-6)  # r - 1 - log r
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({"importance": "none"}, [1, 1, 1]),
+        ({"importance": "sequence"}, [E**0.5, E**0.5, E**-1]),  # products of two sequences' ratios
+        ({"importance": "sequence", "truncate": 1.25}, [1.25, 1.25, E**-1]),
+        ({"truncate": math.inf}, [E, E**-0.5, E**-1]),
+    ],
+)
+def test_importance_literals(settings, weights):
+    loss, gradient, _ = literals(loss_config(**settings), [-1, -2.5, -3], [-2.0] * 3, [1, 1, -2], [2, 1])
+    assert gradient == pytest.approx([-weights[0], -weights[1], 2 * weights[2]])
+    assert loss == pytest.approx([weights[0], 2.5 * weights[1], -6 * weights[2]])
+
+
+def test_clip_literals():
+    # Clipped only where the move is in the direction of the advantage: up with A > 0, down with A < 0.
+    trainer = [-1.5, -2.5, -1.5, -2.5, -2.0]
+    loss, gradient, clipped = literals(loss_config("clip"), trainer, [-2.0] * 5, [2, 2, -2, -2, 2])
+    assert loss == pytest.approx([-2 * 1.28, -2 * E**-0.5, 2 * E**0.5, 2 * 0.8, -2])
+    assert gradient == pytest.approx([0, -2 * E**-0.5, 2 * E**0.5, 0, -2])
+    assert clipped == [True, False, False, True, False]
+
+
+def test_cispo_literals():
+    loss, gradient, clipped = literals(loss_config("cispo", clip_low=0.5, clip_high=1.0), [-1, -3, -1.75], [-2.0] * 3, [2, -2, 1])
+    assert gradient == pytest.approx([-4, 1, -(E**0.25)])  # e -> 2, e^-1 -> 0.5, e^0.25 as it is
+    assert loss == pytest.approx([4, -3, E**0.25 * 1.75]) and clipped == [False] * 3
+
+
+def test_gspo_literals():
+    # Geometric means: (e^0.1 e^0.3)^(1/2) = e^0.2; e^-0.2; the clip is 10% either way.
+    trainer, advantages, lengths = [-1.9, -1.7, -2.2, -2.2, -2.2], [1, 1, 1, -1, -1], [2, 1, 2]
+    config = loss_config("gspo", clip_low=0.1, clip_high=0.1)
+    loss, gradient, clipped = literals(config, trainer, [-2.0] * 5, advantages, lengths)
+    assert loss == pytest.approx([-1.1, -1.1, -(E**-0.2), 0.9, 0.9])
+    assert gradient == pytest.approx([0, 0, -(E**-0.2), 0, 0])
+    assert clipped == [True, True, False, True, True]
+
+
+def test_dppo_literals():
+    # p - q: 0.5 - 0.2 = 0.3, -0.3, 0.3, -0.3 and 0; masked beyond 0.2 in the direction of the advantage
+    p, q, advantages = [0.5, 0.2, 0.5, 0.2, 0.5], [0.2, 0.5, 0.2, 0.5, 0.5], [1, 1, -1, -1, 1]
+    loss, gradient, clipped = literals(loss_config("dppo", kl_tau=0.5), np.log(p), np.log(q), advantages)
+    square, slope = 0.5 * math.log(2.5) ** 2, math.log(2.5)
+    assert loss == pytest.approx([square, square - 0.4, square + 2.5, square, -1], rel=1e-6, abs=1e-6)
+    assert gradient == pytest.approx([slope, -slope - 0.4, slope + 2.5, -slope, -1], rel=1e-6)
+    assert clipped == [True, False, False, True, False]
+
+
+def test_cross_entropy_literals():
+    assert literals(loss_config("cross_entropy"), [-1.0, -3.0], [0.0, 0.0], [1, 1])[:2] == ([1.0, 3.0], [-1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("masks", "kept"),
+    [
+        ({"token_mask": [E**-0.75, 2]}, [True, True, False, False]),
+        ({"sequence_mask": [0.5, 1.5]}, [True, True, False, False]),
+        ({"sequence_mask": [0.3, 3.0]}, [True] * 4),
+        ({"geometric_mask": [0.5, 3.0]}, [True, True, True, False]),
+        ({"token_mask": [E**-0.25, math.inf], "geometric_mask": [0.0, 2.0]}, [True, False, False, False]),
+    ],
+)
+def test_mask_literals(masks, kept):
+    """Ratios e^0.5 and e^-0.5 in one sequence (product and mean 1), e alone, e^-1 alone."""
+    trainer = [-1.5, -2.5, -1.0, -3.0]
+    terms, gradient = run(inputs_of(trainer, [-2.0] * 4, [1.0] * 4, [2, 1, 1]), loss_config("cross_entropy", **masks))
+    assert (~terms.masked).tolist() == kept and gradient.tolist() == [-1.0 if k else 0.0 for k in kept]
+    assert terms.loss.tolist() == [-t if k else 0.0 for t, k in zip(trainer, kept, strict=True)]
+
+
+def test_reference_entropy_and_teacher_literals():
+    more = {"reference_logprobs": [-1.0, -3.0], "entropies": [0.5, 2.0], "teacher_logprobs": [-1.5, math.nan]}
+    config = loss_config(kl_coefficient=0.1, entropy_coefficient=0.01, teacher_coefficient=2.0)
+    inputs = inputs_of([-2.0, -2.0], [-2.0, -2.0], [1.0, 1.0], **more)
+    terms, gradient = run(inputs, config)
+    # log teacher - log p = 0.5: A = 1 + 2 * 0.5; k3 = e^x - 1 - x at x = 1 and -1
+    assert terms.loss.tolist() == pytest.approx([4 + 0.1 * (E - 2) - 0.005, 2 + 0.1 / E - 0.02])
+    assert gradient.tolist() == pytest.approx([-2 + 0.1 * (1 - E), -1 + 0.1 * (1 - 1 / E)])
+    assert inputs.entropies.grad.tolist() == pytest.approx([-0.01, -0.01])
+    assert terms.reference_kl.tolist() == pytest.approx([E - 2, 1 / E]) and terms.teacher_kl.tolist() == pytest.approx(
+        [-0.5, math.nan], nan_ok=True
+    )
+    terms, gradient = run(inputs_of([-2.0, -2.0], [-2.0, -2.0], [0, 0], **more), replace_config(config, kl_estimator="k2"))
+    assert terms.reference_kl.tolist() == [0.5, 0.5] and gradient.tolist() == pytest.approx([-1 - 0.1, 0.1])
+
+
+def test_masked_tokens_have_no_term_and_clipped_ones_keep_kl_and_entropy():
+    more = {"reference_logprobs": [-1.0], "entropies": [0.5]}
+    extra = {"kl_coefficient": 1.0, "entropy_coefficient": 1.0}
+    terms, gradient = run(inputs_of([-1.0], [-2.0], [1.0], **more), loss_config(**extra, token_mask=[0.5, 2.0]))
+    assert terms.loss.tolist() == [0] == gradient.tolist() and terms.masked.all() and not terms.clipped.any()
+    terms, gradient = run(inputs_of([-1.5], [-2.0], [1.0], **more), loss_config("clip", **extra))
+    assert terms.loss.tolist() == pytest.approx([-1.28 + E**0.5 - 1.5 - 0.5]) and gradient.tolist() == pytest.approx([1 - E**0.5])
+    assert terms.masked.all() and terms.clipped.all()
+
+
+# The papers' formulas -------------------------------------------------------------------------------------------------------
+
+LENGTHS = [1, 7, 30, 3, 12, 2]
+
+
+def random_sequences(seed, spread):
+    """Sequences with one advantage each, ratios about e^(+-spread), one exactly on-policy, one with zero advantage."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for i, n in enumerate(LENGTHS):
+        trainer = -rng.exponential(1.5, n) - 0.01
+        sampler = trainer.copy() if i == 1 else np.minimum(trainer - rng.normal(0, spread, n).clip(-8, 8), -1e-3)
+        advantage = 0.0 if i == 5 else rng.normal()
+        values = {"reference": trainer + rng.normal(0, 1, n), "teacher": trainer + rng.normal(0, 1, n)}
+        sequences.append(formulas.Sequence(trainer, sampler, np.full(n, advantage), rng.uniform(0, 3, n), **values))
+    return sequences
+
+
+def joined(sequences, name):
+    return np.concatenate([getattr(sequence, name) for sequence in sequences])
+
+
+OWN = {
+    "token": (loss_config(truncate=2.0, **OFF), lambda s: formulas.policy_gradient(s, "token", 2.0)),
+    "untruncated": (loss_config(truncate=math.inf, **OFF), lambda s: formulas.policy_gradient(s, "token", math.inf)),
+    "sequence": (loss_config(importance="sequence", **OFF), lambda s: formulas.policy_gradient(s, "sequence", 2.0)),
+    "none": (loss_config(importance="none", **OFF), lambda s: formulas.policy_gradient(s, "none", 0.0)),
+    "clip": (loss_config("clip"), lambda s: formulas.clip(s, 0.2, 0.28)),
+    "cispo": (loss_config("cispo", clip_low=0.9, clip_high=1.5), lambda s: formulas.cispo(s, 0.9, 1.5)),
+    "gspo": (loss_config("gspo", clip_low=0.1, clip_high=0.2), lambda s: formulas.gspo(s, 0.1, 0.2)),
+    "dppo": (loss_config("dppo", mask_high=0.1, kl_tau=1e-3), lambda s: formulas.dppo(s, 0.2, 0.1, 1e-3)),
+    "cross_entropy": (loss_config("cross_entropy"), lambda s: formulas.cross_entropy(s)),
+}
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
+@pytest.mark.parametrize("name", OWN)
+def test_losses_equal_the_papers(name, spread):
+    config, formula = OWN[name]
+    for seed in range(5):
+        sequences = random_sequences(seed, spread)
+        inputs = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64)
+        terms, gradient = run(inputs, config)
+        values, slopes = zip(*map(formula, sequences), strict=True)
+        np.testing.assert_allclose(terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
+        single = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS)
+        assert torch.allclose(compute_loss(single, config).loss.double(), terms.loss, rtol=3e-5, atol=1e-5)
+
+
+MASKS = {
+    "token": ((0.5, 5.0), (0.0, math.inf), (0.0, math.inf)),
+    "sequence": ((0.0, math.inf), (0.2, 3.0), (0.0, math.inf)),
+    "geometric": ((0.0, math.inf), (0.0, math.inf), (0.9, 1.1)),
+    "all": ((0.5, 5.0), (0.1, 8.0), (0.7, 1.4)),
+}
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("masks", MASKS)
+def test_the_whole_loss_equals_the_papers(masks, aggregation, estimator):
+    """Masks, KL, entropy, teacher and aggregation together: the number that is minimised, and its gradient."""
+    names = ("token_mask", "sequence_mask", "geometric_mask")
+    extra = {"kl_coefficient": 0.05, "entropy_coefficient": 0.02, "teacher_coefficient": 0.5, "kl_estimator": estimator}
+    config = loss_config(aggregation=aggregation, **dict(zip(names, MASKS[masks], strict=True)), **extra)
+    for seed in range(3):
+        sequences = random_sequences(seed, 0.4)
+        more = {f"{key}_logprobs": joined(sequences, key) for key in ("reference", "teacher")}
+        more["entropies"] = joined(sequences, "entropies")
+        inputs = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64, **more)
+        samples = [make_sample([1, 2], list(range(3, 3 + n))) for n in LENGTHS]
+        counts = np.repeat(sample_weights(samples, config, 100), LENGTHS)
+        terms, gradient = run(replace(inputs, weights=torch.tensor(counts)), config)
+        total, slopes, entropy_slopes = 0.0, [], []
+        for s, weight in zip(sequences, formulas.weights(LENGTHS, aggregation, 100), strict=True):
+            taught = replace(s, advantages=s.advantages + 0.5 * (s.teacher - s.trainer))
+            (value, slope), (kl, kl_slope) = formulas.policy_gradient(taught, "token", 2.0), getattr(formulas, estimator)(s)
+            keep = formulas.kept(s, *MASKS[masks])
+            total += weight * np.sum(keep * (value + 0.05 * kl - 0.02 * s.entropies))
+            slopes.append(weight * keep * (slope + 0.05 * kl_slope))
+            entropy_slopes.append(-0.02 * weight * keep)
+        assert float((terms.loss.detach() * torch.tensor(counts)).sum()) == pytest.approx(total, rel=1e-9)
+        np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(inputs.entropies.grad.numpy(), np.concatenate(entropy_slopes), rtol=1e-9, atol=1e-14)
+
+
+def test_gradients_by_central_differences():
+    """What the hand-derived gradients assume: of the losses whose gradient is their value's, on both sides of every bound."""
+    for name in ("clip", "dppo"):
+        config, formula = OWN[name]
+        for sequence in random_sequences(1, 0.5):
+            for t in range(len(sequence.trainer)):
+                step = np.zeros(len(sequence.trainer))
+                step[t] = 1e-6
+                up, down = (formula(replace(sequence, trainer=sequence.trainer + sign * step))[0].sum() for sign in (1, -1))
+                assert (up - down) / 2e-6 == pytest.approx(formula(sequence)[1][t], rel=1e-5, abs=1e-7), config
+
+
+# What every loss keeps ------------------------------------------------------------------------------------------------------
+
+EVERY = {name: config for name, (config, _) in OWN.items()} | {
+    "masks": loss_config(token_mask=[0.5, 2], sequence_mask=[0.2, 5], geometric_mask=[0.9, 1.1]),
+    "gspo-masks": loss_config("gspo", sequence_mask=[0.2, 5], geometric_mask=[0.9, 1.1]),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_extreme_values_stay_finite(name):
+    """Log ratios of +-1000, an impossible token for the sampler, long sequences whose products overflow; gradients, too."""
+    config = replace_config(EVERY[name], kl_coefficient=0.1, entropy_coefficient=0.1)
+    trainer, sampler = [-1.0, -1000.0, -1.0, 0.0] + [-1.0] * 500, [-1000.0, -1.0, -math.inf, -1000.0] + [-20.0] * 500
+    reference, teacher = [-1000.0, -1.0, 0.0, -1000.0] + [-1.0] * 500, [-1000.0, 0, -math.inf, -1] + [-1.0] * 500
+    more = {"reference_logprobs": reference, "teacher_logprobs": teacher}
+    for sign in (1.0, -1.0, 0.0):
+        terms, gradient = run(inputs_of(trainer, sampler, [sign] * 504, [1, 1, 2, 500], **more), config)
+        assert terms.loss.isfinite().all() and gradient.isfinite().all() and terms.kl.isfinite().all()
+        assert terms.reference_kl.isfinite().all()
+        assert not gradient[terms.masked & ~terms.clipped].any()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_tokens_give_zero(name):
+    terms, gradient = run(inputs_of([], [], [], [0]), EVERY[name])
+    assert terms.loss.sum().item() == 0 and gradient.shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["token", "none", "clip", "gspo", "dppo", "sequence", "masks", "gspo-masks"])
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
+    advantages = [0.5, 0.5, -2.0]
+    terms, gradient = run(inputs_of([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], advantages, [2, 1]), replace_config(EVERY[name], kl_tau=0.0))
+    assert gradient.tolist() == pytest.approx([-a for a in advantages]) and terms.ratio.tolist() == [1.0] * 3
+    assert not terms.masked.any() and terms.kl.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bounds_belong_to_what_is_kept(name):
+    """A ratio of exactly 1 under a mask that keeps 1 alone."""
+    config = replace_config(EVERY[name], token_mask=(1.0, 1.0), sequence_mask=(1.0, 1.0), geometric_mask=(1.0, 1.0))
+    terms, gradient = run(inputs_of([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0]), config)
+    assert not terms.masked.any() and gradient.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo"])
+def test_a_ratio_on_the_bound_of_a_clip_has_its_gradient(kind):
+    half = math.log(0.5)
+    for trainer, sampler, advantage, ratio in ((half, 0.0, -1.0, 0.5), (0.0, half, 1.0, 2.0)):
+        inputs = inputs_of([trainer], [sampler], [advantage], dtype=torch.float64)
+        terms, gradient = run(inputs, loss_config(kind, clip_low=0.5, clip_high=1.0))
+        assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.clipped.any()
+
+
+@pytest.mark.parametrize("name", ["sequence", "gspo", "masks", "gspo-masks"])
+def test_tokens_of_a_sequence_on_two_ranks(name):
+    """Each rank has every other token, and sums over sequences come from both: values and gradients are those of one rank with all."""
+    sequences = random_sequences(4, 0.3)
+    whole = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64)
+    terms, gradient = run(whole, EVERY[name])
+    parts = []
+    for rank in range(2):
+        tokens = slice(rank, None, 2)
+        own = {key: value[tokens].detach() for key, value in vars(whole).items() if isinstance(value, torch.Tensor)}
+        own["trainer_logprobs"].requires_grad_()
+        parts.append(LossInputs(**own, sequence_sum=whole.sequence_sum))
+    sent = [sums_of(part, EVERY[name]) for part in parts]
+    assert sent[0] and len(sent[0]) == len(sent[1])
+    for rank, part in enumerate(parts):
+        totals = iter([a + b for a, b in zip(*sent, strict=True)])
+        mine, slope = run(replace(part, sequence_sum=lambda _, totals=totals: next(totals)), EVERY[name])
+        assert torch.allclose(mine.loss, terms.loss[rank::2], rtol=1e-12) and torch.allclose(slope, gradient[rank::2], rtol=1e-12)
+        assert torch.equal(mine.masked, terms.masked[rank::2])
+
+
+def sums_of(part, config):
+    """What a rank contributes to each sum over sequences, in order."""
+    sent = []
+
+    def send(values):
+        assert not values.requires_grad, "a gradient would have to cross the ranks"
+        sent.append(values.new_zeros(len(LENGTHS)).index_add(0, part.sequences, values))
+        return sent[-1]
+
+    compute_loss(replace(part, sequence_sum=send), config)
+    return sent
+
+
+def test_weights_of_the_aggregations():
+    samples = [make_sample([1], [2]), make_sample([1], [2, 3, 4]), make_sample([1, 2], [])]
+    assert sample_weights(samples, loss_config(), 8) == [1 / 4] * 3
+    assert sample_weights(samples, loss_config(aggregation="sequence"), 8) == [1 / 2, 1 / 6, 1 / 2]
+    assert sample_weights(samples, loss_config(aggregation="constant"), 8) == [1 / 16] * 3
+
+
+# Custom losses --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
+    """docs/algorithms.md: TOPR. Positive advantages as they are, negative ones weighted by a ratio cut at `args.high`."""
+    blocks = re.findall(r"```python\n(.*?)```", Path("docs/algorithms.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "def topr" in block]
+    (tmp_path / "my_loss.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    config = loss_config("custom", function="my_loss.py:topr", args={"high": 1.0})
+    assert check_loss(config) == []
+    loss, gradient, clipped = literals(config, [-1, -1, -3], [-2.0] * 3, [2.0, -2.0, -2.0])
+    assert gradient == pytest.approx([-2, 2, 2 / E]) and loss == pytest.approx([2, -2, -6 / E]) and clipped == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["inputs.advantages", "(inputs.advantages.sum(), inputs.advantages > 0)", "(inputs.advantages, inputs.advantages)", "(1, 2)"],
+)
+def test_a_custom_loss_of_another_form_is_refused(tmp_path, result):
+    path = tmp_path / f"shape_{abs(hash(result))}.py"
+    path.write_text(f"def f(inputs, config):\n    return {result}\n")
+    with pytest.raises(ValueError, match=r"trainer\.loss\.function .*:f: return two tensors of shape \[2\]"):
+        run(inputs_of([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0]), loss_config("custom", function=f"{path}:f"))
+
+
+def test_a_custom_loss_that_does_not_load(tmp_path):
+    (tmp_path / "broken_loss.py").write_text("def f(inputs, config): ...\n1 / 0\n")
+    (tmp_path / "sound_loss.py").write_text("def my_loss(inputs, config): ...\n")
+    for name, message in (
+        ("broken_loss.py:f", r"trainer\.loss\.function .*importing the file raised ZeroDivisionError: .*broken_loss\.py:2\); correct it"),
+        ("sound_loss.py:my_los", r"sound_loss\.py has no function my_los; did you mean my_loss\?"),
+    ):
+        with pytest.raises(FunctionError, match=message):
+            custom_function(f"{tmp_path}/{name}")
+
+
+# Combinations that make no sense --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({"token_mask": [2, 8]}, "token_mask", "leaves out r = 1, where trainer and sampler agree; give lowest and highest value"),
+        ({"sequence_mask": [3, 0.5]}, "sequence_mask", "leaves out r = 1"),
+        ({"geometric_mask": [0, math.nan]}, "geometric_mask", "leaves out r = 1"),
+        ({"constant_length": 9}, "constant_length", 'divides only with trainer.loss.aggregation = "constant", which is "token"'),
+        ({"kl_reference": "x"}, "kl_reference", "has no effect while trainer.loss.kl_coefficient is 0: set that"),
+        ({"importance": "none", "truncate": 3}, "truncate", 'has no weight to truncate with trainer.loss.importance = "none"'),
+        ({"type": "clip", "clip_low": 0, "clip_high": 0}, "clip_high", "leave no ratio unclipped; raise one, or use type"),
+        ({"type": "clip", "token_mask": [0.8, 1.28]}, "token_mask", "masks every ratio that the clip to [0.8, 1.28] would act on"),
+        ({"type": "cispo", "token_mask": [0.5, 5]}, "token_mask", "masks every ratio that the clip to [0, 5] would act on"),
+        ({"type": "gspo", "geometric_mask": [0.9999, 1.0001]}, "geometric_mask", "masks every ratio that the clip to [0.9997, 1.0004]"),
+        ({"type": "custom", "function": "f"}, "function", "names no function; write file.py:function or module:function"),
+        ({"type": "custom", "function": "nowhere.py:f"}, "function", "names no file: there is no file /"),
+        ({"type": "custom", "function": "no_such.module:f"}, "function", "names no module that is installed: install no_such.module"),
+    ],
+)
+def test_combinations_that_make_no_sense(settings, key, message):
+    ((found, _, remedy),) = check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings))
+    assert found == f"trainer.loss.{key}" and message in remedy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"type": kind} for kind in ("policy_gradient", "clip", "cispo", "gspo", "dppo", "cross_entropy")),
+        {"token_mask": [0.5, 2.0]},
+        {"importance": "none"},
+        {"aggregation": "constant", "constant_length": 9},
+        {"kl_coefficient": 0.1, "kl_reference": "x"},
+        {"type": "clip", "token_mask": [0.5, 5.0]},
+        {"type": "cispo", "clip_high": math.inf},
+        {"type": "gspo", "sequence_mask": [0.5, 3.0], "token_mask": [0.01, 100]},
+        {"type": "custom", "function": "math:exp"},
+    ],
+)
+def test_combinations_that_make_sense(settings):
+    assert check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings)) == []

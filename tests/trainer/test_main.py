@@ -1,6 +1,7 @@
 """The real trainer process on the real wire: end to end, resumed, and on two ranks."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -87,7 +88,7 @@ def test_end_to_end(straight):
     for line in lines.values():
         expected = "loss/mean entropy/mean mismatch_kl/mean mismatch_kl/max masked_fraction optim/grad_norm optim/lr perf/tokens_per_s"
         expected += " perf/peak_memory_gib perf/shared_token_fraction time/step time/wait_for_batch time/forward_backward"
-        expected += " time/optimizer time/publish_weights time/checkpoint"
+        expected += " time/optimizer time/publish_weights time/checkpoint ratio/p50 ratio/test/p99 entropy/test/mean masked_fraction/test"
         assert {*expected.split()} <= {key for key, value in line.items() if value is not None}
     assert [line["optim/lr"] for line in lines.values()] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4])
 
@@ -141,6 +142,54 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     assert all((weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters())
 
 
+def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(straight, tied_folder, tmp_path):
+    config = make_config(tmp_path, tied_folder)
+    orchestrator = StubOrchestrator(config.run_dir, batches(3))
+    orchestrator.lockstep = True
+    with orchestrator:
+        assert "the run has ended: no more batches" in run_trainer(config)
+    assert [version for version, _ in orchestrator.published] == [1, 2, 3]
+    for version in (1, 3):
+        ours, theirs = (d.weights(version) / "model.safetensors" for d in (config.run_dir, straight[0]))
+        assert ours.read_bytes() == theirs.read_bytes(), version
+    latencies = [line.get("time/publish_latency") for line in read_metrics(config.run_dir.metrics).values()]
+    assert latencies[0] is None and all(0 < latency < 10 for latency in latencies[1:])  # of the version before the step's
+
+
+FULL_DISK = [
+    "-c",
+    "import shutil; shutil.disk_usage = lambda _: shutil._ntuple_diskusage(9, 9, 9); from rl.trainer.main import main; main()",
+]
+
+
+def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
+    config = make_config(tmp_path, tied_folder)
+    orchestrator = StubOrchestrator(config.run_dir, batches())
+    orchestrator.missing = 2
+    with orchestrator:
+        output = run_trainer(config, FULL_DISK, code=1)
+    assert "trainer: [Errno 28] no space left: 0 MiB are needed, 0 MiB are free" in output and "then start again: the run goes on" in output
+    assert orchestrator.published == [] and not list(numbered(config.run_dir.weights_dir))
+
+
+def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
+    config = make_config(tmp_path, tied_folder)
+    with StubOrchestrator(config.run_dir, batches()) as orchestrator:
+        orchestrator.batches[2] = orchestrator.batches[2][:-1]
+        assert "trainer: batch 2 from the orchestrator: damaged record at byte 0" in run_trainer(config, code=1)
+    assert list(read_metrics(config.run_dir.metrics)) == [(1, "trainer")]
+
+
+def test_a_batch_that_does_not_come_ends_it_with_a_diagnosis(tied_folder, tmp_path):
+    config = make_config(tmp_path, tied_folder, batch_timeout_s=2)
+    orchestrator = StubOrchestrator(config.run_dir, batches())
+    orchestrator.missing = 2
+    with orchestrator:
+        output = run_trainer(config, TWO_RANKS, code=1)
+    assert "trainer: waited 2 s for batch 2 (it does not come). Last heartbeat of the orchestrator:" in output
+    assert "Traceback" not in output.partition("waited 2 s")[0]
+
+
 def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
     config = make_config(tmp_path, tmp_path / "nowhere")
     assert "nowhere': no such folder; give" in run_trainer(config, code=1)
@@ -157,3 +206,16 @@ def test_sigterm_ends_it_with_143(tmp_path, tied_folder):
             time.sleep(0.05)
         process.terminate()
         assert process.wait(timeout=10) == 143
+
+
+def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
+    flags = ["--trainer.data.fake.samples", "6", "--trainer.data.fake.group_size", "3", "--model.name", str(tied_folder), "--name", "bench"]
+    flags += ["--output_dir", str(tmp_path), "--max_steps", "3", "--trainer.gpus", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *TWO_RANKS, *flags], env=environment, capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3", "median of 2 steps"], done
+    assert all(
+        re.search(r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory [\d.]+ GiB$", s) for s in lines
+    )
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["metrics.jsonl", "status"]

@@ -2,144 +2,208 @@
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from rl.config import ModelConfig
+from rl.messages import TrainBatch
 from rl.models import ModelError
 from rl.trainer import weights
-from rl.trainer.config import LossConfig, TrainerConfig
-from rl.trainer.loss import policy_gradient_loss
+from rl.trainer.attention import TreeMask
+from rl.trainer.config import TrainerConfig
+from rl.trainer.loss_config import PolicyGradientConfig
 from rl.trainer.model import check_attention, load_policy, score
-from rl.trainer.optim import gradient_norm, make_optimizer
-from rl.trainer.packing import pack
-from rl.trainer.train import NotFiniteError, Timer, train_step
-from tests.trainer.samples import make_batch, make_sample
+from rl.trainer.optim import make_optimizer
+from rl.trainer.packing import Layout, Packed, pack
+from rl.trainer.performance import Timer
+from rl.trainer.prefetch import Ready
+from rl.trainer.train import NotFiniteError, train_step
+from tests.tiny_model import FAMILIES, make_tiny_model
+from tests.trainer.samples import branching_batch, make_batch, make_sample
 
-HIDDEN = 64
+ENTROPY = 0.1
+"""What the entropies count in these tests' objective, beside advantage times log-probability."""
 
 
-def policy(folder, world, dtype="float32", attention="sdpa", checkpointing=False):
-    return load_policy(str(folder), ModelConfig(dtype=dtype), attention, checkpointing, world)
+def policy(folder, world, dtype="float32", **settings):
+    return load_policy(str(folder), ModelConfig(dtype=dtype), TrainerConfig(**settings), world)
 
 
-def backward(model, samples, max_tokens):
-    """Gradient norm, gradients by name and {(group, token, advantage): logprob} of the policy loss of `samples`."""
+def rows_of(batch, max_tokens=4096):
+    return pack(batch, [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64)).micro_batches
+
+
+def backward(model, world, batch, max_tokens=4096):
+    """Gradients by name, and {(sample, its n-th loss token): (log-probability, entropy)}."""
     scored = {}
-    for batch in pack(samples, 0, 1, max_tokens, HIDDEN).micro_batches:
-        logprobs, _ = score(model, batch)
-        policy_gradient_loss(logprobs, batch.logprobs, batch.advantages, LossConfig())[0].backward()
-        scored |= dict(zip(zip(batch.targets.tolist(), batch.advantages.tolist(), strict=True), logprobs.tolist(), strict=True))
+    for row in rows_of(batch, max_tokens):
+        scores = score(model, row, world, entropy_gradient=True)
+        (row.advantages * scores.logprobs + ENTROPY * scores.entropies).sum().backward()
+        for n, place in enumerate(row.samples[row.sequences].tolist()):
+            depth = int(row.position_ids[row.predictors[row.rows[n]]])
+            scored[place, depth + 1] = (scores.logprobs[n].item(), scores.entropies[n].item())
     gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
     model.zero_grad()
     return gradients, scored
 
 
-def reference(folder, samples):
+def reference(folder, batch):
     """The same one sample at a time, in plain transformers and torch."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     scored = {}
-    for sample in samples:
-        logits = model(torch.tensor([sample.token_ids])).logits[0, :-1] / sample.temperature
-        logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
+    for place, sample in enumerate(batch.samples):
+        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1] / sample.temperature
+        log_softmax = torch.log_softmax(logits, -1)
+        logprobs = log_softmax.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
+        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
         mask = torch.tensor(sample.loss_mask[1:])
-        sampler, advantages = torch.tensor(sample.logprobs[1:]), torch.tensor(sample.advantages[1:])
-        ratio = (logprobs.detach() - sampler).exp()
-        weights = torch.where(mask & (ratio >= 0.125) & (ratio <= 8), ratio.clamp(max=2.0), 0.0)
-        (-(weights * advantages * logprobs).sum()).backward()
-        for t, a, p in zip(sample.token_ids[1:], advantages.tolist(), logprobs.tolist(), strict=True):
-            scored[t, a] = p
+        (torch.tensor(sample.advantages[1:]) * logprobs + ENTROPY * entropies)[mask].sum().backward()
+        for t in torch.nonzero(mask)[:, 0].tolist():
+            scored[place, t + 1] = (logprobs[t].item(), entropies[t].item())
     return {name: p.grad for name, p in model.named_parameters()}, scored
 
 
-def assert_close(gradients, expected, tolerance):
-    assert gradients.keys() == expected.keys()
+def assert_same(found, expected, tolerance=1e-5):
+    gradients, scored = found
+    assert gradients.keys() == expected[0].keys() and scored.keys() == expected[1].keys()
+    for key, values in scored.items():
+        assert values == pytest.approx(expected[1][key], abs=tolerance), key
     for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= tolerance * expected[name].norm().clamp(min=1e-3), name
+        assert (gradient - expected[0][name]).norm() <= tolerance * expected[0][name].norm().clamp(min=1e-3), name
 
 
-def samples_with_everything():
-    """Groups, two turns, another temperature, a sample that repeats another, one of a prompt alone."""
-    samples = make_batch(5, groups=3).samples
-    samples += [make_sample([5, 6, 7, 8], [9, 10, 11], group=9, rollout=i, advantage=0.25 + i, logprobs=[-6.0] * 7) for i in range(2)]
-    samples += [make_sample([5, 6, 7, 8], [9, 20, 21], group=9, rollout=3, advantage=-0.5, logprobs=[-6.0] * 7, temperature=0.7)]
-    two_turns = make_sample(list(range(30, 50)), [3, 4], group=10, advantage=0.125, logprobs=[-6.0] * 22)
-    two_turns.loss_mask[10:12] = [True, True]
-    two_turns.advantages[10:12] = [0.0625, 0.0625]
-    return [*samples, two_turns]
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_trees_equal_single_samples(family, tied, world, tmp_path):
+    """Grouped keys, experts, windows shorter than the samples, absolute positions: the numbers are those of plain transformers."""
+    folder = make_tiny_model(tmp_path / family, family=family, tied=tied)
+    batch = branching_batch()
+    model = policy(folder, world)
+    found = backward(model, world, batch)
+    assert len(found[1]) > 100
+    assert_same(found, reference(folder, batch))
 
 
-def test_packed_trees_equal_single_samples(model_folder, world):
-    samples = samples_with_everything()
-    model = policy(model_folder, world)
-    gradients, scored = backward(model, samples, 4096)
-    expected_gradients, expected = reference(model_folder, samples)
-    assert len(scored) > 50
-    assert all(abs(scored[key] - expected[key]) < 1e-5 for key in scored)
-    assert_close(gradients, expected_gradients, 1e-5)
+VARIANTS = [
+    {"attention": "eager"},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    {"compile": True},
+    {"compile": True, "activation_checkpointing": "full"},
+]
 
 
-@pytest.mark.parametrize("variant", [{"attention": "eager"}, {"checkpointing": True}])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_variants_compute_the_same(tied_folder, world, variant):
-    samples = samples_with_everything()
-    expected, _ = backward(policy(tied_folder, world), samples, 4096)
-    assert_close(backward(policy(tied_folder, world, **variant), samples, 4096)[0], expected, 1e-5)
+    batch = branching_batch()
+    tolerance = 1e-6 if variant.keys() == {"activation_checkpointing"} else 1e-5
+    assert_same(
+        backward(policy(tied_folder, world, **variant), world, batch), backward(policy(tied_folder, world), world, batch), tolerance
+    )
+
+
+def test_eager_attention_has_the_windows_too(world, tmp_path):
+    folder = make_tiny_model(tmp_path / "gemma3", family="gemma3")
+    assert_same(backward(policy(folder, world, attention="eager"), world, branching_batch()), reference(folder, branching_batch()))
+
+
+def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
+    folder = make_tiny_model(tmp_path / "gemma3", family="gemma3", final_logit_softcapping=3.0)
+    model = policy(folder, world)
+    assert_same(backward(model, world, branching_batch()), reference(folder, branching_batch()))
+    assert not model.get_output_embeddings().forward.fused
+
+
+def saved_bytes(folder, world, kind):
+    """What is kept for the backward pass, weights aside."""
+    model = policy(folder, world, activation_checkpointing=kind)
+    (row,) = rows_of(make_batch(1, groups=16))
+    score(model, row, world).logprobs.sum().backward()  # the masks are of every kind's cost
+    own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    sizes = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.dtype == torch.float32:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = score(model, row, world)
+    scores.logprobs.sum().backward()
+    return sum(sizes.values())
+
+
+def test_full_checkpointing_keeps_the_least(world, tmp_path):
+    folder = make_tiny_model(tmp_path / "deep", layers=8)
+    none, full = (saved_bytes(folder, world, kind) for kind in ("none", "full"))
+    assert full < 0.5 * none
+
+
+def test_selective_checkpointing_with_compile_is_refused(tied_folder, world):
+    with pytest.raises(ModelError, match="use none or full"):
+        policy(tied_folder, world, compile=True, activation_checkpointing="selective")
 
 
 def test_one_large_equals_many_micro_batches(tied_folder, world):
-    samples = make_batch(2, groups=6).samples
+    batch = make_batch(2, groups=6)
     model = policy(tied_folder, world)
-    assert len(pack(samples, 0, 1, 30, HIDDEN).micro_batches) > 4
-    assert_close(backward(model, samples, 30)[0], backward(model, samples, 4096)[0], 1e-5)
+    assert len(rows_of(batch, 30)) > 4
+    assert_same(backward(model, world, batch, 30), backward(model, world, batch))
 
 
 def test_own_logprobs_give_ratio_one(model_folder, world):
     model = policy(model_folder, world)
-    samples = [s for s in make_batch(3).samples if s.group_id == 0]
-    (batch,) = pack(samples, 0, 1, 4096, HIDDEN).micro_batches
-    batch.logprobs = score(model, batch)[0].detach()
-    _, stats = policy_gradient_loss(score(model, batch)[0], batch.logprobs, batch.advantages, LossConfig())
-    assert stats.mismatch_kl.item() == 0.0 and stats.ratio.item() == len(batch.targets) and stats.masked.item() == 0
+    batch = TrainBatch(step=3, samples=[s for s in make_batch(3).samples if s.group_id == 0])
+    (row,) = rows_of(batch)
+    own = score(model, row, world)
+    row.logprobs = own.logprobs.detach()
+    assert not own.entropies.requires_grad
+    metrics = step(model, make_optimizer(model, TrainerConfig().optim), Ready(batch, Packed([row], 0.0)), world)
+    assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
 
 
 def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
     """FSDP's mixed precision is the computation of inference: bfloat16 weights, not autocast."""
-    samples = [make_sample([5, 6, 7, 8], [9, 10, 11])]
-    (batch,) = pack(samples, 0, 1, 4096, HIDDEN).micro_batches
-    plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.bfloat16)
-    logits = plain(batch.input_ids).logits[0, 3:].float()
-    expected = torch.log_softmax(logits, -1).gather(-1, batch.targets[:, None])[:, 0]
-    assert torch.allclose(score(policy(tied_folder, world, "bfloat16"), batch)[0], expected, atol=1e-6)
+    (row,) = rows_of(TrainBatch(step=1, samples=[make_sample([5, 6, 7, 8], [9, 10, 11])]))
+    plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.bfloat16, attn_implementation="rl_blocks")
+    logits = plain(row.input_ids[None], tree=TreeMask(row.ends, row.position_ids)).logits[0, 3:].float()
+    expected = torch.log_softmax(logits, -1).gather(-1, row.targets[:, None])[:, 0]
+    assert torch.allclose(score(policy(tied_folder, world, "bfloat16"), row, world).logprobs, expected, atol=1e-6)
 
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
     model = policy(model_folder, world)
-    weights.publish(model, tmp_path / "000001", model_folder, torch.float32, world)
+    tensors = weights.gather_weights(model, torch.float32, world)
+    weights.write_version(tmp_path / "000001", tensors, model, model_folder, torch.float32)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     published, base = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "000001", model_folder))
     assert torch.equal(published(ids).logits, base(ids).logits)
     assert published.config.tie_word_embeddings == base.config.tie_word_embeddings
 
 
-def step(model, optimizer, samples, world):
-    packed = pack(samples, 0, 1, 4096, HIDDEN)
-    tokens = sum(sum(s.loss_mask) for s in samples)
-    return train_step(model, optimizer, packed.micro_batches, tokens, 1e-2, TrainerConfig(), world, Timer())
+def step(model, optimizer, ready, world):
+    settings = TrainerConfig(loss=PolicyGradientConfig())
+    return train_step(model, optimizer, ready, 1e-2, settings, world, Timer())
+
+
+def ready(*samples):
+    batch = TrainBatch(step=1, samples=list(samples))
+    return Ready(batch, Packed(rows_of(batch), 0.0))
 
 
 def test_a_step_raises_what_was_good(tied_folder, world):
     model = policy(tied_folder, world)
     optimizer = make_optimizer(model, TrainerConfig().optim)
-    samples = [
-        make_sample([5, 6], [7], advantage=1.0, logprobs=[0, 0, -5.5]),
-        make_sample([5, 6], [8], advantage=-1.0, logprobs=[0, 0, -5.5]),
-    ]
-    (batch,) = pack(samples, 0, 1, 4096, HIDDEN).micro_batches
-    before = score(model, batch)[0].detach()
-    metrics = step(model, optimizer, samples, world)
-    after = score(model, batch)[0].detach()
+    good = make_sample([5, 6], [7], advantage=1.0, logprobs=[0, 0, -5.5])
+    bad = make_sample([5, 6], [8], advantage=-1.0, logprobs=[0, 0, -5.5])
+    both = ready(good, bad)
+    before = score(model, both.packed.micro_batches[0], world).logprobs.detach()
+    metrics = step(model, optimizer, both, world)
+    after = score(model, both.packed.micro_batches[0], world).logprobs.detach()
     assert after[0] > before[0] and after[1] < before[1]
     assert metrics["optim/grad_norm"] > 0 and metrics["optim/lr"] == 1e-2 and 0 < metrics["entropy/mean"] < 5.6
-    assert gradient_norm(model.parameters()) == 0 or all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
@@ -147,17 +211,31 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     optimizer = make_optimizer(model, TrainerConfig().optim)
     before = [p.full_tensor().clone() for p in model.parameters()]
     with pytest.raises(NotFiniteError, match="nan"):
-        step(model, optimizer, [make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])], world)
+        step(model, optimizer, ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])), world)
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_attention_that_trees_do_not_describe_is_refused(tied_folder):
-    model = AutoModelForCausalLM.from_pretrained(tied_folder)
-    check_attention(model, 512)
-    model.config.sliding_window = 256
-    check_attention(model, 256)
-    with pytest.raises(ModelError, match=r"slides over 256 tokens; set model.max_model_len to 256"):
-        check_attention(model, 512)
+def test_attention_that_trees_do_not_describe_is_refused(tied_folder, world):
+    model = policy(tied_folder, world)
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ModelError, match="linear_attention"):
-        check_attention(model, 512)
+        check_attention(model)
+    (row,) = rows_of(make_batch(1))
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    model.config.sliding_window = 4
+    with pytest.raises(ModelError, match=r"window of 4 tokens; set trainer.attention = eager"):
+        score(model, row, world)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ModelError, match=r"does not call it; set trainer.attention = eager"):
+        score(model, row, world)
+
+
+def test_flex_attention_needs_a_gpu(tied_folder, world):
+    with pytest.raises(ModelError, match="use blocks"):
+        policy(tied_folder, world, attention="flex")
+
+
+def test_experts_are_chosen_without_noise(world, tmp_path):
+    model = policy(make_tiny_model(tmp_path / "moe", family="qwen3_moe"), world)
+    (row,) = rows_of(make_batch(1))
+    assert model.training and torch.equal(score(model, row, world).logprobs, score(model, row, world).logprobs)

@@ -1,84 +1,184 @@
+import random
+
+import numpy as np
+import pytest
 import torch
 
-from rl.trainer.packing import build_trees, pack, plan, to_tensors, tree_mask
+from rl.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.trainer.attention import TreeMask
+from rl.trainer.packing import Layout, Line, lay_out, make_line, pack, piece_cost, piece_tokens, plan
 from tests.trainer.samples import make_batch, make_sample
 
 A, B, C, D, E = 10, 11, 12, 13, 14
 
 
+def batch_of(*samples):
+    return TrainBatch(step=1, samples=list(samples))
+
+
+def packed(batch, *, ranks=1, rank=0, max_tokens=4096):
+    return pack(batch, list(range(1, len(batch.samples) + 1)), Layout(rank, ranks, max_tokens, 64))
+
+
 def test_literal_tree_of_the_docstring():
-    samples = [make_sample([A], [B, C]), make_sample([A], [B, D, E])]
-    (tree,) = build_trees(samples, 100)
-    assert tree.token_ids == [A, B, D] and tree.positions == [0, 1, 2] and tree.ends == [3, 3, 3]
-    assert sorted(zip(tree.predicted_from, tree.targets, strict=True)) == [(0, B), (0, B), (1, C), (1, D), (2, E)]
+    (row,) = packed(batch_of(make_sample([A], [B, C]), make_sample([A], [B, D, E]))).micro_batches
+    assert row.input_ids.tolist() == [A, B, D] and row.position_ids.tolist() == [0, 1, 2] and row.ends.tolist() == [3, 3, 3]
+    assert row.predictors.tolist() == [0, 1, 2] and row.rows.tolist() == [0, 0, 1, 1, 2] and row.targets.tolist() == [B, B, C, D, E]
+    assert row.sequences.tolist() == [0, 1, 0, 1, 1] and row.samples.tolist() == [0, 1] and row.weights.tolist() == [1, 2, 1, 2, 2]
 
 
-def test_literal_branches_and_mask():
+def test_tensors_of_two_trees():
     # a b -> c d | e d : two branches of the same prompt; the last token of each sample is predicted, never seen.
-    (tree,) = build_trees([make_sample([A, B], [C, D]), make_sample([A, B], [E, D])], 100)
-    assert tree.token_ids == [A, B, C, E] and tree.positions == [0, 1, 2, 2] and tree.ends == [4, 4, 3, 4]
-    assert not tree.is_chain
-    seen = tree_mask(torch.tensor([tree.ends]))[0, 0].int().tolist()
-    assert seen == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
+    branches = [make_sample([A, B], [C, D], advantage=0.5), make_sample([A, B], [E, D], advantage=-0.5)]
+    (row,) = packed(batch_of(*branches, make_sample([B, A], [C], group=1, temperature=0.5))).micro_batches
+    assert row.input_ids.tolist() == [A, B, C, E, B, A] and row.position_ids.tolist() == [0, 1, 2, 2, 0, 1]
+    assert row.ends.tolist() == [4, 4, 3, 4, 6, 6]
+    assert TreeMask(row.ends, row.position_ids).dense().int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
+    assert row.predictors.tolist() == [1, 2, 3, 5] and row.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert row.rows.tolist() == [0, 0, 1, 2, 3] and row.targets.tolist() == [C, E, D, D, C]
+    assert row.advantages.tolist() == [0.5, -0.5, 0.5, -0.5, 1.0]
+    assert row.teacher_logprobs is None and row.queries is None
 
 
-def test_tensors_of_two_rows():
-    (branched,) = build_trees([make_sample([A, B], [C, D], advantage=0.5), make_sample([A, B], [E, D], advantage=-0.5)], 100)
-    (chain,) = build_trees([make_sample([B, A], [C], temperature=0.5)], 100)
-    batch = to_tensors([branched, chain])
-    assert batch.input_ids.tolist() == [[A, B, C, E], [B, A, 0, 0]]
-    assert batch.ends.tolist() == [[4, 4, 3, 4], [2, 2, 4, 4]]
-    assert batch.logits_at.int().tolist() == [[0, 1, 1, 1], [0, 1, 0, 0]]
-    assert batch.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]
-    assert batch.rows.tolist() == [0, 0, 1, 2, 3]
-    assert batch.targets.tolist() == [C, E, D, D, C]
-    assert batch.advantages.tolist() == [0.5, -0.5, 0.5, -0.5, 1.0]
+def test_branches_of_multi_turn_rollouts_share_their_history():
+    """A rollout cut into samples (its context was compacted, or a sub-agent branched off) repeats its history in each of them."""
+    turns = list(range(100, 140))
+    first = make_sample([*turns, 1], [7, 7], rollout=0)
+    second = make_sample([*turns, 1, 7, 7, 2], [8, 8, 8], rollout=0)
+    third = make_sample([*turns, 3, 3], [9], rollout=1)
+    # inputs alone: 42 + 46 + 42 = 130; in the tree: 40 turns, then 1 7 7 2 8 8 and 3 3
+    result = packed(batch_of(first, second, third))
+    assert result.shared_token_fraction == 1 - (40 + 6 + 2) / 130
+    assert result.micro_batches[0].position_ids.tolist() == [*range(46), 40, 41]
+    assert packed(batch_of(make_sample([A, B], [C, D]), make_sample([A, B], [E, D]))).shared_token_fraction == 1 - 4 / 6
 
 
-def test_chains_need_no_mask():
-    batch = to_tensors([tree for i in range(2) for tree in build_trees([make_sample([A, B] * (i + 1), [C, D])], 100)])
-    assert batch.ends is None and batch.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+def test_temperatures_and_groups_share_nothing():
+    same = [make_sample([A], [B]), make_sample([A], [B], temperature=0.5), make_sample([A], [B], group=1)]
+    (row,) = packed(batch_of(*same)).micro_batches
+    assert row.ends.tolist() == [1, 2, 3] and packed(batch_of(*same)).shared_token_fraction == 0
 
 
-def test_a_group_over_the_budget_is_split_and_a_long_sample_stands_alone():
-    samples = [make_sample([A, B, C], [D, i]) for i in range(20, 23)] + [make_sample([A, B, C], [30 + i, 5]) for i in range(3)]
-    trees = build_trees(samples, 5)
-    assert [len(tree.token_ids) for tree in trees] == [5, 5]
-    assert sum(len(tree.targets) for tree in trees) == 12
-    assert [len(tree.token_ids) for tree in build_trees([make_sample([A] * 10, [B])], 4)] == [10]
+def random_batch(rng: random.Random) -> TrainBatch:
+    """Few tokens and lengths, so that everything happens: equal samples, prefixes of each other, gaps in the loss, no loss at all."""
+    samples = []
+    for _ in range(rng.randint(1, 14)):
+        length = rng.randint(1, 9)
+        mask = [False] + [rng.random() < 0.5 for _ in range(length - 1)]
+        trained = sum(mask)
+        new = rng.randint(0, trained)
+        samples.append(
+            TrainingSample(
+                token_ids=[rng.randint(1, 2) for _ in range(length)],
+                loss_mask=mask,
+                logprobs=[rng.uniform(-3, 0) for _ in range(length)],
+                advantages=[rng.uniform(-1, 1) for _ in range(length)],
+                policy_versions=[VersionSpan(3, trained - new), VersionSpan(4, new)],
+                env=rng.choice(["x", "y"]),
+                group_id=rng.randint(0, 2),
+                rollout_id=0,
+                temperature=rng.choice([1.0, 0.5]),
+                teacher_logprobs=[rng.uniform(-3, 0) for _ in range(length)] if rng.random() < 0.3 else None,
+            )
+        )
+    return TrainBatch(step=5, samples=samples)
 
 
-def test_temperatures_and_groups_are_not_mixed():
-    samples = [make_sample([A], [B]), make_sample([A], [B], temperature=0.5), make_sample([A], [B], group=1)]
-    assert len([tree for batches in plan(samples, 1, 100, 64) for trees in batches for tree in trees]) == 3
+def expected_tokens(batch: TrainBatch) -> list[tuple]:
+    """Every loss token, by definition: what comes before it, and what the loss needs."""
+    found = []
+    for place, s in enumerate(batch.samples):
+        versions = iter([span.policy_version for span in s.policy_versions for _ in range(span.num_tokens)])
+        for t in (t for t, mask in enumerate(s.loss_mask) if mask):
+            teacher = s.teacher_logprobs[t] if s.teacher_logprobs else None
+            values = [np.float32(x) for x in (s.logprobs[t], s.advantages[t], place + 1, s.temperature)]
+            context = tuple(s.token_ids[:t])
+            found.append(
+                (place, context, s.token_ids[t], *values, batch.envs.index(s.env), next(versions) == 4, teacher and np.float32(teacher))
+            )
+    return sorted(found, key=repr)
 
 
-def test_every_rank_gets_as_many_micro_batches_and_nothing_is_lost():
-    batch = make_batch(1, groups=7)
-    expected = sorted((t, a) for s in batch.samples for t, m, a in zip(s.token_ids, s.loss_mask, s.advantages, strict=True) if m)
-    for ranks in (1, 2, 3, 16):
-        packed = [pack(batch.samples, rank, ranks, 60, 64) for rank in range(ranks)]
-        assert len({len(p.micro_batches) for p in packed}) == 1 and len({p.shared_token_fraction for p in packed}) == 1
-        found = [(m.targets, m.advantages) for p in packed for m in p.micro_batches]
-        assert sorted((t, a) for ts, adv in found for t, a in zip(ts.tolist(), adv.double().tolist(), strict=True)) == [
-            (t, torch.tensor(a).double().item()) for t, a in expected
-        ]
-        assert all(m.input_ids.numel() <= 60 for p in packed for m in p.micro_batches)
+def packed_tokens(row) -> list[tuple]:
+    """The same out of a micro batch: what comes before a token is what its predictor sees."""
+    found = []
+    for n in range(len(row.targets)):
+        predictor = int(row.predictors[row.rows[n]])
+        seen = [j for j in range(predictor + 1) if predictor < row.ends[j]]
+        assert [int(row.position_ids[j]) for j in seen] == list(range(len(seen)))
+        place = int(row.samples[row.sequences[n]])
+        teacher = None if row.teacher_logprobs is None or row.teacher_logprobs[n].isnan() else row.teacher_logprobs[n].numpy()[()]
+        values = [x.numpy()[()] for x in (row.logprobs[n], row.advantages[n], row.weights[n], row.temperatures[row.rows[n]])]
+        context = tuple(row.input_ids[seen].tolist())
+        found.append((place, context, int(row.targets[n]), *values, int(row.envs[n]), bool(row.fresh[n]), teacher))
+    return found
 
 
-def test_an_idle_rank_gets_one_token_without_loss():
-    empty = pack([make_sample([A], [B])], 1, 2, 100, 64).micro_batches
-    assert len(empty) == 1 and empty[0].input_ids.tolist() == [[0]] and empty[0].targets.numel() == 0
-    assert empty[0].logits_at.tolist() == [[True]] and empty[0].temperatures.tolist() == [1.0]
+def test_every_loss_token_is_there_once_behind_its_own_tokens():
+    rng = random.Random(0)
+    for _ in range(150):
+        batch, ranks, max_tokens = random_batch(rng), rng.randint(1, 4), rng.choice([5, 12, 100])
+        results = [packed(batch, ranks=ranks, rank=rank, max_tokens=max_tokens) for rank in range(ranks)]
+        assert len({len(result.micro_batches) for result in results}) == 1
+        assert len({result.shared_token_fraction for result in results}) == 1
+        rows = [row for result in results for row in result.micro_batches]
+        assert sorted((token for row in rows for token in packed_tokens(row)), key=repr) == expected_tokens(batch)
+        longest = max(len(s.token_ids) for s in batch.samples)
+        for row in rows:
+            assert len(row.input_ids) <= max(max_tokens, longest)
+            assert row.predictors.tolist() == sorted(set(row.predictors.tolist())) and row.rows.tolist() == sorted(row.rows.tolist())
+            assert len(row.predictors) == len(row.temperatures) >= 1 and row.samples.tolist() == sorted(set(row.samples.tolist()))
+        assert sum(len(result.micro_batches[0].targets) > 0 for result in results) == min(ranks, len(make_line(batch).items))
 
 
-def test_shared_token_fraction():
-    # inputs a b c, a b e: 6 tokens alone, 4 in the tree
-    samples = [make_sample([A, B], [C, D]), make_sample([A, B], [E, D])]
-    assert pack(samples, 0, 1, 100, 64).shared_token_fraction == 1 - 4 / 6
+def costs(batch, ranks, max_tokens):
+    line, layout = make_line(batch), Layout(0, ranks, max_tokens, 64)
+    dealt = plan(line, layout)
+    return line, layout, dealt, [[piece_cost(line, piece, layout) for piece in pieces] for pieces in dealt]
 
 
-def test_plan_is_balanced():
-    rows = plan(make_batch(3, groups=16).samples, 4, 10_000, 64)
-    tokens = [sum(len(tree.token_ids) for trees in batches for tree in trees) for batches in rows]
-    assert max(tokens) <= 1.3 * min(tokens)
+def test_a_large_group_is_cut_at_the_price_of_its_prompt():
+    batch = batch_of(*(make_sample([A, B, C, D, E, A], [20 + i, 5, 5], rollout=i) for i in range(4)))
+    line, _, dealt, _ = costs(batch, 1, 11)
+    # 6 prompt tokens, 2 an answer: 14 in one tree, 10 + 10 in two
+    assert dealt == [[(0, 2), (2, 4)]] and [piece_tokens(line, piece) for piece in dealt[0]] == [10, 10]
+    assert packed(batch, max_tokens=11).shared_token_fraction == 1 - 20 / 32
+    assert [len(row.input_ids) for row in packed(batch_of(make_sample([A] * 10, [B])), max_tokens=4).micro_batches] == [10]
+
+
+def test_no_rank_is_idle_where_there_are_samples():
+    one_group = batch_of(*(make_sample([A] * 30, [20 + i] * 9, rollout=i) for i in range(8)))
+    for ranks in (2, 3, 8):
+        _, _, dealt, cost = costs(one_group, ranks, 4096)
+        assert all(len(pieces) == 1 for pieces in dealt) and min(map(min, cost)) > 0
+        assert max(map(sum, cost)) < 1.35 * sum(map(sum, cost)) / ranks  # 8 answers for 3 ranks: 3 + 3 + 2
+    idle = packed(batch_of(make_sample([A], [B])), ranks=2, rank=1).micro_batches
+    assert len(idle) == 1 and idle[0].input_ids.tolist() == [0] and idle[0].targets.numel() == 0
+    assert idle[0].predictors.tolist() == [0] and idle[0].temperatures.tolist() == [1.0] and idle[0].envs.dtype == torch.int64
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_micro_batches_are_full_balanced_and_fall_in_cost(ranks):
+    batch = make_batch(3, groups=64, group_size=8, prompt=40, answer=60)
+    line, layout, dealt, cost = costs(batch, ranks, 512)
+    assert all(row == sorted(row, reverse=True) for row in cost)
+    assert max(map(sum, cost)) <= 1.02 * sum(map(sum, cost)) / ranks
+    waited = sum(max(column) for column in zip(*cost, strict=True))
+    assert waited <= 1.05 * sum(map(sum, cost)) / ranks
+    tokens = [piece_tokens(line, piece) for pieces in dealt for piece in pieces]
+    assert max(tokens) <= 512 and sum(tokens) >= 0.7 * 512 * len(tokens)
+    assert dealt == plan(line, layout)
+
+
+def test_lay_out_of_a_piece_from_the_middle_begins_with_a_whole_sample():
+    line = make_line(batch_of(*(make_sample([A, B], [C + i, D]) for i in range(3))))
+    token_ids, positions, ends, paths = lay_out(Line(line.items, line.lengths, line.shared), (1, 3))
+    assert token_ids.tolist() == [A, B, C + 1, C + 2] and positions.tolist() == [0, 1, 2, 2] and ends.tolist() == [4, 4, 3, 4]
+    assert [path.tolist() for path in paths] == [[0, 1, 2], [0, 1, 3]]

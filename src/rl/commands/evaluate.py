@@ -114,7 +114,8 @@ async def evaluate_policy(config: RLConfig, source: Any, output: Path, slug: str
         warn_of_failures(source.label, entry.label, played)
         metrics = write_eval(output / slug / f"{entry.label}.jsonl", source.policy_version, entry.label, played)
         parts[entry.label] = eval_part(entry, config.sampling_of(entry), played, metrics)
-    return {"policy": source.label, "policy_version": source.policy_version, "model": source.model, "files": slug, "evals": parts}
+    model = source.adapter or source.model
+    return {"policy": source.label, "policy_version": source.policy_version, "model": model, "files": slug, "evals": parts}
 
 
 def warn_of_failures(policy: str, label: str, results: Any) -> None:

@@ -88,4 +88,5 @@ def load(
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
     config, line = load_config(rest, program, usage=text, given=given, optional=optional)
+    config.sft = None  # a run of supervised fine-tuning lends its model; here something plays
     return config, line, values

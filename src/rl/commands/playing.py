@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ from rl.orchestrator.workers import WorkerError, WorkerPool
 from rl.prepare import RunError, with_absolute_paths
 from rl.processes import LAUNCHER, STOP_DEADLINE_S, Child, Children, last_lines
 from rl.status import read_status
+from rl.trainer.config import LoraConfig
 
 POLL_S = 0.2
 CONCURRENCY = 64
@@ -131,25 +133,37 @@ class Server:
         shutil.rmtree(self.config.run_dir.root, ignore_errors=True)
 
 
-def server_config(config: RLConfig, model: str, work: Path) -> RLConfig:
+def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -> RLConfig:
     """The configuration of a server alone: all of the box is its own."""
     config = config.model_copy(deep=True)
     config.output_dir, config.name = str(work), "server"
     config.model.name = model
+    config.trainer.lora = lora_of(Path(adapter)) if adapter else None
     config.trainer.gpus, config.trainer.cpus, config.trainer.ranks, config.trainer.weights.dir = 0, None, None, None
     config.orchestrator.inference_urls, config.orchestrator.eval = [], []
     config.orchestrator.environment = [EnvConfig(id="none")]  # a server has nothing to do with them, but each configuration names one
     return with_absolute_paths(config)
 
 
-async def start_server(config: RLConfig, model: str, work: Path, children: Children) -> tuple[Server, str]:
-    """Finds the model, which may be a download, and starts its server. Returns it with the model's folder."""
-    config = server_config(config, model, work)
+def lora_of(adapter: Path) -> LoraConfig:
+    """What a server must know of adapters in advance."""
+    fields = json.loads((adapter / "adapter_config.json").read_text())
+    return LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
+
+
+async def start_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> tuple[Server, str]:
+    """Finds the model, which may be a download, and starts its server, with a folder of adapters if one is given. Returns it with the
+    model's folder."""
+    config = server_config(config, model, work, adapter)
     division = devices.split(config, devices.machine())
     config = devices.write_into(config, division)
     run_dir, logs = config.run_dir, work / "logs"
     shutil.rmtree(run_dir.root, ignore_errors=True)
     write_file(run_dir.config, to_toml(config).encode())
+    if adapter:  # a server starts at its run's newest version
+        name = Path(adapter).name
+        run_dir.weights_dir.mkdir()
+        run_dir.weights(int(name) if name.isdigit() else 1).symlink_to(adapter)
     found = children.start("model", launcher.command("model", run_dir, 1), dict(os.environ), logs)
     told = time.monotonic()
     while found.exit_code is None:  # a download has no deadline of ours; it says that it goes on
@@ -252,7 +266,7 @@ async def arena(config: RLConfig, source: Source | PolicySpec, work: Path, child
             config = with_absolute_paths(config)
             policy = policy_spec(config, resolve_model(config.model))
         else:
-            server, folder = await start_server(config, source.model, work, children)
+            server, folder = await start_server(config, source.model, work, children, source.adapter)
             policy = policy_spec(server.config, folder)
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)

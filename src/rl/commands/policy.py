@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Source:
     label: str
     model: str = ""
     """A folder, or an id on the hub, to be served by us."""
+    adapter: str = ""
+    """A folder with adapters (peft) that the model is served with."""
     policy_version: int | None = None
     """Of a run's version."""
     endpoint: Endpoint | None = None
@@ -61,7 +64,7 @@ def resolve(spec: str | None, config: RLConfig, model: str | None, key_var: str 
         return version_of_run(*run, evals)
     if not Path(spec).expanduser().is_dir():
         check_not_a_run(spec)
-    return Source(Path(spec).name, spec)
+    return from_folder(Path(spec).name, spec)
 
 
 # Runs -------------------------------------------------------------------------------------------------------------------
@@ -93,26 +96,46 @@ def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
         config = from_toml(root / "config.toml")
     except ConfigError as error:
         raise PolicyError(f"{root / 'config.toml'} was not written by this version of rl:\n{error}") from None
-    weights = config.run_dir.weights_dir if config.trainer.weights.dir else root / "weights"  # the run may have been moved
-    there = numbered(RunDir(root, weights).weights_dir)
-    if not version:
-        number = max(there, default=0)
-    elif version.startswith("best"):
-        number = best_version(root, version.removeprefix("best").removeprefix(":"), evals)
-    elif version.isdigit():
-        number = int(version)
-    else:
-        raise PolicyError(f"{root}@{version}: give a version's number, or best")
+    weights = place_of(root, config).weights_dir
+    there = numbered(weights)
+    number = version_number(root, version, there, evals)
     label = f"{root.resolve().name}@{number}"
     if number == 0:
-        return Source(label, config.model.name, 0)
+        return Source(label, config.model.name, policy_version=0)
     if number not in there:
         kept = ", ".join(map(str, list(there)[-SHOWN:])) or "none"
         raise PolicyError(
             f"{root}@{version or number}: version {number} is not in {weights}; there are {kept} (and 0, the base model). "
             "Which ones a run keeps is set by trainer.weights.keep_last and keep_every"
         )
-    return Source(label, str(there[number]), number)
+    return from_folder(label, str(there[number]), number, config.model.name)
+
+
+def from_folder(label: str, model: str, version: int | None = None, base: str | None = None) -> Source:
+    """A model's folder or its id on the hub; a folder of adapters stands for its base (`base`, or the one that it names) with them."""
+    adapter = Path(model).expanduser() / "adapter_config.json"
+    if not adapter.is_file():
+        return Source(label, model, policy_version=version)
+    base = base or json.loads(adapter.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise PolicyError(f"{model}: are adapters that do not name their base model; set base_model_name_or_path in {adapter}")
+    return Source(label, base, str(adapter.parent.absolute()), version)
+
+
+def place_of(root: Path, config: RLConfig) -> RunDir:
+    """A run's directory where it lies now: it may have been moved since its configuration was written."""
+    return RunDir(root, config.run_dir.weights_dir if config.trainer.weights.dir else root / "weights")
+
+
+def version_number(root: Path, version: str, there: Collection[int], evals: tuple[str, ...]) -> int:
+    """The version that is meant by what stands behind the @: nothing is the newest of those that are there. Raises PolicyError."""
+    if not version:
+        return max(there, default=0)
+    if version.startswith("best"):
+        return best_version(root, version.removeprefix("best").removeprefix(":"), evals)
+    if version.isdigit():
+        return int(version)
+    raise PolicyError(f"{root}@{version}: give a version's number, or best")
 
 
 def best_version(root: Path, name: str, evals: tuple[str, ...]) -> int:

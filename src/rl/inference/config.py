@@ -1,6 +1,6 @@
 """Settings of the inference server."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -20,5 +20,9 @@ class InferenceConfig(Settings):
     """CPU cores of the server: a count, or a list of ids. Default: all cores, shared with the trainer."""
     startup_timeout_s: float = Field(900.0, gt=0)
     """How long the server may take until it answers."""
+    adapters: Literal["auto", "merge", "hot"] = "auto"
+    """How versions of a run with trainer.lora are served. hot: adapters beside the model, loaded without a pause; requests in flight keep
+    theirs. merge: added to the model's weights, as fast as the model alone. auto: hot on GPUs; merge on the CPU, where hot takes 5 times
+    as long."""
     vllm: dict[str, Any] = {}
     """Any vLLM engine argument by its name, such as `tensor_parallel_size = 2`; checked against vLLM's own when the server starts."""

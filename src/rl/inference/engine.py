@@ -1,17 +1,24 @@
 """vLLM's engine with a policy version: every sampled token has exactly one, also when weights are loaded while requests are in flight."""
 
 import asyncio
+import itertools
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from rl.inference.adapter import check_adapter, is_adapter, read_adapter
 from rl.inference.weight_files import Tensors, WeightsError, check_weights
 
+SLOT_POLL_S = 0.05
+"""How often it is looked whether the requests of some adapter have all ended."""
 STAGING_POLL_S = 0.01
 """How often workers are asked whether they have read the new weights; each question costs the engine less than a millisecond."""
 
@@ -26,6 +33,18 @@ class Sampled:
     finish_reason: str
 
 
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds of one load."""
+
+    stage_s: float = 0.0
+    """Reading and packing the new weights beside the old; generation goes on."""
+    drain_s: float = 0.0
+    """From the order to stop until the step that ran was done; its tokens count."""
+    pause_s: float = 0.0
+    """From that end until the scheduler may start the next step."""
+
+
 class VersionedEngine(AsyncLLM):
     """AsyncLLM that knows which policy version samples.
 
@@ -38,13 +57,21 @@ class VersionedEngine(AsyncLLM):
     policy_version: int = 0
     loading: int | None = None
     expected: Tensors
+    slots: int = 0
+    """Adapters that can be served side by side; 0: they are merged into the base model."""
+    adapter: LoRARequest | None = None
+    """What new requests are answered with; None is the base model."""
     broken: str = ""
     """Why the engine must not be used any more, although its process lives."""
 
     def set_model(self, policy_version: int, expected: Tensors) -> None:
         """Says which weights the engine started with; comes before the first request."""
         self.policy_version, self.expected = policy_version, expected
+        self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
         self.load_lock = asyncio.Lock()
+        self.adapter_ids = itertools.count(1)
+        self.adapter_versions: dict[int, int] = {}
+        self.loaded_adapters: set[int] = set()
 
     def _run_output_handler(self) -> None:
         """Before the handler starts: lets fences pass through its queue."""
@@ -59,9 +86,18 @@ class VersionedEngine(AsyncLLM):
             self.engine_core.get_output_async = get_output_or_fence
         super()._run_output_handler()
 
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> RequestOutputCollector:
+        """Every request, whatever route it came by, is answered with the newest adapter."""
+        if self.adapter:
+            more["lora_request"] = self.adapter
+        return await super().add_request(request_id, prompt, params, *args, **more)
+
     async def _add_request(self, request, prompt, parent_req, index, queue) -> None:
-        # Runs without a break up to the registration of the request inside super(), so no version can change in between.
-        queue.version_starts = [(0, self.policy_version)]
+        # Runs without a break up to the registration of the request inside super(), so no version can change in between. With adapters
+        # side by side the request has had its own since `add_request`, and keeps it.
+        lora = request.lora_request
+        version = self.policy_version if not self.slots else self.adapter_versions[lora.lora_int_id] if lora else 0
+        queue.version_starts = [(0, version)]
         await super()._add_request(request, prompt, parent_req, index, queue)
 
     async def sample(self, token_ids: list[int], params: SamplingParams) -> Sampled:
@@ -79,28 +115,62 @@ class VersionedEngine(AsyncLLM):
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
         return Sampled(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
-    async def load_weights(self, policy_version: int, path: str) -> tuple[float, float]:
-        """Loads a version under running requests; returns (seconds generation stood still, seconds of staging before that).
+    async def load_weights(self, policy_version: int, path: str) -> LoadTimes:
+        """Loads a version under running requests. Raises WeightsError with the old version still served.
 
-        Raises WeightsError with the old version still served. Loading what is loaded does nothing.
+        Loading what is loaded does nothing.
         """
         async with self.load_lock:
             if policy_version == self.policy_version:
-                return 0.0, 0.0
+                return LoadTimes()
             self.loading = policy_version
             try:
                 start = time.perf_counter()
+                await asyncio.to_thread(self.check, Path(path))
+                if self.slots:
+                    await self.add_adapter(policy_version, path)
+                    return LoadTimes(stage_s=time.perf_counter() - start)
                 await self.stage(path)
                 staged = time.perf_counter()
-                await self.swap(policy_version)
-                return time.perf_counter() - staged, staged - start
+                drain_s, pause_s = await self.swap(policy_version)
+                return LoadTimes(staged - start, drain_s, pause_s)
             finally:
                 self.loading = None
 
+    def check(self, folder: Path) -> None:
+        """Raises WeightsError unless a version's files are whole and fit the model."""
+        if is_adapter(folder):
+            check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
+        elif self.slots:
+            raise WeightsError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
+        else:
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            check_weights(folder, self.expected, tied)
+
+    async def add_adapter(self, policy_version: int, path: str) -> None:
+        """Loads an adapter between two steps. Requests from now on get it, those in flight keep theirs, and nothing pauses.
+
+        Adapters that no request needs any more are removed. While each slot has requests, this waits until those of one have ended.
+        """
+        while len(used := self.adapters_in_use()) >= self.slots:
+            await asyncio.sleep(SLOT_POLL_S)
+        for number in self.loaded_adapters - used:
+            await self.remove_lora(number)
+        number = next(self.adapter_ids)
+        # A name of its own also for a version that was trained again: cached prefixes are kept by it.
+        adapter = LoRARequest(f"version-{policy_version}-{number}", number, path)
+        await self.add_lora(adapter)
+        self.loaded_adapters = self.loaded_adapters & used | {number}
+        self.adapter_versions[number] = policy_version
+        self.adapter, self.policy_version = adapter, policy_version
+
+    def adapters_in_use(self) -> set[int]:
+        """Those of requests in flight, and the one of new requests."""
+        requests = [state.lora_request for state in self.output_processor.request_states.values()]
+        return {request.lora_int_id for request in [*requests, self.adapter] if request}
+
     async def stage(self, path: str) -> None:
-        """Checks the files and has every worker read them into memory while generation goes on."""
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        await asyncio.to_thread(check_weights, Path(path), self.expected, tied)
+        """Has every worker prepare the weights while generation goes on."""
         await self.collective_rpc("stage_weights", args=(path,))
         while True:
             states = await self.collective_rpc("staging_state")
@@ -110,15 +180,17 @@ class VersionedEngine(AsyncLLM):
                 return
             await asyncio.sleep(STAGING_POLL_S)
 
-    async def swap(self, policy_version: int) -> None:
+    async def swap(self, policy_version: int) -> tuple[float, float]:
         """Stops between two steps, drops all KV (it belongs to the old weights), swaps, and lets the requests in flight go on.
 
         Requests keep their tokens; the KV of prompt and tokens is computed again by the new weights. If anything fails in here the model
-        may be half new: `broken` then ends the server.
+        may be half new: `broken` then ends the server. Returns drain_s and pause_s.
         """
         self.broken = f"loading policy version {policy_version} failed half-way"
         await self.renderer.clear_mm_cache_async()
+        ordered = time.perf_counter()
         await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        stopped = time.perf_counter()
         await self.collective_rpc("swap_weights")
         fence = asyncio.get_running_loop().create_future()
         self.engine_core.outputs_queue.put_nowait(fence)
@@ -127,7 +199,9 @@ class VersionedEngine(AsyncLLM):
         for state in self.output_processor.request_states.values():
             state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
         await self.resume_generation()
+        resumed = time.perf_counter()
         self.broken = ""
+        return stopped - ordered, resumed - stopped
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:

@@ -17,6 +17,9 @@ OWNED = {
     "seed": "seed",
     "host": "inference.host",
     "port": "inference.port",
+    "enable_lora": "trainer.lora",
+    "max_lora_rank": "trainer.lora.rank",
+    "max_loras": "orchestrator.max_off_policy_steps",
 }
 """vLLM arguments that say the same as a setting of ours -> that setting."""
 

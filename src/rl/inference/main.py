@@ -2,12 +2,17 @@
 
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 from rl.cli import load_config
 from rl.config import RLConfig
 from rl.models import ModelError, resolve_model
 from rl.processes import die_with_parent
 from rl.status import AlreadyRunningError, Status, hold_role
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM lays its buffers out for; a smaller one fits into the next."""
 
 
 def main() -> None:
@@ -35,9 +40,24 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
 
 
+def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's arguments for adapters beside the model; none where they are merged or the run has none."""
+    lora, way = config.trainer.lora, config.inference.adapters
+    if lora is None or way == "merge" or (way == "auto" and on_cpu):
+        return {}
+    from rl.inference.engine_args import EngineArgsError
+
+    rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise EngineArgsError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; set inference.adapters = merge")
+    # Requests of that many versions can be in flight: older ones are cancelled. One more is the next.
+    return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
+
+
 def run(config: RLConfig) -> int:
     """Serves the newest policy version of the run directory, or the base model as version 0."""
     from rl.devices import is_cpu_vllm, visible_gpus
+    from rl.inference.adapter import is_adapter
     from rl.inference.engine_args import EngineArgsError
     from rl.inference.server import serve
 
@@ -48,16 +68,20 @@ def run(config: RLConfig) -> int:
     lock = hold_role(run_dir.lock("inference"), "inference")
     status = Status(run_dir.status("inference"), "inference")
     newest = run_dir.newest_weights()
+    adapter = newest if newest and is_adapter(Path(newest.path)) else None
+    whole = newest if newest and not adapter else None
     try:
         return serve(
-            model_path=newest.path if newest else resolve_model(model),
+            model_path=whole.path if whole else resolve_model(model),
+            policy_version=whole.policy_version if whole else 0,
+            adapter=adapter,
             served_model_name=model.name,
             host=config.inference.host,
             port=config.inference.port,
             max_model_len=model.max_model_len,
             dtype=model.dtype,
-            policy_version=newest.policy_version if newest else 0,
             engine_args=config.inference.vllm,
+            adapter_args=adapter_arguments(config, on_cpu),
             on_ready=lambda address: status.doing("serving", address=address),
             on_cpu=on_cpu,
             seed=config.seed,

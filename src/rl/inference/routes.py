@@ -1,6 +1,7 @@
 """The HTTP routes that we add to vLLM's app: /generate, /load_weights, /status, /ready."""
 
 import asyncio
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
@@ -77,7 +78,7 @@ async def unless_disconnected(request: Request, work: Any) -> Any:
 
 def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
     router = APIRouter()
-    max_model_len = engine.model_config.max_model_len
+    max_model_len, vocab_size = engine.model_config.max_model_len, engine.model_config.get_vocab_size()
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
@@ -88,6 +89,8 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
             if num_tokens >= max_model_len:
                 message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} holds prompt and answer together"
                 return refuse(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
+            if (largest := max(body.token_ids)) >= vocab_size:  # vLLM lets the first such id pass, and its engine dies of it
+                return refuse(400, "bad_request", f"token id {largest} is not of this model; its vocabulary has {vocab_size}")
             params = to_sampling_params(body.sampling)
             sampled = await unless_disconnected(request, engine.sample(body.token_ids, params))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
@@ -101,12 +104,12 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         """Puts a policy version in place of the one that is served; goes on to the end even if the client leaves."""
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            pause_s, stage_s = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
+            times = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
         except msgspec.DecodeError as error:
             return refuse(400, "bad_request", str(error))
         except WeightsError as error:
             return refuse(422, "bad_weights", str(error), policy_version=engine.policy_version)
-        return reply(200, {"policy_version": body.policy_version, "pause_s": pause_s, "stage_s": stage_s})
+        return reply(200, {"policy_version": body.policy_version, **asdict(times)})
 
     @router.get("/status")
     async def status() -> Response:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.inference.engine_args import parse_engine_args
+from rl.messages import WeightVersion
 from rl.status import reachable
 
 ENGINE_WATCH_S = 0.1
@@ -126,17 +127,24 @@ async def engine_death(engine: Any) -> str:
     return engine.broken or "the engine process died; its last lines are above"
 
 
-async def run(args: Namespace, sock: socket.socket, policy_version: int, on_ready: Callable[[str], None]) -> str:
+async def run(
+    args: Namespace, sock: socket.socket, policy_version: int, adapter: WeightVersion | None, on_ready: Callable[[str], None]
+) -> str:
     """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or ""."""
     import uvicorn
     from vllm.entrypoints.launchers.launcher import NoSignalServer
 
-    from rl.inference.weight_files import read_tensors
+    from rl.inference.weight_files import WeightsError, read_tensors
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     expected = read_tensors(Path(args.model))
     with running_engine(args, policy_version, expected) as engine:
         await engine.collective_rpc("die_with", args=(os.getpid(),))
+        if adapter:
+            try:
+                await engine.load_weights(adapter.policy_version, adapter.path)
+            except WeightsError as error:
+                return str(error)
         app = await build_app(engine, args)
         server = NoSignalServer(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S))
         app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
@@ -168,7 +176,9 @@ def serve(
     max_model_len: int,
     dtype: str,
     policy_version: int,
+    adapter: WeightVersion | None,
     engine_args: dict[str, Any],
+    adapter_args: dict[str, Any],
     on_ready: Callable[[str], None],
     on_cpu: bool,
     seed: int = 0,
@@ -177,7 +187,8 @@ def serve(
 ) -> int:
     """Runs the server in this process and returns its exit code; `on_ready` gets the address. Raises EngineArgsError first of all.
 
-    `policy_version` is that of the weights at `model_path`; `engine_args` are the user's, by vLLM's names.
+    `policy_version` is that of the weights at `model_path`; `adapter`, if given, is loaded before the first request. `engine_args` are
+    the user's, by vLLM's names; `adapter_args` have it serve adapters beside the model.
     """
     ours = {
         "model": model_path,
@@ -195,12 +206,12 @@ def serve(
     }
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))  # while it starts; unwinds, so that the engine process ends too
-    args = parse_engine_args(engine_args, ours | (cpu_defaults(engine_args) if on_cpu else {}))
+    args = parse_engine_args(engine_args, ours | adapter_args | (cpu_defaults(engine_args) if on_cpu else {}))
     sock = bind(host, port)
     args.port = sock.getsockname()[1]
     import uvloop
 
-    fault = uvloop.run(run(args, sock, policy_version, on_ready))
+    fault = uvloop.run(run(args, sock, policy_version, adapter, on_ready))
     if fault:
         print(f"inference: {fault}", file=sys.stderr, flush=True)
     return 1 if fault else 0

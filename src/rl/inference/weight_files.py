@@ -75,6 +75,11 @@ def check_weights(directory: Path, expected: Tensors, tied: bool) -> None:
             faults.append(f"{name} has shape {list(shape)}, the model {list(want_shape)}")
         if dtype != want_dtype and not {dtype, want_dtype} <= FLOATS:
             faults.append(f"{name} is {dtype}, the model's {want_dtype}")
+    refuse_faults(directory, faults)
+
+
+def refuse_faults(directory: Path, faults: list[str]) -> None:
+    """Raises WeightsError if there are any; names at most eight."""
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise WeightsError(f"{directory} does not fit the served model: {'; '.join(sorted(faults)[:8])}{more}")

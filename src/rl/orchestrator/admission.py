@@ -10,9 +10,15 @@ its place to another. It goes on playing, is trained when it finishes, and may l
 a slow environment plays as many groups at once as its share needs, and the others go on meanwhile.
 """
 
+import asyncio
 import statistics
+import time
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from rl.orchestrator.rollouts import Group
+from rl.orchestrator.tasks import TaskRef
 
 MAX_REFILL = 3
 """So many batches' worth of rollouts are played for one batch; then it is trained short."""
@@ -58,6 +64,30 @@ class Places:
     @property
     def held(self) -> int:
         return self.usable.total() + self.playing.total()
+
+
+@dataclass
+class InFlight:
+    """A group that is being played."""
+
+    ref: TaskRef
+    episodes: int
+    start_version: int
+    started: float
+    """By the monotonic clock."""
+    task: "asyncio.Task[None]"
+
+
+def count_places(finished: Iterable[Group], playing: Iterable[InFlight], slow_s: float) -> Places:
+    """What the rollouts of groups that are finished and wait, and of those in flight, are doing; slow after `slow_s` seconds."""
+    places, now = Places(), time.monotonic()
+    for group in finished:
+        kind = places.usable if group.why is None else places.dropped
+        kind[group.env] += group.num_episodes
+    for play in playing:
+        kind = places.slow if now - play.started > slow_s else places.playing
+        kind[play.ref.env] += play.episodes
+    return places
 
 
 def eligible(shares: dict[str, float], places: Places, batch_size: int, batches_ahead: int, max_in_flight: int) -> list[str]:

@@ -1,6 +1,8 @@
 """From finished groups to the next batch: which groups, what is written, which numbers (all but the writing is pure)."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -9,7 +11,9 @@ from rl.batch_log import write_batch
 from rl.files import CorruptFileError, write_file
 from rl.messages import TrainBatch
 from rl.orchestrator.admission import MAX_REFILL
-from rl.orchestrator.advantage import group_mean
+from rl.orchestrator.config import EnvConfig, OrchestratorConfig
+from rl.orchestrator.credit import group_advantages, has_group_baseline, length_penalties, mean, over_batch, reinforce_pp
+from rl.orchestrator.credit_config import CreditSettings, DrGrpoConfig, ReinforcePlusPlusConfig
 from rl.orchestrator.rollouts import Group, Rollout
 from rl.orchestrator.samples import group_samples, merge_turns
 from rl.orchestrator.signal import Signal
@@ -27,6 +31,31 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     settled: list[int]
     """Groups that this batch trained or dropped; they may still stand in pending.log after a crash."""
     signal: Signal = msgspec.field(default_factory=Signal)
+    pending: list[int] = []
+    """Groups that wait for a later batch: counted in `signal` and in the solve rates already."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the groups of an environment are judged."""
+
+    credit: CreditSettings = field(default_factory=DrGrpoConfig)
+    taught: bool = False
+    """A teacher scores the tokens: there is something to learn whatever the rewards are."""
+    keep_partial: bool = False
+    replace_no_signal: bool = True
+    mask_truncated: bool = False
+
+
+def rules_of(settings: OrchestratorConfig, env: EnvConfig, taught: bool) -> Rules:
+    """What is configured for an environment."""
+    return Rules(
+        credit=env.credit or settings.credit,
+        taught=taught,
+        keep_partial=settings.keep_partial_groups,
+        replace_no_signal=settings.replace_no_signal,
+        mask_truncated=settings.mask_truncated,
+    )
 
 
 def decode_state(raw: msgspec.Raw) -> OrchestratorState:
@@ -37,28 +66,56 @@ def decode_state(raw: msgspec.Raw) -> OrchestratorState:
         raise CorruptFileError(f"the orchestrator's state in the newest batch is not of this version of rl: {error}") from None
 
 
-def judge(group: Group, keep_partial: bool = False, replace_no_signal: bool = True) -> Group:
+def judge(group: Group, rules: Rules) -> Group:
     """Gives a finished group its advantages, and the reason if it is not to be trained.
 
     A group with a failed member trains none of it, unless `keep_partial`: what is left is biased, for failing may depend on the answer.
-    The parts that one agent played in a group's episodes are compared with each other, not with those of other agents.
     """
     rollouts = group.rollouts
     whole = [rollout for rollout in rollouts if not rollout.error]
-    group.advantages = [0.0] * len(rollouts)
-    if len(whole) < len(rollouts) and not (keep_partial and len({rollout.episode for rollout in whole}) > 1):
+    group.advantages, group.penalties = [0.0] * len(rollouts), [0.0] * len(rollouts)
+    group.why, group.signal = None, False
+    if len(whole) < len(rollouts) and not (rules.keep_partial and len({rollout.episode for rollout in whole}) > 1):
         group.why = "error"
         return group
-    for agent in {rollout.agent for rollout in whole if rollout.trainable}:
-        own = [i for i, rollout in enumerate(rollouts) if rollout.agent == agent and rollout.trainable and not rollout.error]
-        for i, advantage in zip(own, group_mean([rollouts[i].reward for i in own]), strict=True):
-            group.advantages[i] = advantage
+    for own in compared(group).values():
+        rewards, lengths = [rollouts[i].reward for i in own], [rollouts[i].num_tokens for i in own]
+        penalties = length_penalties(rewards, lengths, rules.credit.length_penalty)
+        left = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+        for i, penalty, advantage in zip(own, penalties, group_advantages(left, rules.credit), strict=True):
+            group.penalties[i], group.advantages[i] = penalty, advantage
+    group.signal = rules.taught or any(group.advantages) or (False if has_group_baseline(rules.credit) else None)
     trainable = [rollout for rollout in whole if rollout.trainable]
     if not any(rollout.num_tokens for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
-    elif replace_no_signal and not any(group.advantages):
+    elif rules.replace_no_signal and group.signal is False:
         group.why = "no_signal"
     return group
+
+
+def compared(group: Group) -> dict[str, list[int]]:
+    """Places of the rollouts that are compared with each other: the parts that one agent played, but for failed and untrained ones."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for i, rollout in enumerate(group.rollouts):
+        if rollout.trainable and not rollout.error:
+            places[rollout.agent].append(i)
+    return places
+
+
+def normalise(used: list[Group], rules: Mapping[str, Rules]) -> None:
+    """Final advantages for the groups of a batch, where their credit is over the batch: each environment and agent for itself."""
+    members: dict[tuple[str, str], list[tuple[Group, list[int]]]] = defaultdict(list)
+    for group in used:
+        if over_batch(rules[group.env].credit):
+            for agent, own in compared(group).items():
+                members[group.env, agent].append((group, own))
+    for (env, _), parts in members.items():
+        credit = rules[env].credit
+        assert isinstance(credit, ReinforcePlusPlusConfig)
+        rewards = [[group.rollouts[i].reward - group.penalties[i] for i in own] for group, own in parts]
+        for (group, own), advantages in zip(parts, reinforce_pp(rewards, credit.group_baseline), strict=True):
+            for i, advantage in zip(own, advantages, strict=True):
+                group.advantages[i] = advantage
 
 
 def choose(finished: list[Group], batch_size: int, num_playing: int) -> list[Group] | None:
@@ -77,12 +134,15 @@ def choose(finished: list[Group], batch_size: int, num_playing: int) -> list[Gro
 
 
 def commit(
-    run_dir: RunDir, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, mask_truncated: bool
+    run_dir: RunDir, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, rules: Mapping[str, Rules]
 ) -> TrainBatch:
-    """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
-    lines = [rollout_line(group, i, step, mask_truncated) for group in [*used, *dropped] for i in range(len(group.rollouts))]
+    """Writes the rollouts, then the batch with the state after it: its rename is the commit. Advantages become final here."""
+    normalise(used, rules)
+    everything = [(group, rules[group.env].mask_truncated) for group in [*used, *dropped]]
+    lines = [rollout_line(group, i, step, masked) for group, masked in everything for i in range(len(group.rollouts))]
     write_file(run_dir.rollouts(step), b"\n".join([*map(msgspec.json.encode, lines), b""]))
-    batch = TrainBatch(step=step, samples=[sample for group in used for sample in group_samples(group, mask_truncated)])
+    samples = [sample for group in used for sample in group_samples(group, rules[group.env].mask_truncated)]
+    batch = TrainBatch(step=step, samples=samples)
     write_batch(run_dir.batch(step), batch, state)
     return batch
 
@@ -119,10 +179,6 @@ def rollout_line(group: Group, i: int, step: int, mask_truncated: bool = False) 
     }
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
 def batch_metrics(batch: TrainBatch, groups: list[Group]) -> dict[str, float]:
     """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens."""
     everything = [rollout for group in groups for rollout in group.rollouts]
@@ -140,9 +196,22 @@ def batch_metrics(batch: TrainBatch, groups: list[Group]) -> dict[str, float]:
         "rollouts/length_mean": mean([rollout.num_tokens for rollout in finished]),
         "rollouts/turns_mean": mean([len(rollout.turns) for rollout in finished]),
         "rollouts/zero_advantage": mean([float(without_signal(group)) for group in groups for _ in group.rollouts]),
+        "rollouts/replaced_groups": sum(group.why == "no_signal" for group in groups),
         **outcome_shares(everything),
         **environment_metrics(groups),
+        **teacher_metrics(batch),
     }
+
+
+def teacher_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Mean of log sampler - log teacher over the sampled tokens: an unbiased estimate of KL(sampler || teacher) a token, nats."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for sample in batch.samples:
+        if sample.teacher_logprobs is not None:
+            tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
+            gaps[sample.env] += [logprob - teacher for sampled, logprob, teacher in tokens if sampled]
+    by_env = {f"teacher_kl/{env}/mean": mean(values) for env, values in sorted(gaps.items())}
+    return {"teacher_kl/mean": mean([gap for values in gaps.values() for gap in values]), **by_env} if gaps else {}
 
 
 def without_signal(group: Group) -> bool:
@@ -176,6 +245,11 @@ def environment_metrics(groups: list[Group]) -> dict[str, float]:
         finished = [rollout for rollout in rollouts if not rollout.error]
         if finished:
             metrics[f"reward/{env}/mean"] = mean([rollout.reward for rollout in finished if rollout.trainable])
+        own = [group for group in groups if group.env == env]
+        if penalty := sum(sum(group.penalties) for group in own):
+            metrics[f"reward/{env}/length_penalty"] = penalty / sum(len(group.rewards) for group in own)
+        if replaced := sum(group.why == "no_signal" for group in own):
+            metrics[f"rollouts/{env}/replaced_groups"] = replaced
         values: dict[str, list[float]] = defaultdict(list)
         for rollout in finished:
             for key, value in rollout.metrics.items():

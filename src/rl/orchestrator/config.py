@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from rl.orchestrator.credit_config import CreditConfig, DrGrpoConfig, NoCreditConfig
 from rl.settings import Settings
 
 
@@ -91,6 +92,37 @@ class EnvSource(Settings):
         return self.model_dump(include=set(EnvSource.model_fields) - {"name", "workers", "sampling"})
 
 
+class TeacherConfig(Settings):
+    """A vLLM server with the model's own tokenizer that scores sampled tokens, for on-policy distillation."""
+
+    base_url: str
+    """Its OpenAI-compatible address: `http://host:8000/v1`."""
+    model: str | None = None
+    """Name of the model there. Default: the only one, or the first."""
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, if it wants one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """How long to repeat a request that is not answered; then its rollout failed (`teacher`), and with it the group."""
+
+
+class DifficultyConfig(Settings):
+    """Pools of tasks by their running mean reward: those that are nearly always or nearly never solved come up less often."""
+
+    hard_up_to: float = 0.25
+    """A task is hard whose running mean reward is at most this."""
+    easy_above: float = 0.75
+    """A task is easy whose running mean reward is above this."""
+    hard_weight: float = Field(0.2, ge=0, le=1)
+    """Probability that a hard task is played when its turn comes."""
+    easy_weight: float = Field(0.2, ge=0, le=1)
+    """Probability that an easy task is played when its turn comes."""
+
+
+def switch(value: object) -> object:
+    """`true` means the defaults, `false` means off."""
+    return {} if value is True else None if value is False else value
+
+
 class EnvConfig(EnvSource):
     """One environment that is trained on."""
 
@@ -100,6 +132,12 @@ class EnvConfig(EnvSource):
     """Rollouts of one task. Default: orchestrator.group_size."""
     max_samples: int = Field(-1, ge=-1)
     """Train on the first so many tasks only; -1: all."""
+    credit: CreditConfig | None = None
+    """How its rewards become advantages. Default: orchestrator.credit."""
+    difficulty: Annotated[DifficultyConfig | None, BeforeValidator(switch)] = None
+    """Play easy and hard tasks less often; `true` is enough. Off by default."""
+    teacher: TeacherConfig | None = None
+    """What its rollouts are distilled from. Default: orchestrator.teacher."""
 
 
 class EvalConfig(EnvSource):
@@ -142,10 +180,15 @@ class OrchestratorConfig(Settings):
     eval: Annotated[list[EvalConfig], BeforeValidator(as_list)] = []
     """Evaluations: one `[eval]` or several `[[eval]]`."""
     sampling: SamplingConfig = SamplingConfig()
+    credit: CreditConfig = DrGrpoConfig()
+    """How rewards become advantages."""
+    teacher: TeacherConfig | None = None
+    """On-policy distillation: log teacher - log trainer, times trainer.loss.teacher_coefficient, is added to the advantage of every sampled
+    token. Groups without signal in their rewards are trained, too."""
     batch_size: int = Field(64, ge=1)
     """Rollouts a step."""
     group_size: int = Field(8, ge=2)
-    """Rollouts of one task; their mean reward is the baseline."""
+    """Rollouts of one task; their mean reward is the baseline of most kinds of credit."""
     max_off_policy_steps: int = Field(8, ge=0)
     """A rollout whose oldest token is further behind the policy than this is cancelled (`stale`), and its task issued again."""
     inference_urls: list[str] = []
@@ -155,7 +198,7 @@ class OrchestratorConfig(Settings):
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one. The address is published in status/orchestrator.json."""
     replace_no_signal: bool = True
-    """Replace groups whose rewards are all equal, for they teach nothing. Off: they fill their place in the batch."""
+    """Replace groups whose advantages are all zero, for they teach nothing. Off: they fill their place in the batch."""
     mask_truncated: bool = False
     """Do not train the tokens of truncated rollouts. Their reward still counts in their group's baseline."""
     keep_partial_groups: bool = False
@@ -186,3 +229,32 @@ class OrchestratorConfig(Settings):
                 same = self.environment[:1]
             if len(same) == 1:
                 lend(same[0], entry)
+
+
+def check_credit(settings: OrchestratorConfig, teacher_coefficient: float) -> list[tuple[str, object, str]]:
+    """Faults of credit, difficulty pools and teachers, each environment with what it has of its own: (key, value, remedy)."""
+    faults: list[tuple[str, object, str]] = []
+    places: list[tuple[str, OrchestratorConfig | EnvConfig]] = [("orchestrator", settings)]
+    places += [(f"orchestrator.environment.{i}", env) for i, env in enumerate(settings.environment)]
+    for key, place in places:
+        if place.teacher and not place.teacher.base_url.startswith(("http://", "https://")):
+            faults.append((f"{key}.teacher.base_url", place.teacher.base_url, "give an address like http://host:8000/v1"))
+        if place.teacher and teacher_coefficient == 0:
+            remedy = "has no effect, for trainer.loss.teacher_coefficient = 0: raise that, or leave the teacher out"
+            faults.append((f"{key}.teacher.base_url", place.teacher.base_url, remedy))
+    for i, env in enumerate(settings.environment):
+        key, taught = f"orchestrator.environment.{i}", env.teacher or settings.teacher
+        if isinstance(env.credit or settings.credit, NoCreditConfig) and not taught:
+            where = f"{key}.credit" if env.credit else "orchestrator.credit"
+            faults.append(
+                (f"{where}.type", "none", f"leaves environment {env.label} nothing to learn from without a teacher; take dr_grpo")
+            )
+        temperature = settings.sampling.temperature if env.sampling.temperature is None else env.sampling.temperature
+        if taught and temperature != 1:
+            where = "orchestrator" if env.sampling.temperature is None else key
+            remedy = f"does not go with a teacher (environment {env.label}): vLLM scores given tokens at temperature 1 only; set it to 1"
+            faults.append((f"{where}.sampling.temperature", temperature, remedy))
+        if env.difficulty and env.difficulty.easy_above < env.difficulty.hard_up_to:
+            remedy = f"is below hard_up_to = {env.difficulty.hard_up_to}; a task cannot be easy and hard"
+            faults.append((f"{key}.difficulty.easy_above", env.difficulty.easy_above, remedy))
+    return faults

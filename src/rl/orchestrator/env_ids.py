@@ -4,37 +4,20 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-import traceback
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
+
+from rl import functions
 
 
 class EnvLoadError(Exception):
     """An environment cannot be used; the message names the remedy."""
 
 
-class Blame:
+class Blame(functions.Blame):
     """Whatever somebody else's code raises inside becomes an EnvLoadError: what failed, why, where, and the remedy."""
 
-    def __init__(self, what: str, remedy: str, folder: Path | None = None):
-        self.what, self.remedy, self.folder = what, remedy, folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, EnvLoadError):
-            told = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
-            raise EnvLoadError(told) from error
-
-
-def place(error: BaseException, folder: Path | None = None) -> str:
-    """file:line where an error arose: the innermost one in the folder, for a library's inside says little."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
-    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or frames)), "an unknown place")
+    error = EnvLoadError
 
 
 def check_installed(env_id: str) -> str:

@@ -17,12 +17,16 @@ from rl.orchestrator.inference_client import InferenceLostError, InferenceServer
 from rl.orchestrator.orchestrator import Orchestrator, RunError
 from rl.orchestrator.rollouts import EnvSpec, PolicySpec, Ready, WorkerSetup
 from rl.orchestrator.tasks import EnvTasks, TaskSource
+from rl.orchestrator.teacher import TeacherError, make_teachers
 from rl.orchestrator.workers import WorkerError, WorkerPool
 from rl.processes import die_with_parent
 from rl.status import AlreadyRunningError, Status, hold_role
 from rl.transport import TrainerServer
 
 log = logging.getLogger("rl.orchestrator")
+
+ENDS_THE_RUN = (RunError, WorkerError, EnvLoadError, InferenceLostError, TeacherError, CorruptFileError, AlreadyRunningError, OSError)
+"""What the user can do something about: the message is all there is to say."""
 
 
 def eval_workers(config: RLConfig) -> dict[str, str]:
@@ -84,7 +88,9 @@ def task_source(config: RLConfig, ready: dict[str, Ready]) -> TaskSource:
         size = min(sizes, default=None)
         if size == 0:
             raise WorkerError(f"environment {env.label} has no training examples; check its arguments (args) and max_samples")
-        envs[env.label] = EnvTasks(size, env.weight, env.group_size or config.orchestrator.group_size)
+        if size is None and env.difficulty:
+            log.warning("environment %s makes ever new tasks: difficulty has no effect, for none comes twice; set max_samples", env.label)
+        envs[env.label] = EnvTasks(size, env.weight, env.group_size or config.orchestrator.group_size, env.difficulty)
     return TaskSource(envs, config.seed)
 
 
@@ -95,6 +101,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
     server = TrainerServer(config.orchestrator.host, config.orchestrator.port)
     urls, inference_status = config.orchestrator.inference_urls, config.run_dir.status("inference")
     servers = InferenceServers(urls, Path(inference_status), config.orchestrator.inference_timeout_s)
+    teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     receiver = asyncio.create_task(pool.receive())
     try:
         status.doing("loading environments", address=server.address)
@@ -102,16 +109,21 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
             await pool.start(setup)
         ready = await pool.sizes(config.orchestrator.worker_timeout_s)
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
+        for teacher in dict.fromkeys(teachers.values()):
+            status.doing(f"waiting for the teacher at {teacher.url}")
+            await teacher.check(model_path, config.model.max_model_len)
         status.doing("waiting for inference")
         evals = {label: EvalEnv(env, ready[env].num_eval) for label, env in eval_workers(config).items()}
         evaluator = Evaluator(config, pool, evals, StepClock())
-        orchestrator = Orchestrator(config, pool, servers, task_source(config, ready), evaluator, status)
+        orchestrator = Orchestrator(config, pool, servers, task_source(config, ready), evaluator, status, teachers)
         orchestrator.restore()
         return await orchestrator.run(server)
     finally:
         receiver.cancel()
         await pool.close()
         await servers.close()
+        for teacher in teachers.values():
+            await teacher.close()
         server.close()
 
 
@@ -145,7 +157,7 @@ def main() -> None:
             write_file(config.run_dir.config, to_toml(config).encode())
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
         log.info("ended: %s", asyncio.run(until_terminated(config, status, resolve_model(config.model))))
-    except* (RunError, WorkerError, EnvLoadError, InferenceLostError, CorruptFileError, AlreadyRunningError, ModelError, OSError) as error:
+    except* (*ENDS_THE_RUN, ModelError) as error:
         print("orchestrator: " + "\n".join(dict.fromkeys(reasons(error))), file=sys.stderr)
         code = 1
     except* asyncio.CancelledError:

@@ -7,24 +7,24 @@ import logging
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from rl.batch_log import decode_batch
 from rl.config import RLConfig
-from rl.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, RunEnded, WeightVersion
+from rl.messages import Acknowledged, BatchBytes, GetBatch, GetProbe, NotReady, Probe, Published, RunEnded, WeightVersion
 from rl.metrics import MetricsLog
 from rl.orchestrator import batches
-from rl.orchestrator.admission import MAX_REFILL, SLOW, Pace, Places, eligible
+from rl.orchestrator.admission import MAX_REFILL, SLOW, InFlight, Pace, Places, count_places, eligible
 from rl.orchestrator.batches import OrchestratorState
 from rl.orchestrator.evaluation import Evaluator
 from rl.orchestrator.inference_client import InferenceServers
 from rl.orchestrator.pending import PendingLog
+from rl.orchestrator.probe import probe
 from rl.orchestrator.remarks import Remarks
 from rl.orchestrator.rollouts import Group
-from rl.orchestrator.signal import Signal
+from rl.orchestrator.signal import Signal, only_failures
 from rl.orchestrator.tasks import TaskRef, TaskSource
+from rl.orchestrator.teacher import Teacher
 from rl.orchestrator.workers import WorkerPool
 from rl.run_dir import RunDir, numbered
 from rl.status import Status, read_status
@@ -43,17 +43,6 @@ class RunError(Exception):
     """The run cannot go on; the message says why and what to do."""
 
 
-@dataclass
-class InFlight:
-    """A group that is being played."""
-
-    ref: TaskRef
-    episodes: int
-    start_version: int
-    started: float
-    task: "asyncio.Task[None]"
-
-
 class Orchestrator:
     """Keeps inference busy, forms batches, answers the trainer, follows the policy, evaluates."""
 
@@ -65,6 +54,7 @@ class Orchestrator:
         source: TaskSource,
         evaluator: Evaluator,
         status: Status,
+        teachers: dict[str, Teacher],
     ):
         self.config = config
         self.run_dir: RunDir = config.run_dir
@@ -73,9 +63,11 @@ class Orchestrator:
         self.source = source
         self.evaluator = evaluator
         self.status = status
+        self.teachers = teachers
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
         self.envs = {env.label: env for env in config.orchestrator.environment}
         self.samplings = {label: config.sampling_of(env) for label, env in self.envs.items()}
+        self.rules = {label: batches.rules_of(config.orchestrator, env, label in teachers) for label, env in self.envs.items()}
         self.pace = Pace(source.shares)
         self.arrived: list[Group] = []
         self.pending = PendingLog(self.run_dir.pending)
@@ -96,21 +88,27 @@ class Orchestrator:
     def restore(self) -> None:
         """Continues from the newest batch and pending.log."""
         self.newest = self.run_dir.newest_batch()
-        state, settled = None, set[int]()
+        state, settled, counted = None, set[int](), set[int]()
         if self.newest:
             path = self.run_dir.batch(self.newest)
             content = decode_batch(path.read_bytes(), f"{path} (continue before it with --resume {self.newest - 1})")
             state = batches.decode_state(content.state)
-            settled = set(state.settled)
+            settled, counted = set(state.settled), set(state.pending)
             self.signal = state.signal
         for remark in self.pending.load(settled):
             log.warning(remark)
         self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
         for group in self.pending.groups:
-            self.signal.note(group)
+            if group.group_id not in counted:
+                self.note(group)
         self.versions = {number: WeightVersion(number, str(path)) for number, path in numbered(self.run_dir.weights_dir).items()}
         if self.newest or self.pending.groups:
             log.info("resumed after batch %d with %d finished groups", self.newest, len(self.pending.groups))
+
+    def note(self, group: Group) -> None:
+        """Counts a finished group, once."""
+        self.signal.note(group)
+        self.source.note(group.env, group.task, group.rewards)
 
     async def run(self, server: TrainerServer) -> str:
         """Runs until the last version is made and evaluated. Returns why the run ended."""
@@ -145,17 +143,8 @@ class Orchestrator:
 
     def places(self) -> Places:
         """What the rollouts of each environment are doing."""
-        places, now = Places(), time.monotonic()
         slow_s = SLOW * self.pace.typical_s() if self.config.max_lag else float("inf")
-        for group in self.pending.groups:
-            if group.why is None:
-                places.usable[group.env] += group.num_episodes
-            else:
-                places.dropped[group.env] += group.num_episodes
-        for play in self.in_flight.values():
-            kind = places.slow if now - play.started > slow_s else places.playing
-            kind[play.ref.env] += play.episodes
-        return places
+        return count_places(self.pending.groups, self.in_flight.values(), slow_s)
 
     def eligible(self, places: Places) -> list[str]:
         """The environments of which a group may be started: the lag bound, the run's end, the limit of refills, and their shares."""
@@ -189,9 +178,13 @@ class Orchestrator:
         with self.clock.busy():
             sampling = self.samplings[ref.env]
             rollouts = await self.pool.play(ref.env, "train", ref.task, episodes, sampling, ref.group_id)
-        self.pace.note(ref.env, time.monotonic() - self.in_flight[ref.group_id].started)
         temperature = sampling["temperature"]
-        self.arrived.append(Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=temperature))
+        group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=temperature)
+        rules = self.rules[ref.env]
+        if rules.taught and batches.judge(group, rules).why is None:
+            await self.teachers[ref.env].teach(group, rules.mask_truncated)
+        self.pace.note(ref.env, time.monotonic() - self.in_flight[ref.group_id].started)
+        self.arrived.append(group)
         await self.wake()
 
     def cancel_stale(self) -> None:
@@ -214,13 +207,12 @@ class Orchestrator:
             async with self.changed:
                 await self.changed.wait_for(lambda: self.arrived)
             arrived, self.arrived = self.arrived, []
-            rules = (self.config.orchestrator.keep_partial_groups, self.config.orchestrator.replace_no_signal)
-            groups = [batches.judge(group, *rules) for group in arrived]
+            groups = [batches.judge(group, self.rules[group.env]) for group in arrived]
             self.pending.append(groups)
             for group in groups:
                 self.in_flight.pop(group.group_id, None)
                 self.source.finished(group.group_id)
-                self.signal.note(group)
+                self.note(group)
                 self.remarks.failed(group)
             self._complete_batches()
             self.show_progress()
@@ -249,11 +241,14 @@ class Orchestrator:
         step = self.newest + 1
         dropped = [group for group in self.pending.groups if group.why is not None]
         settled = {group.group_id for group in [*used, *dropped]}
-        state = OrchestratorState(tasks=self.source.state(), settled=sorted(settled), signal=self.signal)
-        batch = batches.commit(self.run_dir, step, used, dropped, state, self.config.orchestrator.mask_truncated)
+        waiting = [group for group in self.pending.groups if group.group_id not in settled]
+        pools = self.source.settle()
+        unused = [group.group_id for group in waiting]
+        state = OrchestratorState(tasks=self.source.state(), settled=sorted(settled), signal=self.signal, pending=unused)
+        batch = batches.commit(self.run_dir, step, used, dropped, state, self.rules)
         self.newest = step
-        self.pending.rewrite([group for group in self.pending.groups if group.group_id not in settled])
-        metrics = batches.batch_metrics(batch, [*used, *dropped])
+        self.pending.rewrite(waiting)
+        metrics = batches.batch_metrics(batch, [*used, *dropped]) | pools
         tokens = sum(rollout.num_tokens for group in [*used, *dropped] for rollout in group.rollouts)
         self.remarks.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
         self.metrics.write(step, metrics | self.clock.lap(tokens))
@@ -261,18 +256,12 @@ class Orchestrator:
 
     def _check_progress(self) -> None:
         """Ends a run that only fails, or that has nothing left to learn from."""
-        recent = list(takewhile(lambda group: group.why == "error", reversed(self.pending.groups)))
-        if sum(group.num_episodes for group in recent) >= MAX_REFILL * self.config.orchestrator.batch_size:
-            last = next(rollout.error for rollout in reversed(recent[0].rollouts) if rollout.error)
-            raise RunError(f"the last {len(recent)} groups all failed; the newest error:\n{last}")
-        silent = self.signal.silent
-        if len(silent) >= batches.MAX_SILENT * self.config.orchestrator.batch_size and self.final > self.newest:
+        batch_size, silent = self.config.orchestrator.batch_size, self.signal.silent
+        if fault := only_failures(self.pending.groups, MAX_REFILL * batch_size):
+            raise RunError(fault)
+        if len(silent) >= batches.MAX_SILENT * batch_size and self.final > self.newest:
             if not self.signal.solved():
-                raise RunError(
-                    f"{len(silent)} rollouts in a row without any signal: in each group all rewards are equal (reward: count "
-                    f"{self.signal.histogram()}). Is the task too hard or the reward function wrong? Look at rollouts/, raise group_size "
-                    "or temperature, or start from easier tasks"
-                )
+                raise RunError(self.signal.complaint())
             self.final = self.newest
             self.end_reason = f"solved: the last {len(silent)} rollouts all have the highest reward ({self.signal.histogram()})"
             log.info(self.end_reason)
@@ -286,6 +275,8 @@ class Orchestrator:
             match request:
                 case GetBatch(step):
                     self.group.create_task(self.answer_batch(server, peer, step))
+                case GetProbe(version):
+                    self.group.create_task(self.answer_probe(server, peer, version))
                 case Published(version):
                     self.versions[version.policy_version] = version
                     await server.reply(peer, Acknowledged(self.oldest_needed(), self.best_versions()))
@@ -302,6 +293,17 @@ class Orchestrator:
             self.told_end.set()
             return await server.reply(peer, RunEnded(self.end_reason or f"max_steps = {self.final} reached"))
         return await server.reply(peer, BatchBytes(self.run_dir.batch(step).read_bytes()))
+
+    async def answer_probe(self, server: TrainerServer, peer: bytes, version: int) -> None:
+        """Answers with completions by a version once inference holds it, with none if it holds a later one, or that it does not yet."""
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S), self.changed:
+                await self.changed.wait_for(lambda: self.loaded >= version)
+        except TimeoutError:
+            return await server.reply(peer, NotReady(self.status.fields["doing"]))
+        content = decode_batch(self.run_dir.batch(self.newest).read_bytes(), f"batch {self.newest}")
+        samples = await probe(self.servers, content.batch, self.config.model.max_model_len) if self.loaded == version else []
+        return await server.reply(peer, Probe(samples))
 
     # Policy and evals ---------------------------------------------------------------------------------------------------
 

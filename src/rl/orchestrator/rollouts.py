@@ -8,12 +8,12 @@ from rl.messages import VersionSpan
 
 Split = Literal["train", "eval"]
 
-Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only"]
+Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher"]
 """Why a rollout failed: the environment's code raised; a reward function raised or gave no finite number (a judge that is down, too);
-the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it."""
+the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it."""
 
 
-class Turn(msgspec.Struct, kw_only=True):
+class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One answer of the policy: exactly the ids that were sent and the ids that were sampled."""
 
     prompt_ids: list[int]
@@ -23,6 +23,8 @@ class Turn(msgspec.Struct, kw_only=True):
     policy_versions: list[VersionSpan]
     """Runs over the completion's tokens."""
     finish_reason: str
+    teacher_logprobs: list[float] | None = None
+    """Of the completion's tokens under the teacher, nats."""
 
 
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -98,6 +100,10 @@ class Group(msgspec.Struct, kw_only=True):
     task: int
     rollouts: list[Rollout]
     advantages: list[float] = []
+    penalties: list[float] = []
+    """What the length penalty took off each reward before credit."""
+    signal: bool | None = None
+    """Whether there is something to learn from it; None: only its batch can tell."""
     why: str | None = None
     """Why it is not trained (no_signal, error, stale, empty); None: it is, or will be."""
     temperature: float = 1.0
@@ -106,6 +112,11 @@ class Group(msgspec.Struct, kw_only=True):
     @property
     def num_episodes(self) -> int:
         return len({rollout.episode for rollout in self.rollouts})
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the rollouts that did not fail, of agents that are trained."""
+        return [rollout.reward for rollout in self.rollouts if rollout.error is None and rollout.trainable]
 
     @property
     def oldest_version(self) -> int | None:

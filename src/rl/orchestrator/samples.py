@@ -41,11 +41,13 @@ def rollout_samples(
         token_ids: list[int] = []
         mask: list[bool] = []
         logprobs: list[float] = []
+        teacher: list[float] = []
         for turn in chain:
             new = turn.prompt_ids[len(token_ids) :]
             token_ids += new + turn.completion_ids
             mask += [False] * len(new) + [True] * len(turn.completion_ids)
             logprobs += [0.0] * len(new) + turn.logprobs
+            teacher += [0.0] * len(new) + (turn.teacher_logprobs or [])
         samples.append(
             TrainingSample(
                 token_ids=token_ids,
@@ -57,17 +59,23 @@ def rollout_samples(
                 group_id=group_id,
                 rollout_id=rollout_id,
                 temperature=temperature,
+                teacher_logprobs=teacher if any(turn.teacher_logprobs for turn in chain) else None,
             )
         )
     return samples
 
 
+def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
+    """Whether the tokens of a rollout whose group is trained are: not those of failed ones, and of agents that are not trained."""
+    return rollout.trainable and not rollout.error and not (rollout.truncated and mask_truncated)
+
+
 def group_samples(group: Group, mask_truncated: bool = False) -> list[TrainingSample]:
-    """The samples of a group. Rollouts without a sampled token have none, nor have failed ones and agents that are not trained."""
+    """The samples of a group. Rollouts without a sampled token have none."""
     return [
         sample
         for i, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
-        if rollout.trainable and not rollout.error and not (rollout.truncated and mask_truncated)
+        if is_trained(rollout, mask_truncated)
         for sample in rollout_samples(rollout, advantage, group.env, group.group_id, i, group.temperature)
         if any(sample.loss_mask)
     ]

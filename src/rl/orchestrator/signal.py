@@ -1,6 +1,8 @@
 """Whether there is still something to learn from: groups whose rewards differ, or have been high."""
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -16,11 +18,15 @@ class Signal(msgspec.Struct, kw_only=True):
     """Lowest and highest reward seen, by environment."""
 
     def note(self, group: Group) -> None:
-        rewards = [rollout.reward for rollout in group.rollouts if rollout.error is None and rollout.trainable]
+        """Counts a finished group. One that only its batch can judge has a signal if its rewards differ, or from those before it."""
+        rewards = group.rewards
         if rewards:
             low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
             self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
-        if group.why is None and any(group.advantages):
+        signal = group.signal
+        if signal is None:
+            signal = len({*rewards, *(reward for env, reward in self.silent if env == group.env)}) > 1
+        if group.why is None and signal:
             self.silent.clear()
         else:
             self.silent.extend((group.env, reward) for reward in rewards)
@@ -34,3 +40,20 @@ class Signal(msgspec.Struct, kw_only=True):
     def histogram(self) -> str:
         """`environment reward: count` of the silent rollouts."""
         return ", ".join(f"{env} {reward:g}: {count}" for (env, reward), count in sorted(Counter(self.silent).items()))
+
+    def complaint(self) -> str:
+        """Why a run ends that was silent for too long without being solved."""
+        return (
+            f"{len(self.silent)} rollouts in a row without any signal: in each group all rewards are equal (reward: count "
+            f"{self.histogram()}). Is the task too hard or the reward function wrong? Look at rollouts/, raise group_size "
+            "or temperature, or start from easier tasks"
+        )
+
+
+def only_failures(groups: Sequence[Group], limit: int) -> str:
+    """What to say when the newest groups, of at least `limit` episodes, all failed; else "" ."""
+    recent = list(takewhile(lambda group: group.why == "error", reversed(groups)))
+    if not recent or sum(group.num_episodes for group in recent) < limit:
+        return ""
+    last = next(rollout.error for rollout in reversed(recent[0].rollouts) if rollout.error)
+    return f"the last {len(recent)} groups all failed; the newest error:\n{last}"

@@ -1,11 +1,17 @@
-"""Which task comes next: a function of seed and counters, so that its state is a few numbers."""
+"""Which task comes next: a function of seed, counters and the solve rates of the last batch, so that its state is small."""
 
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
+
+from rl.orchestrator.config import DifficultyConfig
+
+MEMORY = 0.5
+"""What the rewards before a task's newest group still count in its solve rate."""
 
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True):
@@ -24,6 +30,10 @@ class TaskState(msgspec.Struct, kw_only=True):
     """Groups issued so far, by environment."""
     in_flight: list[TaskRef]
     """Issued and not finished; issued again, fresh, after a restart."""
+    skipped: dict[str, int] = {}
+    """Tasks whose turn passed because they are easy or hard, by environment."""
+    rates: dict[str, dict[int, float]] = {}
+    """Solve rate of each task that was played, of environments with difficulty pools."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +44,31 @@ class EnvTasks:
     """Tasks; None: endless, played in their own order."""
     weight: float = 1.0
     group_size: int = 1
+    difficulty: DifficultyConfig | None = None
+
+
+def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
+    """Where a task of this solve rate belongs."""
+    return "hard" if rate <= difficulty.hard_up_to else "easy" if rate > difficulty.easy_above else "normal"
 
 
 class TaskSource:
-    """Gives each environment its share of the rollouts, and walks its tasks in an order that is shuffled anew every epoch."""
+    """Gives each environment its share of the rollouts, and walks its tasks in an order that is shuffled anew every epoch.
+
+    With difficulty pools, a task whose turn comes may be skipped. What decides are the rates as of the last batch (`settle`), never newer
+    ones: so the draws between two batches do not depend on when groups finish, and `restore` can repeat them.
+    """
 
     def __init__(self, envs: dict[str, EnvTasks], seed: int):
         self.envs = envs
         self.seed = seed
         self.next_group = 0
         self.issued = dict.fromkeys(envs, 0)
+        self.skipped = dict.fromkeys(envs, 0)
+        self.skipped_before = dict.fromkeys(envs, 0)
+        self.pooled = {name: env.difficulty for name, env in envs.items() if env.difficulty and env.size is not None}
+        self.rates: dict[str, dict[int, float]] = {env: {} for env in self.pooled}
+        self.noted: list[tuple[str, int, float]] = []
         self.in_flight: dict[int, TaskRef] = {}
         self.again: deque[TaskRef] = deque()
         self.orders: dict[tuple[str, int], list[int]] = {}
@@ -65,11 +90,30 @@ class TaskSource:
         return task
 
     def _draw(self, env: str) -> TaskRef:
-        place, size = self.issued[env], self.envs[env].size
+        """The environment's next task that is not skipped; after as many skipped as there are tasks the next one is played anyway."""
+        skips_left = self.envs[env].size or 0
+        while skips_left > 0 and self._skips(env):
+            self.skipped[env] += 1
+            skips_left -= 1
+        task = self._task(env)
         self.issued[env] += 1
         self.next_group += 1
-        task = place if size is None else self._order(env, place // size)[place % size]
         return TaskRef(self.next_group - 1, env, task)
+
+    def _task(self, env: str) -> int:
+        """The task whose turn it is."""
+        place, size = self.issued[env] + self.skipped[env], self.envs[env].size
+        return place if size is None else self._order(env, place // size)[place % size]
+
+    def _skips(self, env: str) -> bool:
+        """Whether the task whose turn it is is passed over: by its pool's weight, a fixed draw for each turn."""
+        difficulty = self.pooled.get(env)
+        rate = self.rates[env].get(self._task(env)) if difficulty else None
+        if difficulty is None or rate is None:
+            return False
+        weight = {"hard": difficulty.hard_weight, "normal": 1.0, "easy": difficulty.easy_weight}[pool(rate, difficulty)]
+        turn = self.issued[env] + self.skipped[env]
+        return random.Random(f"{self.seed}/{env}/{turn}/pool").random() >= weight
 
     def _order(self, env: str, epoch: int) -> list[int]:
         if (env, epoch) not in self.orders:
@@ -81,13 +125,38 @@ class TaskSource:
     def finished(self, group_id: int) -> None:
         self.in_flight.pop(group_id, None)
 
+    def note(self, env: str, task: int, rewards: Sequence[float]) -> None:
+        """Keeps what a finished group got, for the next `settle`."""
+        if env in self.pooled and rewards:
+            self.noted.append((env, task, sum(rewards) / len(rewards)))
+
+    def settle(self) -> dict[str, float]:
+        """Counts what was noted into the solve rates; called for every batch, before `state`. Returns metrics of the pools."""
+        for env, task, reward in self.noted:
+            before = self.rates[env].get(task, reward)
+            self.rates[env][task] = MEMORY * before + (1 - MEMORY) * reward
+        self.noted.clear()
+        metrics: dict[str, float] = {}
+        for env, difficulty in self.pooled.items():
+            sizes = Counter(pool(rate, difficulty) for rate in self.rates[env].values())
+            metrics |= {f"tasks/{env}/{name}": sizes[name] for name in ("easy", "normal", "hard")}
+            metrics[f"tasks/{env}/skipped"] = self.skipped[env] - self.skipped_before[env]
+        self.skipped_before = dict(self.skipped)
+        return metrics
+
     def reissue(self, group_id: int) -> None:
         """Puts a group that was cancelled or lost back, first in line."""
         self.again.append(self.in_flight.pop(group_id))
 
     def state(self) -> TaskState:
-        in_flight = [*self.in_flight.values(), *self.again]
-        return TaskState(next_group=self.next_group, issued=dict(self.issued), in_flight=in_flight)
+        """To be written with a batch, after `settle`."""
+        return TaskState(
+            next_group=self.next_group,
+            issued=dict(self.issued),
+            in_flight=[*self.in_flight.values(), *self.again],
+            skipped={env: count for env, count in self.skipped.items() if env in self.pooled},
+            rates=self.rates,
+        )
 
     def restore(self, state: TaskState | None, done: Iterable[TaskRef]) -> None:
         """Continues from a state, or from the beginning; what is in `done` is finished already and not played again."""
@@ -95,7 +164,10 @@ class TaskSource:
         finished = {ref.group_id for ref in done}
         if state is not None:
             self.next_group = state.next_group
-            self.issued = dict.fromkeys(self.envs, 0) | {env: n for env, n in state.issued.items() if env in self.envs}
+            self.issued |= {env: count for env, count in state.issued.items() if env in self.envs}
+            self.skipped |= {env: count for env, count in state.skipped.items() if env in self.envs}
+            self.skipped_before = dict(self.skipped)
+            self.rates |= {env: dict(rates) for env, rates in state.rates.items() if env in self.pooled}
             self.again.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in finished)
         later = [ref for ref in done if ref.group_id >= self.next_group]
         self.next_group = max([self.next_group, *(ref.group_id + 1 for ref in later)])

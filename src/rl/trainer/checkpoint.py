@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ class CheckpointMismatchError(Exception):
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
-    """Everything that a step depends on and changes, by name. The tensors are the live ones: saving reads them, loading writes them."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    """Everything that a step depends on and changes, by name: of a model with adapters not its base. The tensors are the live ones: saving
+    reads them, loading writes them."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
     for parameter, values in optimizer.state.items():
         state |= {f"optimizer.{key}.{names[parameter]}": value for key, value in values.items()}
@@ -133,11 +135,7 @@ def newest_sound(directory: Path, world: World) -> tuple[Path, dict[str, Any]] |
 
 def load(path: Path, manifest: dict[str, Any], model: PreTrainedModel, optimizer: Optimizer, world: World) -> int:
     """Reads a verified checkpoint into model, optimizer and RNG; returns its step. The number of ranks may differ from the writer's."""
-    if manifest["model"] != fingerprint(model):
-        raise CheckpointMismatchError(
-            f"{path} was written by another model than model.name: its parameters have other names or shapes; "
-            "use the run's own model, or another name for a new run"
-        )
+    check_model(path, manifest, model)
     state = tensors_of(model, optimizer, world)
     if manifest["world_size"] != world.size:  # RNG streams belong to ranks; those of another number of ranks mean nothing here
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
@@ -147,6 +145,24 @@ def load(path: Path, manifest: dict[str, Any], model: PreTrainedModel, optimizer
     if f"rng.cuda.{world.rank}" in state:
         torch.cuda.set_rng_state(state[f"rng.cuda.{world.rank}"], world.device)
     return manifest["step"]
+
+
+def load_weights(path: Path, manifest: dict[str, Any], model: PreTrainedModel) -> None:
+    """Reads the weights alone of a verified checkpoint, on one process without a process group."""
+    check_model(path, manifest, model)
+    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(), no_dist=True)
+
+
+def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel) -> None:
+    """Raises CheckpointMismatchError unless the model has the parameters of the one that wrote the checkpoint."""
+    if manifest["model"] != fingerprint(model):
+        raise CheckpointMismatchError(
+            f"{path} was written by another model than model.name: its parameters have other names or shapes; "
+            "use the run's own model, or another name for a new run"
+        )
 
 
 def delete_old(directory: Path, config: CheckpointConfig) -> None:

@@ -53,6 +53,11 @@ class WeightsConfig(Settings):
     """Versions whose number is a multiple of this are kept as well."""
 
 
+def names_switch(value: object) -> object:
+    """One name, or several with commas between them, are a list."""
+    return value.split(",") if isinstance(value, str) and value != "all-linear" else value
+
+
 class LoraConfig(Settings):
     """Low-rank adapters (peft): the base model is frozen, only the adapters are trained and published."""
 
@@ -60,7 +65,7 @@ class LoraConfig(Settings):
     """Rank of the update of each matrix."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
-    targets: list[str] | Literal["all-linear"] = "all-linear"
+    targets: Annotated[list[str] | Literal["all-linear"], BeforeValidator(names_switch)] = "all-linear"
     """Names of the modules that get one ("q_proj", "v_proj", ...), or every linear layer but the head."""
 
 
@@ -128,3 +133,8 @@ class TrainerConfig(Settings):
     weights: WeightsConfig = WeightsConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)
     """How long the trainer waits for one batch before it ends with a diagnosis."""
+
+    @property
+    def rank_timeout_s(self) -> float:
+        """Ranks wait longer for rank 0 than rank 0 waits for a batch: it must be the one that reports."""
+        return self.batch_timeout_s + 600.0

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from rl.functions import find_fault
 from rl.settings import Settings
 
 Band = tuple[float, float]
@@ -25,7 +26,7 @@ class LossSettings(Settings):
     constant_length: int | None = Field(None, ge=1)
     """With aggregation = "constant": what each sequence's sum is divided by. Default: orchestrator.sampling.max_tokens."""
     token_mask: Band = EVERYTHING
-    """A token whose ratio r lies outside is not trained (IcePop)."""
+    """A token whose ratio r lies outside is not trained (IcePop): neither its own loss nor KL nor entropy."""
     sequence_mask: Band = EVERYTHING
     """A sequence whose product of ratios lies outside is not trained."""
     geometric_mask: Band = EVERYTHING
@@ -105,7 +106,7 @@ class CrossEntropyConfig(LossSettings):
 
 
 class CustomConfig(LossSettings):
-    """A function of yours with the signature of those in rl/trainer/loss.py."""
+    """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool), like those in rl/trainer/loss.py."""
 
     type: Literal["custom"] = "custom"
     function: str
@@ -123,3 +124,43 @@ def default_type(value: object) -> object:
 
 
 LossConfig = Annotated[Annotated[AnyLossConfig, Field(discriminator="type")], BeforeValidator(default_type)]
+
+
+def check_loss(loss: LossSettings) -> list[tuple[str, object, str]]:
+    """Combinations that make no sense: (key, its value, what to do about it)."""
+    faults: list[tuple[str, object, str]] = []
+    for name in ("token_mask", "sequence_mask", "geometric_mask"):
+        low, high = getattr(loss, name)
+        if not low <= 1 <= high:
+            remedy = "leaves out r = 1, where trainer and sampler agree; give lowest and highest value, around 1: [0.5, 2.0]"
+            faults.append((f"trainer.loss.{name}", [low, high], remedy))
+    if loss.constant_length is not None and loss.aggregation != "constant":
+        remedy = f'divides only with trainer.loss.aggregation = "constant", which is "{loss.aggregation}": set that, or leave this out'
+        faults.append(("trainer.loss.constant_length", loss.constant_length, remedy))
+    if loss.kl_reference is not None and not loss.kl_coefficient:
+        remedy = "has no effect while trainer.loss.kl_coefficient is 0: set that, or leave this out"
+        faults.append(("trainer.loss.kl_reference", loss.kl_reference, remedy))
+    if isinstance(loss, ClipConfig | CispoConfig | GspoConfig):
+        faults += check_clip(loss)
+    if isinstance(loss, PolicyGradientConfig) and loss.importance == "none" and loss.truncate != PolicyGradientConfig().truncate:
+        remedy = 'has no weight to truncate with trainer.loss.importance = "none": set that to "token", or leave this out'
+        faults.append(("trainer.loss.truncate", loss.truncate, remedy))
+    if isinstance(loss, CustomConfig) and (fault := find_fault(loss.function)):
+        faults.append(("trainer.loss.function", loss.function, fault))
+    return faults
+
+
+def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> list[tuple[str, object, str]]:
+    """A clip must leave something, and what it acts on must not all have been masked before."""
+    faults: list[tuple[str, object, str]] = []
+    if loss.clip_low == 0 and loss.clip_high == 0:
+        remedy = 'and trainer.loss.clip_low = 0 leave no ratio unclipped; raise one, or use type = "policy_gradient", which has no clip'
+        faults.append(("trainer.loss.clip_high", 0.0, remedy))
+    name = "geometric_mask" if isinstance(loss, GspoConfig) else "token_mask"  # of the ratio that is clipped
+    low, high = getattr(loss, name)
+    if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:
+        remedy = (
+            f"masks every ratio that the clip to [{1 - loss.clip_low:g}, {1 + loss.clip_high:g}] would act on; widen it, or leave it out"
+        )
+        faults.append((f"trainer.loss.{name}", [low, high], remedy))
+    return faults

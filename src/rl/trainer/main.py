@@ -7,15 +7,16 @@ import signal
 import sys
 import threading
 
-from rl.cli import load_config
+from rl.cli import load_config, to_toml
 from rl.config import RLConfig
 from rl.files import CorruptFileError
+from rl.functions import FunctionError
+from rl.metrics import read_metrics
 from rl.models import ModelError, resolve_model
+from rl.sft.rows import DataError
 from rl.status import AlreadyRunningError, Status, hold_role
 from rl.transport import OrchestratorLostError
 
-GROUP_SLACK_S = 600.0
-"""Ranks wait this much longer for rank 0 than rank 0 waits for a batch: it must be the one that reports."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     exit_on_sigterm()
     try:
         run(config)
-    except (AlreadyRunningError, CorruptFileError, ModelError, OrchestratorLostError) as error:
+    except (AlreadyRunningError, CorruptFileError, DataError, FunctionError, ModelError, OrchestratorLostError) as error:
         fail(str(error))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
@@ -41,23 +42,39 @@ def run(config: RLConfig) -> None:
         hold_role(config.run_dir.lock("trainer"), "trainer")
         status = Status(config.run_dir.status("trainer"), "trainer")
         status.doing("loading the model")
-    base = resolve_model(config.model)  # before torch is imported: a missing model is said at once
+    base = resolve_model(config.model, needs_template=config.sft is None)  # before torch is imported: a missing model is said at once
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.checkpoint import CheckpointMismatchError
-    from rl.trainer.distributed import start_world, stop_world
+    from rl.trainer.distributed import check_nodes, start_world, stop_world
+    from rl.trainer.fake import summary
+    from rl.trainer.memory import OutOfMemoryError
+    from rl.trainer.nodes import WorldError
+    from rl.trainer.sft import open_source
     from rl.trainer.train import NotFiniteError, start, train
 
     disable_progress_bar()
 
-    world = start_world(use_gpus=uses_gpus(config), timeout_s=config.trainer.batch_timeout_s + GROUP_SLACK_S)
+    if status:
+        status.doing("waiting for the other ranks of the trainer")
+    settings = config.trainer
     try:
-        train(start(config, world, base, status))
-    except (CheckpointMismatchError, NotFiniteError) as error:
+        world = start_world(uses_gpus(config), settings.rank_timeout_s, settings.dp_replicate, settings.context_parallel)
+        check_nodes(world, config.run_dir.root, to_toml(config).encode())
+        source = None
+        if config.sft:
+            source = open_source(config, base, world, status)
+            config = config.model_copy(update={"max_steps": source.num_steps})
+        if status:
+            status.doing("loading the model", max_steps=config.max_steps)
+        train(start(config, world, base, status, source))
+    except (CheckpointMismatchError, NotFiniteError, OutOfMemoryError, WorldError) as error:
         fail(str(error))
     stop_world()
     if status:
         status.close()
+        if settings.data.fake:
+            print(summary(read_metrics(config.run_dir.metrics).values()))
 
 
 def uses_gpus(config: RLConfig) -> bool:

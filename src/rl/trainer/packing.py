@@ -1,4 +1,4 @@
-"""Samples -> prefix trees -> balanced micro batches for every rank. Pure: integers and lists, tensors only at the end.
+"""Samples -> prefix trees -> balanced micro batches for every rank. Pure: arrays, and tensors only at the end.
 
 Samples of a group begin alike (prompt, history, often the first answer tokens). Each distinct prefix is computed once: the samples
 form a tree, laid out depth first; trees one after another make one row of tokens in which a token sees its ancestors and itself. In
@@ -13,47 +13,21 @@ Example: samples `a b c` and `a b d e`, everything after `a` trained::
     loss tokens (predicted from, target):  (0, b) (0, b) (1, c) (1, d) (2, e)
 
 A token's hidden state depends on its ancestors only, so log-probabilities and gradients are those of the samples one by one.
+
+Sorted within their groups, all samples of a batch stand in one line, each with the length of the prefix that it shares with the one
+before it. A micro batch is a piece of that line. A cut within a group costs its shared prefix once more, a cut between groups nothing.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl.messages import TrainBatch, TrainingSample
-
-
-@dataclass
-class LossTokens:
-    """What the loss needs of each loss token: aligned lists, in the order of the sequences."""
-
-    predicted_from: list[int] = field(default_factory=list)
-    """Packed position whose hidden state predicts the token."""
-    targets: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    """Place of the token's sample in the batch."""
-    teacher_logprobs: list[float] = field(default_factory=list)
-    """nan where there is none."""
-    fresh: list[bool] = field(default_factory=list)
-    """Sampled by exactly the version that is being trained."""
-
-
-@dataclass
-class Tree:
-    """One prefix tree. The lists are aligned, one item a packed token."""
-
-    temperature: float
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    loss: LossTokens = field(default_factory=LossTokens)
 
 
 @dataclass
@@ -82,78 +56,56 @@ class MicroBatch:
     fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{name: value if value is None else value.to(device) for name, value in vars(self).items()})
+        """Out of pinned memory this returns at once: the copy is in the order of the device's work."""
+        return MicroBatch(**{name: value if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()})
 
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    shortest = min(len(a), len(b))
-    if a[:shortest] == b[:shortest]:
-        return shortest
-    return next(i for i in range(shortest) if a[i] != b[i])
+    def pinned(self) -> "MicroBatch":
+        """In memory that a GPU can read on its own."""
+        return MicroBatch(**{name: value if value is None else value.pin_memory() for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sample of a batch, with what packing has to know of it."""
+    """A sample in the line, with what packing has to know of it."""
 
     sample: TrainingSample
     place: int
     """Among the batch's samples."""
-    weight: float
-    """Of each of its loss tokens, see loss.sample_weights."""
-    inputs: list[int]
-    """The tokens that some loss token is predicted from."""
+    trained: np.ndarray  # [n] places of its loss tokens
+    inputs: np.ndarray  # [L] uint32: the tokens that some loss token is predicted from, all before the last loss token
 
 
-def build_trees(items: Sequence[Item], max_tokens: int, version: int) -> list[Tree]:
-    """Trees of the samples of one group and temperature; each holds at most `max_tokens` tokens unless one sample alone is longer."""
-    trees: list[Tree] = []
-    path: list[int] = []  # packed position of each token of the previous sample
-    previous: list[int] = []
-    for item in sorted(items, key=lambda item: item.inputs):
-        tokens = item.inputs
-        if not tokens:
-            continue
-        shared = common_prefix(previous, tokens)
-        if not trees or len(trees[-1].token_ids) + len(tokens) - shared > max_tokens:
-            trees.append(Tree(item.sample.temperature))
-            path, shared = [], 0
-        tree = trees[-1]
-        for position in path[shared:]:
-            tree.ends[position] = len(tree.token_ids)  # nothing later descends from it
-        path = path[:shared] + list(range(len(tree.token_ids), len(tree.token_ids) + len(tokens) - shared))
-        tree.token_ids += tokens[shared:]
-        tree.positions += range(shared, len(tokens))
-        tree.ends += [-1] * (len(tokens) - shared)
-        add_loss_tokens(tree.loss, item, path, version)
-        previous = tokens
-    for tree in trees:
-        tree.ends = [len(tree.token_ids) if end < 0 else end for end in tree.ends]
-    return trees
+@dataclass(frozen=True)
+class Line:
+    """The samples of a batch that have loss tokens: group by group, temperature by temperature, sorted by their tokens."""
+
+    items: list[Item]
+    lengths: np.ndarray  # [n] int64: input tokens of each item
+    shared: np.ndarray  # [n] int64: how many first tokens it shares with the one before it, 0 where a tree begins
 
 
-def trained_inputs(sample: TrainingSample) -> list[int]:
-    """The tokens that some loss token is predicted from: all before the last loss token. Empty without a loss token."""
-    last = len(sample.loss_mask) - 1
-    while last >= 0 and not sample.loss_mask[last]:
-        last -= 1
-    return sample.token_ids[: max(last, 0)]
+def make_line(batch: TrainBatch) -> Line:
+    groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
+    for place, sample in enumerate(batch.samples):
+        trained = np.flatnonzero(np.array(sample.loss_mask, dtype=bool))
+        if len(trained):
+            inputs = np.array(sample.token_ids[: trained[-1]], dtype=np.uint32)
+            groups[sample.group_id, sample.temperature].append(Item(sample, place, trained, inputs))
+    items: list[Item] = []
+    shared: list[int] = []
+    for key in sorted(groups):
+        group = sorted(groups[key], key=lambda item: item.inputs.astype(">u4").tobytes())  # bytes in this order sort like the numbers
+        items += group
+        shared += [0, *(common_prefix(a.inputs, b.inputs) for a, b in pairwise(group))]
+    return Line(items, np.array([len(item.inputs) for item in items], dtype=np.int64), np.array(shared, dtype=np.int64))
 
 
-def add_loss_tokens(loss: LossTokens, item: Item, path: list[int], version: int) -> None:
-    """Appends the sample's loss tokens; `path` gives the packed position of each of its tokens."""
-    sample = item.sample
-    trained = [t for t, mask in enumerate(sample.loss_mask) if mask]
-    loss.predicted_from += [path[t - 1] for t in trained]
-    loss.targets += [sample.token_ids[t] for t in trained]
-    loss.logprobs += [sample.logprobs[t] for t in trained]
-    loss.advantages += [sample.advantages[t] for t in trained]
-    loss.weights += [item.weight] * len(trained)
-    loss.samples += [item.place] * len(trained)
-    teacher = sample.teacher_logprobs
-    loss.teacher_logprobs += [teacher[t] if teacher else math.nan for t in trained]
-    loss.fresh += [span.policy_version == version for span in sample.policy_versions for _ in range(span.num_tokens)]
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    first = int(differs.argmax()) if shortest else 0
+    return first if shortest and differs[first] else shortest
 
 
 @dataclass(frozen=True)
@@ -166,84 +118,193 @@ class Layout:
     max_tokens: int
     """Of one micro batch."""
     hidden_size: int
-    """For the cost of a tree."""
+    """For the cost of a token."""
 
 
-def plan(batch: TrainBatch, weights: Sequence[float], layout: Layout) -> list[list[list[Tree]]]:
-    """[rank][micro batch][tree]: every rank gets the same number of micro batches, an idle one empty ones. Deterministic.
+OVERHEAD_PART = 64
+"""What a micro batch costs beyond its tokens (gathered weights, launches), as a part of one with max_tokens."""
 
-    A tree of L tokens costs L * (6 * hidden_size + L): the matrix products of a transformer layer take 72 * hidden_size^2 operations a
-    token forward and backward, attention over a dense mask 12 * hidden_size * L. Longest first, each to the rank with the least so far.
+
+def path_cost(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
+    """What the first `lengths` tokens of a sample cost, in (query, key) pairs of attention.
+
+    A token sees itself and its ancestors. In a transformer layer its matrix products take 24 * hidden_size^2 operations (forward), each
+    key that it sees 4 * hidden_size: as much as 6 * hidden_size keys.
     """
-    groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
-    for place, (sample, weight) in enumerate(zip(batch.samples, weights, strict=True)):
-        groups[sample.group_id, sample.temperature].append(Item(sample, place, weight, trained_inputs(sample)))
-    trees = [tree for key in sorted(groups) for tree in build_trees(groups[key], layout.max_tokens, batch.step - 1)]
-    trees.sort(key=lambda tree: -len(tree.token_ids))
-    ranks: list[list[Tree]] = [[] for _ in range(layout.num_ranks)]
-    costs = [0] * layout.num_ranks
-    for tree in trees:
-        length = len(tree.token_ids)
-        rank = costs.index(min(costs))
-        ranks[rank].append(tree)
-        costs[rank] += length * (6 * layout.hidden_size + length)
-    micro_batches = [fill_micro_batches(trees, layout.max_tokens) for trees in ranks]
-    most = max(1, *map(len, micro_batches))
-    return [batches + [[] for _ in range(most - len(batches))] for batches in micro_batches]
+    return lengths * (6 * hidden_size) + lengths * (lengths + 1) // 2
 
 
-def fill_micro_batches(trees: list[Tree], max_tokens: int) -> list[list[Tree]]:
-    """Trees one after another, as many as fit into `max_tokens`."""
-    batches: list[list[Tree]] = []
-    for tree in trees:
-        if not batches or sum(len(other.token_ids) for other in batches[-1]) + len(tree.token_ids) > max_tokens:
-            batches.append([])
-        batches[-1].append(tree)
-    return batches
+def fitting_ends(line: Line, max_tokens: int) -> np.ndarray:
+    """[n]: where the longest piece ends that begins with item i and has at most `max_tokens`; one item always fits."""
+    tokens = np.concatenate([[0], np.cumsum(line.lengths - line.shared)])
+    ends = np.searchsorted(tokens, tokens[:-1] - line.shared + max_tokens, side="right") - 1
+    return np.maximum(ends, np.arange(1, len(tokens)))
 
 
-def to_tensors(trees: list[Tree], batch: TrainBatch) -> MicroBatch:
-    """One row of whole trees. No tree gives one token without any loss: a rank without work still takes part in the collectives."""
-    trees = trees or [Tree(1.0, token_ids=[0], positions=[0], ends=[1])]
-    starts = [0, *accumulate(len(tree.token_ids) for tree in trees)]
-    predicted_from = [start + p for start, tree in zip(starts, trees, strict=False) for p in tree.loss.predicted_from]
-    predictors = sorted(set(predicted_from)) or [0]
-    row_of = {position: row for row, position in enumerate(predictors)}
-    order = sorted(range(len(predicted_from)), key=lambda i: (predicted_from[i], i))
-    temperatures = [tree.temperature for tree in trees for _ in tree.token_ids]
+def pieces_needed(fitting: np.ndarray) -> np.ndarray:
+    """[n + 1]: the fewest pieces that hold all items from i on. It falls with i, so the longest pieces make the fewest."""
+    needed = [0] * (len(fitting) + 1)
+    for i, end in reversed(list(enumerate(fitting.tolist()))):
+        needed[i] = 1 + needed[end]
+    return np.array(needed)
 
-    def values(name: str, dtype: torch.dtype) -> Tensor:
-        flat = [value for tree in trees for value in getattr(tree.loss, name)]
-        return torch.tensor([flat[i] for i in order], dtype=dtype)
 
-    samples, sequences = torch.unique(values("samples", torch.int64), return_inverse=True)
+def cut_line(line: Line, layout: Layout, fitting: np.ndarray, needed: np.ndarray, num_pieces: int) -> list[tuple[int, int]]:
+    """Cuts the line into pieces (first item, end) of about equal cost; `num_pieces` is at least needed[0].
+
+    Each piece ends where the difference to its fair share of what is left, plus the prefix that the next piece computes again, is
+    least. No piece is empty unless there are fewer items than pieces. The more pieces a rank gets, the less the difference counts; where
+    no rank waits for another it counts only a little.
+    """
+    count, lengths, hidden_size = len(line.items), line.lengths, layout.hidden_size
+    repeated = np.append(path_cost(line.shared, hidden_size), 0)  # [n + 1], by a piece that begins with the item
+    cost = np.concatenate([[0], np.cumsum(path_cost(lengths, hidden_size) - repeated[:-1])])
+    care = max(0.01, layout.num_ranks / num_pieces if layout.num_ranks > 1 else 0)
+    pieces, start = [], 0
+    for left in range(num_pieces, 0, -1):
+        if start == count:
+            pieces.append((count, count))
+            continue
+        last = max(min(int(fitting[start]), count - left + 1), start + 1)  # later pieces get an item each
+        ends = np.arange(start + 1, last + 1)
+        ends = ends[needed[ends] < left]
+        own = cost[ends] - cost[start] + repeated[start]
+        fair = (cost[count] - cost[start] + repeated[start] + repeated[ends]) / left
+        end = int(ends[(repeated[ends] + care * np.abs(own - fair)).argmin()])
+        pieces.append((start, end))
+        start = end
+    return pieces
+
+
+def deal(line: Line, layout: Layout, pieces: list[tuple[int, int]]) -> tuple[list[list[tuple[int, int]]], int]:
+    """Pieces to ranks, round by round, and what the step then costs: ranks wait for each other after every micro batch.
+
+    The costliest pieces of all are the ranks' first ones, and so on: memory runs out at once if it does, and the pieces of a round are
+    alike. Within a round the rank with the least so far gets the most.
+    """
+    ranks = layout.num_ranks
+    costs = [piece_cost(line, piece, layout) for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: (-costs[i], i))
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
+    for start in range(0, len(order), ranks):
+        for piece, rank in zip(order[start : start + ranks], sorted(range(ranks), key=lambda r: (sums[r], r)), strict=True):
+            dealt[rank].append(pieces[piece])
+            sums[rank] += costs[piece]
+    own_cost = int(path_cost(np.array(layout.max_tokens), layout.hidden_size)) // OVERHEAD_PART
+    return dealt, sum(costs[i] + own_cost for i in order[::ranks])
+
+
+def plan(line: Line, layout: Layout) -> list[list[tuple[int, int]]]:
+    """[rank][micro batch] -> (first item, end) in the line. Deterministic. Every rank gets the same number of micro batches.
+
+    As few as possible, or up to an eighth more where fewer cuts within groups make that cheaper.
+    """
+    fitting = fitting_ends(line, layout.max_tokens)
+    needed = pieces_needed(fitting)
+    least = max(1, -(-int(needed[0]) // layout.num_ranks))
+    rounds = sorted({least + -(-least * extra // 64) for extra in range(9)})
+    plans = [deal(line, layout, cut_line(line, layout, fitting, needed, n * layout.num_ranks)) for n in rounds]
+    return min(plans, key=lambda plan: plan[1])[0]
+
+
+def piece_tokens(line: Line, piece: tuple[int, int]) -> int:
+    """Tokens of a micro batch: its first item is computed in full."""
+    start, end = piece
+    return int((line.lengths - line.shared)[start:end].sum() + line.shared[start:end][:1].sum())
+
+
+def piece_cost(line: Line, piece: tuple[int, int], layout: Layout) -> int:
+    """As `path_cost`, of a micro batch."""
+    start, end = piece
+    own, repeated = (path_cost(lengths[start:end], layout.hidden_size) for lengths in (line.lengths, line.shared))
+    return int(own.sum() - repeated[1:].sum())
+
+
+def lay_out(line: Line, piece: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Depth first: token ids, positions and ends, [T] each, and for each item the packed positions of its tokens."""
+    start, end = piece
+    items, shared = line.items[start:end], line.shared[start:end].copy()
+    shared[:1] = 0
+    new = [item.inputs[n:] for item, n in zip(items, shared.tolist(), strict=True)]
+    total = sum(map(len, new))
+    ends = np.full(total, total, dtype=np.int64)
+    paths: list[np.ndarray] = []
+    path, used = np.zeros(0, dtype=np.int64), 0
+    for tokens, n in zip(new, shared.tolist(), strict=True):
+        ends[path[n:]] = used  # nothing later descends from what the item does not share
+        path = np.concatenate([path[:n], np.arange(used, used + len(tokens))])
+        used += len(tokens)
+        paths.append(path)
+    positions = [np.arange(n, n + len(tokens)) for tokens, n in zip(new, shared.tolist(), strict=True)]
+    return np.concatenate(new).astype(np.int64), np.concatenate(positions), ends, paths
+
+
+def to_tensors(line: Line, piece: tuple[int, int], batch: TrainBatch, weights: Sequence[float]) -> MicroBatch:
+    """One row of whole trees."""
+    items = line.items[piece[0] : piece[1]]
+    if not items:
+        return nothing()
+    token_ids, positions, ends, paths = lay_out(line, piece)
+    predicted_from = np.concatenate([path[item.trained - 1] for item, path in zip(items, paths, strict=True)])
+    order = np.argsort(predicted_from, kind="stable")
+    predictors, first, rows = np.unique(predicted_from[order], return_index=True, return_inverse=True)
+    counts = [len(item.trained) for item in items]
+
+    def by_item(values: Sequence[float] | np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)[order])
+
+    def by_token(name: str) -> Tensor:
+        lists = [np.array(getattr(item.sample, name) or [np.nan] * len(item.sample.token_ids), dtype=np.float32) for item in items]
+        return torch.from_numpy(np.concatenate([values[item.trained] for item, values in zip(items, lists, strict=True)])[order])
+
+    places = [item.place for item in items]
+    rank_of = np.argsort(np.argsort(places))
     env_of = {env: i for i, env in enumerate(batch.envs)}
-    sample_env = torch.tensor([env_of[batch.samples[i].env] for i in samples.tolist()], dtype=torch.int64)
-    teacher = values("teacher_logprobs", torch.float32)
+    spans = [span for item in items for span in item.sample.policy_versions]
+    fresh = np.repeat([span.policy_version == batch.step - 1 for span in spans], [span.num_tokens for span in spans])
+    has_teacher = any(item.sample.teacher_logprobs for item in items)
     return MicroBatch(
-        input_ids=torch.tensor([token for tree in trees for token in tree.token_ids]),
-        position_ids=torch.tensor([position for tree in trees for position in tree.positions]),
-        ends=torch.tensor([start + end for start, tree in zip(starts, trees, strict=False) for end in tree.ends]),
+        input_ids=torch.from_numpy(token_ids),
+        position_ids=torch.from_numpy(positions),
+        ends=torch.from_numpy(ends),
         queries=None,
-        predictors=torch.tensor(predictors),
-        temperatures=torch.tensor([temperatures[p] for p in predictors], dtype=torch.float32),
-        rows=torch.tensor([row_of[predicted_from[i]] for i in order], dtype=torch.int64),
-        targets=values("targets", torch.int64),
-        logprobs=values("logprobs", torch.float32),
-        advantages=values("advantages", torch.float32),
-        weights=values("weights", torch.float32),
-        sequences=sequences,
-        samples=samples,
-        envs=sample_env[sequences],
-        teacher_logprobs=None if teacher.isnan().all() else teacher,
-        fresh=values("fresh", torch.bool),
+        predictors=torch.from_numpy(predictors),
+        temperatures=by_item([item.sample.temperature for item in items], np.float32)[torch.from_numpy(first)],
+        rows=torch.from_numpy(rows),
+        targets=torch.from_numpy(np.concatenate([np.array(item.sample.token_ids)[item.trained] for item in items])[order]),
+        logprobs=by_token("logprobs"),
+        advantages=by_token("advantages"),
+        weights=by_item([weights[place] for place in places], np.float32),
+        sequences=by_item(rank_of, np.int64),
+        samples=torch.tensor(sorted(places)),
+        envs=by_item([env_of[item.sample.env] for item in items], np.int64),
+        teacher_logprobs=by_token("teacher_logprobs") if has_teacher else None,
+        fresh=torch.from_numpy(fresh[order]),
     )
 
 
-def tree_mask(ends: Tensor) -> Tensor:
-    """[T] ends -> [T, T] bool, True where the query (first axis) sees the key (last axis)."""
-    index = torch.arange(len(ends), device=ends.device)
-    return (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])
+def nothing() -> MicroBatch:
+    """One token without any loss: a rank without work still takes part in the collectives."""
+    zero, none, no_floats = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    return MicroBatch(
+        input_ids=zero,
+        position_ids=zero,
+        ends=zero + 1,
+        queries=None,
+        predictors=zero,
+        temperatures=torch.ones(1),
+        rows=none,
+        targets=none,
+        logprobs=no_floats,
+        advantages=no_floats,
+        weights=no_floats,
+        sequences=none,
+        samples=none,
+        envs=none,
+        teacher_logprobs=None,
+        fresh=none.bool(),
+    )
 
 
 @dataclass(frozen=True)
@@ -260,7 +321,8 @@ def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout) -> Packed:
 
     `weights`: what each loss token of each sample counts, see loss.sample_weights.
     """
-    ranks = plan(batch, weights, layout)
-    packed = sum(len(tree.token_ids) for micro_batches in ranks for trees in micro_batches for tree in trees)
-    alone = sum(len(trained_inputs(sample)) for sample in batch.samples)
-    return Packed([to_tensors(trees, batch) for trees in ranks[layout.rank]], 1.0 - packed / max(1, alone))
+    line = make_line(batch)
+    ranks = plan(line, layout)
+    packed = sum(piece_tokens(line, piece) for pieces in ranks for piece in pieces)
+    alone = int(line.lengths.sum())
+    return Packed([to_tensors(line, piece, batch, weights) for piece in ranks[layout.rank]], 1.0 - packed / max(1, alone))

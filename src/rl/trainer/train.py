@@ -2,53 +2,47 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl.config import RLConfig
-from rl.messages import TrainBatch, WeightVersion
+from rl.messages import TrainBatch
 from rl.metrics import MetricsLog
 from rl.status import Status
 from rl.trainer import checkpoint, weights
 from rl.trainer.config import TrainerConfig
 from rl.trainer.data import BatchSource, FromOrchestrator
 from rl.trainer.distributed import World
-from rl.trainer.loss import LossInputs, LossTerms, compute_loss, sample_weights
+from rl.trainer.fake import FakeBatches, full_batch, step_line
+from rl.trainer.loss import LossInputs, compute_loss, custom_function, sample_weights
+from rl.trainer.loss_config import CustomConfig
+from rl.trainer.memory import explained
 from rl.trainer.model import DTYPES, Scores, load_policy, score
 from rl.trainer.optim import clip_gradients, gradient_norm, lr_at, make_optimizer
 from rl.trainer.packing import Layout, MicroBatch, Packed, pack
-from rl.transport import OrchestratorClient
+from rl.trainer.parallel import localise, reduce_replicas, sum_over_context
+from rl.trainer.parity import ParityWatch
+from rl.trainer.performance import Timer, Work, performance, work_of
+from rl.trainer.prefetch import Prefetch, Ready
+from rl.trainer.publisher import Publisher
+from rl.trainer.reference import Reference, load_reference
+from rl.trainer.sft import meaningful, validate
+from rl.trainer.statistics import Statistics
+from rl.transport import OrchestratorClient, Wait
 
 
 class NotFiniteError(Exception):
     """Loss or gradient is nan or infinite; nothing of the step has been applied."""
 
 
-class Timer:
-    """Seconds by part of the step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.start = self.last = time.monotonic()
-
-    def lap(self, part: str) -> None:
-        """Counts the time since the last lap to `part`."""
-        now = time.monotonic()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
-        self.last = now
-
-    def metrics(self) -> dict[str, float]:
-        return {f"time/{part}": seconds for part, seconds in {**self.seconds, "step": self.last - self.start}.items()}
-
-
 @dataclass
 class Trainer:
-    """The live objects of one rank. `client`, `metrics` and `status` are rank 0's."""
+    """The live objects of one rank. `metrics` and `status` are rank 0's."""
 
     config: RLConfig
     world: World
@@ -59,92 +53,170 @@ class Trainer:
     """Optimizer steps done: the policy version of the weights in `model`."""
     checkpoint_step: int
     checkpoint_time: float
-    source: BatchSource
-    client: OrchestratorClient | None
+    batches: Prefetch
+    publisher: Publisher
+    work: Work
     metrics: MetricsLog | None
     status: Status | None
+    reference: Reference | None
+    parity: ParityWatch | None
+    """None where nothing samples."""
 
     def doing(self, what: str) -> None:
         if self.status:
             self.status.doing(what, step=self.step)
 
+    def log(self, metrics: dict[str, float]) -> None:
+        """Writes the line of this step."""
+        if self.metrics:
+            self.metrics.write(self.step, metrics)
+            if self.config.trainer.data.fake:
+                print(step_line(self.step, metrics), flush=True)
 
-def start(config: RLConfig, world: World, base: str, status: Status | None) -> Trainer:
-    """Loads the model, and the newest intact checkpoint if there is one."""
+
+def start(config: RLConfig, world: World, base: str, status: Status | None, source: BatchSource | None = None) -> Trainer:
+    """Loads the model, and the newest intact checkpoint if there is one. Batches come from `source`, by default the orchestrator."""
     settings, run_dir = config.trainer, config.run_dir
+    if isinstance(settings.loss, CustomConfig):
+        custom_function(settings.loss.function)  # what is wrong with it is said before a model is loaded
     torch.manual_seed(config.seed)
     model = load_policy(base, config.model, settings, world)
+    reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
     found = checkpoint.newest_sound(run_dir.checkpoints, world)
     step = checkpoint.load(*found, model, optimizer, world) if found else 0
-    client = metrics = None
-    if status:
-        client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, status.doing)
-        metrics = MetricsLog(run_dir.metrics, "trainer")
-    source = FromOrchestrator(client, world)
-    return Trainer(config, world, Path(base), model, optimizer, step, step, time.monotonic(), source, client, metrics, status)
+    if settings.data.fake:
+        source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
+    doing = status.doing if status else lambda what: None
+    waits = [Wait(settings.batch_timeout_s, doing) for _ in range(2)]
+    client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, doing) if status and not source else None
+    parity = None if source else ParityWatch(config.model.dtype, settings.strict_parity, client)
+    source = source or FromOrchestrator(client, waits[0], world)
+    packing = partial(prepare, config=config, world=world, hidden_size=model.config.get_text_config().hidden_size)
+    batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s)
+    publisher = Publisher(run_dir, settings.weights, client, waits[1])
+    metrics = MetricsLog(run_dir.metrics, "trainer") if status else None
+    work, now = work_of(model), time.monotonic()
+    live = (batches, publisher, work, metrics, status, reference, parity)
+    return Trainer(config, world, Path(base), model, optimizer, step, step, now, *live)
 
 
 def train(trainer: Trainer) -> None:
-    """Receive, pack, step, publish, checkpoint, log: until max_steps or until the orchestrator says that the run has ended.
+    """Receive, step, publish, checkpoint, log: until max_steps or until the source of batches says that the run has ended.
 
-    Consumes: batches. Produces: policy versions, checkpoints, metric lines. Waits for: the orchestrator, in `receive_batch` and `announce`.
+    Consumes: batches, made ready by a thread while the step before trains. Produces: policy versions, which a thread writes and announces
+    while the next step trains; checkpoints; metric lines. Waits for: the two threads, and so for orchestrator and disk.
     """
-    config, world, settings = trainer.config, trainer.world, trainer.config.trainer
-    if trainer.step:
-        publish(trainer, only_missing=True)
+    config, world, fake = trainer.config, trainer.world, trainer.config.trainer.data.fake
+    sampled = not (config.sft or fake)  # each version is what rollouts are sampled from
     first = trainer.step + 1
+    if first <= config.max_steps:
+        trainer.batches.ask(first)
+        try_largest(trainer)
+    if trainer.step and not fake:
+        publish(trainer, only_missing=True)
+    elif before := validation(trainer):
+        trainer.log(before)
     for step in range(first, config.max_steps + 1):
         timer = Timer()
-        batch = trainer.source.receive(step)
+        ready = trainer.batches.take(step, trainer.publisher.look)
         timer.lap("wait_for_batch")
-        if batch is None:
+        if ready is None:
             break
+        if step < config.max_steps:
+            trainer.batches.ask(step + 1)
         if step == first:
             trainer.checkpoint_time = time.monotonic()  # the interval counts training, not the wait for inference to come up
         trainer.doing(f"training step {step}")
-        hidden_size = trainer.model.config.get_text_config().hidden_size
-        constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
-        weights_ = sample_weights(batch.samples, settings.loss, constant_length)
-        packed = pack(batch, weights_, Layout(world.data_rank, world.data_size, settings.micro_batch_tokens, hidden_size))
-        lr = lr_at(step, settings.optim, config.max_steps)
-        metrics = train_step(trainer.model, trainer.optimizer, packed.micro_batches, batch.num_loss_tokens, lr, settings, world, timer)
+        lr = lr_at(step, config.trainer.optim, config.max_steps)
+        with explained(trainer.model, ready.packed.micro_batches, config, world):
+            more = (trainer.reference, trainer.parity)
+            metrics = train_step(trainer.model, trainer.optimizer, ready, lr, config.trainer, world, timer, *more)
         trainer.step = step
-        publish(trainer)
+        due = checkpoint_is_due(trainer)
+        if sampled or (due and not fake):
+            publish(trainer)
         timer.lap("publish_weights")
-        if checkpoint_is_due(trainer):
+        if due:
             save_checkpoint(trainer)
         timer.lap("checkpoint")
-        if trainer.metrics:
-            trainer.metrics.write(step, metrics | timer.metrics() | performance(batch, packed, timer, world))
-    if trainer.step > trainer.checkpoint_step:
+        if due and trainer.parity:
+            metrics |= trainer.parity.at_checkpoint(step, trainer.model, trainer.batches.pack, world)
+            timer.lap("parity")
+        metrics = meaningful(metrics, trainer.batches.source, step)
+        if held_out := validation(trainer):
+            metrics |= held_out
+            timer.lap("validation")
+        trainer.log(
+            metrics | timer.metrics() | trainer.publisher.metrics() | performance(ready, timer, trainer.work, config.model.dtype, world)
+        )
+    if trainer.step > trainer.checkpoint_step and not fake:
         save_checkpoint(trainer)
+    trainer.publisher.finish()
+
+
+def try_largest(trainer: Trainer) -> None:
+    """On a GPU: trains a full row of random tokens and drops the gradients, so that out of memory comes now and not at some later step."""
+    config, world = trainer.config, trainer.world
+    if world.device.type != "cuda":
+        return
+    trainer.doing("trying a micro batch of full size")
+    row_tokens, vocab_size = config.trainer.micro_batch_tokens * world.context_size, trainer.model.config.get_text_config().vocab_size
+    rows = trainer.batches.pack(full_batch(world.data_size, row_tokens, config.model.max_model_len, vocab_size)).micro_batches
+    with explained(trainer.model, rows, config, world):
+        score(trainer.model, rows[0].to(world.device), world).logprobs.sum().backward()
+    trainer.optimizer.zero_grad()
+
+
+def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int) -> Packed:
+    """This rank's part of a batch, with what each token's loss counts. Runs in the thread that fetches batches."""
+    settings = config.trainer
+    constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
+    max_tokens = settings.micro_batch_tokens * world.context_size  # of a row, which that many ranks share
+    layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
+    packed = pack(batch, sample_weights(batch.samples, settings.loss, constant_length), layout)
+    rows = [localise(row, world) for row in packed.micro_batches]
+    return replace(packed, micro_batches=[row.pinned() for row in rows] if world.device.type == "cuda" else rows)
+
+
+def validation(trainer: Trainer) -> dict[str, float]:
+    """The loss of held-out batches that are due now, if the source has any."""
+    batches = trainer.batches.source.validation(trainer.step)
+    if not batches:
+        return {}
+    trainer.doing(f"validating version {trainer.step}")
+    return validate(trainer.model, batches, trainer.batches.pack, trainer.world)
 
 
 def train_step(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
-    micro_batches: list[MicroBatch],
-    num_loss_tokens: int,
+    ready: Ready,
     lr: float,
     settings: TrainerConfig,
     world: World,
     timer: Timer,
+    reference: Reference | None = None,
+    parity: ParityWatch | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on this rank's micro batches of a batch with `num_loss_tokens` loss tokens on all ranks. Returns the metrics.
+    """One optimizer step on this rank's micro batches of a batch. Returns the metrics.
 
-    Raises NotFiniteError before anything is changed.
+    Raises NotFiniteError or ParityError before anything is changed.
     """
-    sums = LossSums(world.device)
+    statistics = Statistics(ready.batch, world.device)
+    micro_batches = ready.packed.micro_batches
     for micro_batch in micro_batches:
         batch = micro_batch.to(world.device)
-        scores = score(model, batch, world)
-        terms = compute_loss(loss_inputs(batch, scores), settings.loss)
+        reference_logprobs = reference.logprobs(batch, world) if reference else None
+        scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
+        terms = compute_loss(loss_inputs(batch, scores, world, reference_logprobs), settings.loss)
         loss = (terms.loss * batch.weights).sum()
+        reduce_replicas(model, micro_batch is micro_batches[-1], world)
         loss.backward()
-        with torch.no_grad():
-            sums.add(loss, scores, terms)
-    metrics = sums.metrics(num_loss_tokens, world)
+        statistics.add(batch, loss.detach(), scores, terms)
+    metrics = statistics.metrics(world)
+    if parity:
+        metrics |= parity.judge(statistics.agreement.total(world))
     timer.lap("forward_backward")
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
@@ -159,11 +231,11 @@ def train_step(
     return metrics | {"optim/grad_norm": norm, "optim/lr": lr}
 
 
-def loss_inputs(batch: MicroBatch, scores: Scores) -> LossInputs:
+def loss_inputs(batch: MicroBatch, scores: Scores, world: World, reference_logprobs: Tensor | None = None) -> LossInputs:
     """What the losses see of a micro batch."""
 
     def sequence_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(batch.samples)).index_add(0, batch.sequences, values)
+        return sum_over_context(values.new_zeros(len(batch.samples)).index_add(0, batch.sequences, values), world)
 
     return LossInputs(
         trainer_logprobs=scores.logprobs,
@@ -173,67 +245,31 @@ def loss_inputs(batch: MicroBatch, scores: Scores) -> LossInputs:
         weights=batch.weights,
         sequences=batch.sequences,
         sequence_sum=sequence_sum,
+        reference_logprobs=reference_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
     )
 
 
-class LossSums:
-    """Sums over the tokens of this rank's micro batches, without gradient."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sum = torch.zeros(5, dtype=torch.float32, device=device)
-        """Loss, entropy, mismatch KL, masked tokens, ratio."""
-        self.kl_max = torch.zeros((), dtype=torch.float32, device=device)
-
-    def add(self, loss: Tensor, scores: Scores, terms: LossTerms) -> None:
-        self.sum += torch.stack([loss, scores.entropies.sum(), terms.kl.sum(), terms.masked.sum(), terms.ratio.sum()])
-        if len(terms.kl):
-            self.kl_max = torch.maximum(self.kl_max, terms.kl.max())
-
-    def metrics(self, num_loss_tokens: int, world: World) -> dict[str, float]:
-        """Means over the tokens of all ranks. Every rank calls this."""
-        means: Tensor = world.reduce(self.sum, dist.ReduceOp.SUM) / num_loss_tokens
-        means[0] *= num_loss_tokens  # weighted already
-        names = ("loss/mean", "entropy/mean", "mismatch_kl/mean", "masked_fraction", "ratio/mean")
-        kl_max = float(world.reduce(self.kl_max, dist.ReduceOp.MAX))
-        return dict(zip(names, means.tolist(), strict=True)) | {"mismatch_kl/max": kl_max}
-
-
-def performance(batch: TrainBatch, packed: Packed, timer: Timer, world: World) -> dict[str, float]:
-    """Throughput counts the samples' real tokens over the wall time of the whole step, waiting and writing included."""
-    tokens = sum(len(sample.token_ids) for sample in batch.samples)
-    return {
-        "perf/tokens_per_s": tokens / (timer.last - timer.start),
-        "perf/shared_token_fraction": packed.shared_token_fraction,
-        "perf/peak_memory_gib": peak_memory_gib(world.device),
-    }
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this rank has held: of the GPU as torch counts it, of the process without one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
-
-
 def publish(trainer: Trainer, only_missing: bool = False) -> None:
-    """Writes the weights as version `step`, announces them, and deletes versions that nothing needs any more."""
-    config, run_dir, version = trainer.config, trainer.config.run_dir, trainer.step
-    path = run_dir.weights(version).absolute()
-    missing = not trainer.world.broadcast_int(path.is_dir())
-    if missing or not only_missing:
+    """Copies the weights of version `step`; the publisher's thread writes and announces them while training goes on."""
+    config, version = trainer.config, trainer.step
+    trainer.publisher.finish()  # before the copy: two of them would take twice the memory
+    there = trainer.world.broadcast_int(config.run_dir.weights(version).is_dir())
+    write = None
+    if not (only_missing and there):
         trainer.doing(f"publishing version {version}")
-        weights.publish(trainer.model, path, trainer.base, DTYPES[config.model.dtype], trainer.world)
-    if trainer.client:
-        needed = trainer.client.published(WeightVersion(version, str(path)))
-        weights.delete_old_versions(run_dir.weights_dir, config.trainer.weights, needed, trainer.checkpoint_step)
+        dtype = DTYPES[config.model.dtype]
+        tensors = weights.gather_weights(trainer.model, dtype, trainer.world)
+        write = partial(weights.write_version, tensors=tensors, model=trainer.model, base=trainer.base, dtype=dtype)
+    if trainer.world.is_main:
+        trainer.publisher.start(version, write, trainer.checkpoint_step)
 
 
 def checkpoint_is_due(trainer: Trainer) -> bool:
     """Rank 0's clock decides for all ranks."""
     settings = trainer.config.trainer.checkpoint
+    if trainer.config.trainer.data.fake and settings.interval is None:
+        return False  # a benchmark writes what is asked for
     if settings.interval is not None:
         due = trainer.step % settings.interval == 0
     else:
@@ -242,8 +278,9 @@ def checkpoint_is_due(trainer: Trainer) -> bool:
 
 
 def save_checkpoint(trainer: Trainer) -> None:
-    """Saves the state after `step`; the interval in seconds counts from the end of the save."""
+    """Saves the state after `step`, whose weights are on disk by then; the interval in seconds counts from the end of the save."""
     run_dir, step = trainer.config.run_dir, trainer.step
+    trainer.publisher.finish()
     trainer.doing(f"writing checkpoint {step}")
     checkpoint.save(run_dir.checkpoint(step), step, trainer.model, trainer.optimizer, trainer.world)
     if trainer.world.is_main:

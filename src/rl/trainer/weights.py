@@ -1,4 +1,4 @@
-"""Policy versions on disk: Hugging Face folders that transformers and vLLM load as they are."""
+"""Policy versions on disk: Hugging Face folders that transformers and vLLM load as they are, or with trainer.lora peft's adapters."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rl.files import remove_directory, write_directory
 from rl.messages import Acknowledged
 from rl.run_dir import numbered
+from rl.trainer import lora
 from rl.trainer.config import WeightsConfig
 from rl.trainer.distributed import World
 from rl.trainer.space import require_space
@@ -21,40 +22,53 @@ from rl.trainer.space import require_space
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
-def publish(model: PreTrainedModel, path: Path, base: Path, dtype: torch.dtype, world: World) -> None:
-    """Writes the model's weights as `dtype` and the other files of the base model to `path`, complete by rename. Every rank calls this."""
-    tensors = gather_weights(model, dtype, world)
-    if not world.is_main:
-        return
-
-    def fill(folder: Path) -> None:
-        require_space(folder, tensors.values())
-        save_file(revert_weight_conversion(model, tensors), folder / "model.safetensors", metadata={"format": "pt"})
-        copy_files(base, folder, model, dtype)
-
-    write_directory(path, fill)
-
-
 @torch.no_grad()
 def gather_weights(model: PreTrainedModel, dtype: torch.dtype, world: World) -> dict[str, Tensor]:
-    """Whole tensors by name, cast before they travel, one at a time; rank 0 keeps them, on the CPU. A tied head is named once."""
+    """A copy of whole tensors by name, cast before they travel, one at a time; rank 0 keeps them, on the CPU. Every rank calls this.
+
+    Nothing of the copy is shared with the model, which may train on while the copy is written. A tied head is named once. Of a model
+    with adapters these alone.
+    """
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent)]
+    if lora.has_adapters(model):
+        named = [*lora.trainable(model).items()]
     tensors = {}
     for name, value in named:
         value = value.detach()
-        value = value.to(dtype) if value.is_floating_point() else value
+        value = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if world.is_main:
             tensors[name] = whole.cpu().contiguous()
     return tensors
 
 
-def copy_files(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Tokenizer, generation config and the rest of the base model's small files, and its config with the right dtype."""
+def write_version(path: Path, tensors: dict[str, Tensor], model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
+    """Writes gathered weights and the other files of the base model to `path`, complete by rename. Of `model` only the kind counts.
+
+    Adapters are written as peft does, without the files of their base, which they name.
+    """
+
+    def fill(folder: Path) -> None:
+        require_space(folder, tensors.values())
+        if lora.has_adapters(model):
+            return lora.write_adapters(folder, tensors, model, base)
+        save_file(revert_weight_conversion(model, tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        copy_small_files(base, folder)
+        write_config(base, folder, model, dtype)
+
+    write_directory(path, fill)
+
+
+def copy_small_files(base: Path, folder: Path) -> None:
+    """Tokenizer, configs and all else that is no weights."""
     for file in base.iterdir():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             shutil.copyfile(file, folder / file.name)
+
+
+def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """The base model's config with the right dtype."""
     config = json.loads((base / "config.json").read_text())
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)

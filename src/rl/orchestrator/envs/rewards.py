@@ -11,7 +11,7 @@ from typing import Any
 
 import verifiers as vf
 
-from rl.orchestrator.env_ids import place
+from rl.functions import place
 from rl.orchestrator.envs.environment import RolloutError
 
 SHOWN = 300

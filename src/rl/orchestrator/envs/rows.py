@@ -1,19 +1,16 @@
 """Rows with a reward function: an environment out of a JSONL file or a Hugging Face dataset, without a package."""
 
-import importlib
-import importlib.util
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import datasets
 import verifiers as vf
 
+from rl.functions import FunctionError, load_function
 from rl.orchestrator.env_ids import Blame, EnvLoadError
 from rl.orchestrator.rollouts import EnvSpec
 
@@ -33,7 +30,7 @@ def load_rows(spec: EnvSpec) -> vf.SingleTurnEnv:
         raise EnvLoadError(f"dataset {spec.dataset} needs a reward function; give reward = file.py:function or module:function")
     if spec.args:
         raise EnvLoadError(f"dataset {spec.dataset}: args are for environments with an id; leave out {', '.join(spec.args)}")
-    function = load_function(spec.reward)
+    function = load_reward(spec.reward)
     train = read(spec.dataset)
     held_out = read(spec.eval_dataset) if spec.eval_dataset else train
     for source, data in ((spec.dataset, train), (spec.eval_dataset, held_out)):
@@ -116,39 +113,12 @@ def kind_of(value: Any) -> str:
     return kinds[type(value)]
 
 
-def load_function(reward: str) -> Callable[..., Any]:
+def load_reward(reward: str) -> Callable[..., Any]:
     """The function named by `file.py:function` or `package.module:function`. Raises EnvLoadError."""
-    source, colon, name = reward.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise EnvLoadError(f"reward {reward} names no function; write file.py:function or module:function")
-    if source.endswith(".py"):
-        path = Path(source).absolute()
-        if not path.is_file():
-            raise EnvLoadError(f"reward {reward}: there is no file {path}")
-        with Blame(f"reward {reward}: importing the file", "correct it", path.parent):
-            module = import_file(path)
-    else:
-        with Blame(f"reward {reward}: importing the module", "install it, or name a file: file.py:function"):
-            module = importlib.import_module(source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        near = get_close_matches(name, there, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'no function'}"
-        raise EnvLoadError(f"reward {reward}: {module.__file__} has no function {name}; {hint}")
-    return function
-
-
-def import_file(path: Path) -> Any:
-    """A Python file as a module; what lies beside it can be imported by it."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
-    spec.loader.exec_module(module)
-    return module
+    try:
+        return load_function("reward", reward)
+    except FunctionError as error:
+        raise EnvLoadError(str(error)) from error
 
 
 def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:

@@ -1,0 +1,134 @@
+"""Measures what our training step costs over a bare one in PyTorch. `python scripts/bench_trainer.py --model FOLDER` prints JSON.
+
+Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
+masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics. They take turns in one
+process, so that whatever else the machine does meets both.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from rl.config import ModelConfig, RLConfig
+from rl.trainer.config import FakeDataConfig
+from rl.trainer.distributed import World, start_world, stop_world
+from rl.trainer.fake import FakeBatches
+from rl.trainer.model import load_policy, score
+from rl.trainer.optim import make_optimizer
+from rl.trainer.performance import Timer, peak_memory_gib
+from rl.trainer.prefetch import Ready
+from rl.trainer.train import prepare, train_step
+
+Step = Callable[[Ready], dict[str, float]]
+"""Trains a batch; returns seconds by part."""
+
+
+def synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def our_step(folder: str, config: RLConfig, world: World) -> Step:
+    """The trainer's own."""
+    model = load_policy(folder, config.model, config.trainer, world)
+    optimizer = make_optimizer(model, config.trainer.optim)
+
+    def step(ready: Ready) -> dict[str, float]:
+        timer = Timer()
+        train_step(model, optimizer, ready, 1e-6, config.trainer, world, timer)
+        synchronize(world)
+        timer.lap("optimizer")
+        return {**timer.seconds, "step": timer.step_s}
+
+    return step
+
+
+def bare_step(folder: str, config: RLConfig, world: World) -> Step:
+    """As one would write it by hand for one process."""
+    with patch("rl.trainer.model.shard_model", lambda *_: None):  # the same model, attention included, not sharded
+        model = load_policy(folder, config.model, config.trainer, world).to(world.device)
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    model.to(torch.bfloat16)
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=1e-6, betas=config.trainer.optim.betas, weight_decay=0.0, fused=True)
+
+    def step(ready: Ready) -> dict[str, float]:
+        timer = Timer()
+        for micro_batch in ready.packed.micro_batches:
+            batch = micro_batch.to(world.device)
+            loss = -(score(model, batch, world).logprobs * batch.advantages * batch.weights).sum()
+            loss.backward()
+        loss.item()
+        timer.lap("forward_backward")
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, config.trainer.optim.max_grad_norm)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+        optimizer.zero_grad()
+        synchronize(world)
+        timer.lap("optimizer")
+        return {**timer.seconds, "step": timer.step_s}
+
+    return step
+
+
+def measure(folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, **trainer: object) -> dict[str, object]:
+    """Medians of `rounds` steps of each, after one to warm up, and the median ratio of neighbours: of their seconds, and, for a machine
+    that others use too, of the processor time that they took."""
+    config = RLConfig(model=ModelConfig(name=folder), trainer={"micro_batch_tokens": 1 << 16, **trainer})
+    world = start_world(use_gpus, 600.0)
+    steps = {"ours": our_step(folder, config, world), "bare": bare_step(folder, config, world)}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
+    batches = FakeBatches(data, 49152, seed=0)
+    tokens = 0
+    for number in range(rounds + 1):
+        batch = batches.receive(1 + number)
+        ready = Ready(batch, prepare(batch, config, world, hidden_size=576))
+        tokens = sum(len(row.input_ids) for row in ready.packed.micro_batches)
+        for name in sorted(steps, reverse=number % 2 == 1):
+            began = time.process_time()
+            times[name].append({**steps[name](ready), "cpu": time.process_time() - began})
+    stop_world()
+    medians = {name: {part: round(median(t[part] for t in values[1:]), 4) for part in values[0]} for name, values in times.items()}
+    ratios = {part: [a[part] / b[part] for a, b in zip(times["ours"][1:], times["bare"][1:], strict=True)] for part in ("step", "cpu")}
+    return {
+        "computed_tokens": tokens,
+        "rounds": rounds,
+        "ratio": round(median(ratios["step"]), 4),
+        "ratio_of_cpu_time": round(median(ratios["cpu"]), 4),
+        **medians,
+        "peak_memory_gib": round(peak_memory_gib(world.device), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder; `python -m rl.models` prints that of the default model")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--completion-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gpu", action="store_true")
+    args = parser.parse_args()
+    data = FakeDataConfig(
+        samples=args.samples, group_size=args.group_size, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens
+    )
+    result = measure(args.model, data, args.rounds, args.gpu)
+    print(json.dumps({"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0], **result}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

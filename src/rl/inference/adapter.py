@@ -1,0 +1,103 @@
+"""peft adapters, which runs with trainer.lora publish: read, checked against the base model, and added to its weights."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.inference.weight_files import Tensors, WeightsError, read_header, refuse_faults, weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+"""How peft names the two factors of the matrix `<layer>.weight`: PREFIX + layer + A."""
+
+PLAIN = {"peft_type": ("LORA",), "bias": ("none", None)}
+ABSENT = ("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern", "target_parameters", "trainable_token_indices")
+"""Kinds of adapters that a sum of low-rank products does not express."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What stands in an adapter's folder."""
+
+    folder: Path
+    base: Path
+    rank: int
+    alpha: float
+    root_scaled: bool
+    """Scaled by alpha / sqrt(rank) (rsLoRA) instead of alpha / rank."""
+    transposed: bool
+    """The base holds its matrices as [in, out] (GPT-2's Conv1D)."""
+    tensors: Tensors
+
+    @property
+    def layers(self) -> list[str]:
+        return sorted(name.removeprefix(PREFIX).removesuffix(A) for name in self.tensors if name.endswith(A))
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Reads the settings and the header of the weights. Raises WeightsError for what is damaged or no plain LoRA."""
+    try:
+        fields = json.loads((folder / CONFIG).read_text())
+        base, rank, alpha = Path(fields["base_model_name_or_path"]), int(fields["r"]), float(fields["lora_alpha"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"{folder / CONFIG}: not readable as the settings of a LoRA adapter: {error!r}") from None
+    special = [key for key, allowed in PLAIN.items() if fields.get(key) not in allowed] + [key for key in ABSENT if fields.get(key)]
+    if special:
+        said = ", ".join(f"{key} = {fields[key]!r}" for key in special if key in fields) or f"no {special[0]}"
+        raise WeightsError(f"{folder / CONFIG}: {said}: only plain LoRA adapters can be served; merge it into its base with peft")
+    rooted, transposed = bool(fields.get("use_rslora")), bool(fields.get("fan_in_fan_out"))
+    return Adapter(folder, base, rank, alpha, rooted, transposed, read_header(folder / WEIGHTS))
+
+
+def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
+    """Raises WeightsError unless the adapter fits the model at `base`, whose tensors are `expected`; names at most eight faults.
+
+    A base that is not on this machine (a run that was moved) is only compared by shapes.
+    """
+    if adapter.base.is_dir() and not same_files(adapter.base, base):
+        raise WeightsError(f"{adapter.folder} is an adapter of {adapter.base}; this server was started with {base}")
+    faults = [f"{name} is no factor of a matrix" for name in adapter.tensors if not name.endswith((A, B))]
+    found = {name.removeprefix(PREFIX).removesuffix(B) for name in adapter.tensors if name.endswith(B)}
+    faults += [f"{layer} has only one of its two factors" for layer in found ^ set(adapter.layers)]
+    for layer in found & set(adapter.layers):
+        (rank, width), (height, rank_b) = (adapter.tensors[PREFIX + layer + end][1] for end in (A, B))
+        shape = expected.get(f"{layer}.weight", ("", None))[1]
+        if shape is None:
+            faults.append(f"{layer}.weight is not in the model")
+        elif rank != rank_b or shape not in {(height, width), (width, height) if adapter.transposed else ()}:
+            faults.append(f"{layer} has factors {[height, rank_b]} x {[rank, width]}, the model {list(shape)}")
+    refuse_faults(adapter.folder, faults)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two models are the same weights on disk: one may be a folder of links with another chat template."""
+    return [file.resolve() for file in weight_files(one)] == [file.resolve() for file in weight_files(other)]
+
+
+def merge(adapter: Adapter, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
+    """The base's `weights` with the adapter added, W + scale B A, in float32 where there is one (whoever loads them rounds, once).
+
+    "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.org/abs/2106.09685): scale = alpha / rank; alpha / sqrt(rank) in
+    "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA" (https://arxiv.org/abs/2312.03732).
+    """
+    from safetensors import safe_open
+
+    layers = {f"{layer}.weight": layer for layer in adapter.layers}
+    with safe_open(adapter.folder / WEIGHTS, framework="pt", device="cpu") as factors:
+        for name, weight in weights:
+            if name not in layers:
+                yield name, weight
+                continue
+            a, b = (factors.get_tensor(PREFIX + layers[name] + end).float() for end in (A, B))  # [rank, in], [out, rank]
+            scale = adapter.alpha / (a.shape[0] ** 0.5 if adapter.root_scaled else a.shape[0])
+            update = scale * (b @ a)
+            yield name, weight.float() + (update.T if adapter.transposed else update)

@@ -1,0 +1,320 @@
+"""Attention over prefix trees: token i sees token j if j <= i < ends[j] and, in a layer with a window, if it is less than `window` away.
+
+transformers hands the keyword arguments of a model's call on to its attention function, so each call brings its own `TreeMask` along.
+Three implementations, all exact:
+
+* `blocks`: consecutive queries with nearly the same keys form a block; per block two matrix products and a softmax over those keys
+  only. The cost is the number of visible (query, key) pairs, nothing is padded, and no mask is larger than its block. Any device.
+* `flex`: torch's FlexAttention, compiled. For GPUs (its backward pass exists only there).
+* `eager`: transformers' own attention with a dense [T, T] mask, for models whose attention is special (softcaps, sinks).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface
+
+from rl.models import ModelError
+
+CALL_COST = 4096
+"""What a block costs beyond its (query, key) pairs, in pairs: a dozen small operations take as long as 64 queries on 64 keys."""
+BLOCK_PAIRS = 1 << 18
+"""Most pairs of a block: its scores, of all heads, are about to leave the CPU's caches."""
+BLOCK_QUERIES = range(32, 257)
+"""A block's least number of queries, whatever it sees, and its largest."""
+FLEX_BLOCK = 128
+"""FlexAttention's own block size."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive queries and the keys that any of them sees."""
+
+    queries: slice
+    """Places among the queries of this rank."""
+    first_key: int
+    """The keys are this one and those right after it; -1: they are `keys`."""
+    keys: Tensor  # [k] int64, empty if they are consecutive
+    mask: Tensor  # [q, k], 0 where the query sees the key, else -inf
+
+
+def identity(part: Tensor) -> Tensor:
+    """The row is whole."""
+    return part
+
+
+class TreeMask:
+    """Who sees whom in a row of T tokens, of which this rank computes the T' `queries`; masks are made once and serve all layers.
+
+    No dataclass: FSDP would copy one for every layer.
+    """
+
+    def __init__(
+        self, ends: Tensor, positions: Tensor, queries: Tensor | None = None, gather: Callable[[Tensor], Tensor] = identity
+    ) -> None:
+        self.ends = ends  # [T] int64: token i sees token j if j <= i < ends[j]
+        self.positions = positions  # [T] int64: a token's place in its sample, and so the number of its ancestors
+        self.queries = queries  # [T'] int64, ascending; None: all T
+        self.gather = gather
+        """Keys or values [1, H, T', D] of this rank's queries -> [1, H, T, D] of the whole row (context parallelism)."""
+        self.windows: set[int | None] = set()
+        """Those that layers have asked for; None: a layer without a window."""
+        self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
+        self._flex: dict[int | None, BlockMask] = {}
+
+    def dense(self, window: int | None = None) -> Tensor:
+        """[T', T] bool, True where the query sees the key."""
+        keys = torch.arange(len(self.ends), device=self.ends.device)
+        return self._sees(keys if self.queries is None else self.queries, keys, window)
+
+    def _sees(self, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+        q, k = queries[:, None], keys[None, :]
+        seen = (k <= q) & (q < self.ends[k])
+        return seen if window is None else seen & (self.positions[q] - self.positions[k] < window)
+
+    def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        """All queries in blocks, with masks of type `dtype`."""
+        if (window, dtype) not in self._blocks:
+            self._blocks[window, dtype] = self._make_blocks(window, dtype)
+        return self._blocks[window, dtype]
+
+    def _make_blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        ends, positions = self.ends.cpu().numpy(), self.positions.cpu().numpy()
+        queries = np.arange(len(ends)) if self.queries is None else self.queries.cpu().numpy()
+        spans = cut_blocks(queries, positions)
+        keys = [visible_keys(queries[span], ends, positions, window) for span in spans]
+        # In an unbranched block each query sees one key more than the one before it: views of one triangle serve them all.
+        plain = [is_unbranched(positions[queries[span]]) and not (window and len(k) >= window) for span, k in zip(spans, keys, strict=True)]
+        shapes = [(span.stop - span.start, len(k)) for span, k, is_plain in zip(spans, keys, plain, strict=True) if is_plain]
+        height, width = (max(column) for column in zip(*shapes, strict=True)) if shapes else (0, 0)
+        hidden = torch.ones(height, width, dtype=torch.bool, device=self.ends.device).triu(width - height + 1)
+        triangle = torch.zeros(height, width, dtype=dtype, device=self.ends.device).masked_fill_(hidden, -torch.inf)
+        blocks = []
+        for span, k, is_plain in zip(spans, keys, plain, strict=True):
+            index = torch.from_numpy(k).to(self.ends.device)
+            if is_plain:
+                mask = triangle[height - (span.stop - span.start) :, width - len(k) :]
+            else:
+                seen = self._sees(torch.from_numpy(queries[span]).to(index), index, window)
+                mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            consecutive = k[-1] - k[0] + 1 == len(k)
+            blocks.append(Block(span, int(k[0]) if consecutive else -1, index[:0] if consecutive else index, mask))
+        return blocks
+
+    def flex(self, window: int | None) -> BlockMask:
+        """The mask for FlexAttention."""
+        if window not in self._flex:
+            self._flex[window] = self._make_flex(window)
+        return self._flex[window]
+
+    def _make_flex(self, window: int | None) -> BlockMask:
+        """Which blocks of keys a block of queries sees in part or in full follows from each block's extremes: no [T, T] tensor."""
+        ends, positions = self.ends, self.positions
+        queries = torch.arange(len(ends), device=ends.device) if self.queries is None else self.queries
+        index = torch.arange(len(ends), device=ends.device)
+        first_q, last_q = extremes(queries)
+        first_k, last_k = extremes(index)
+        least_end, most_end = extremes(ends)
+        some = (first_k[None, :] <= last_q[:, None]) & (most_end[None, :] > first_q[:, None])
+        every = (last_k[None, :] <= first_q[:, None]) & (least_end[None, :] > last_q[:, None])
+        if window is not None:
+            near_q, far_q = extremes(positions[queries])
+            near_k, far_k = extremes(positions)
+            some &= near_q[:, None] - far_k[None, :] < window
+            every &= far_q[:, None] - near_k[None, :] < window
+
+        def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            row = queries[q]
+            seen = (k <= row) & (row < ends[k])
+            return seen if window is None else seen & (positions[row] - positions[k] < window)
+
+        return BlockMask.from_kv_blocks(
+            *block_list(some & ~every), *block_list(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(len(queries), len(ends))
+        )
+
+
+def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] -> least and greatest value of each of FlexAttention's blocks."""
+    missing = -len(values) % FLEX_BLOCK
+    blocks = torch.cat([values, values[-1:].expand(missing)]).view(-1, FLEX_BLOCK)
+    return blocks.amin(1), blocks.amax(1)
+
+
+def block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[Q, K] bool -> how many blocks of keys each block of queries has, and their places, the chosen ones first."""
+    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def is_unbranched(positions: np.ndarray) -> bool:
+    """Each token is its predecessor's child."""
+    return bool((np.diff(positions) == 1).all())
+
+
+def visible_keys(queries: np.ndarray, ends: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+    """The keys that some of the consecutive `queries` sees, ascending: ancestors of the first, and the queries themselves."""
+    first = queries[0]
+    seen = ends[:first] > first
+    if window is not None:
+        seen &= positions[:first] > positions[queries].min() - window
+    return np.concatenate([np.flatnonzero(seen), queries])
+
+
+def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
+    """Cuts the queries into blocks of consecutive tokens.
+
+    In depth-first order a block [a, b) sees the positions[a] ancestors of its first token and itself, whatever branches it holds. So
+    it costs (b - a) * (positions[a] + b - a) pairs, most of them hidden from some query if branches share a block; they do where
+    that costs less than one more call.
+    """
+
+    def pairs(a: int, b: int) -> int:
+        return (b - a) * (int(positions[queries[a]]) + b - a)
+
+    token_jumps, depth_jumps = np.diff(queries) != 1, np.diff(positions[queries]) != 1
+    blocks: list[slice] = []
+    starts = [0, *(np.flatnonzero(token_jumps | depth_jumps) + 1).tolist(), len(queries)]
+    for start, end in pairwise(starts):
+        last = blocks[-1] if blocks and not token_jumps[start - 1] else None
+        if last and end - last.start < BLOCK_QUERIES.stop:
+            together = pairs(last.start, end)
+            if together <= BLOCK_PAIRS and together <= pairs(last.start, start) + pairs(start, end) + CALL_COST:
+                blocks[-1] = slice(last.start, end)
+                continue
+        while start < end:
+            size = min(max(BLOCK_PAIRS // (int(positions[queries[start]]) + 1), BLOCK_QUERIES.start), BLOCK_QUERIES.stop - 1)
+            blocks.append(slice(start, min(start + size, end)))
+            start = blocks[-1].stop
+    return blocks
+
+
+def block_keys(whole: Tensor, first: int, index: Tensor, length: int) -> Tensor:
+    """[H, T, D] -> [H, k, D], a view where the keys are consecutive."""
+    return whole[:, first : first + length] if first >= 0 else whole.index_select(1, index)
+
+
+def probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(scale * query @ key^T + mask): query [H, G q, D], key [H, k, D], mask [q, k] -> [H, G q, k]."""
+    tiled = mask.repeat(query.shape[1] // mask.shape[0], 1)
+    return torch.baddbmm(tiled, query, key.transpose(1, 2), alpha=scale).softmax(-1)
+
+
+@torch.library.custom_op("rl::block_attention", mutates_args=())
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], keys: Sequence[Tensor], first_keys: Sequence[int], scale: float
+) -> Tensor:
+    """Attention block by block. The query heads that share a key's head are rows of the same matrix product: no key is copied for them.
+
+    Args:
+        query: [1, H, T', D]; H is a multiple of the keys' heads.
+        key, value: [1, heads, T, D] and [1, heads, T, D2].
+        masks, keys, first_keys: those of the blocks, in order.
+
+    Returns: [1, T', H, D2].
+    """
+    heads, sizes = key.shape[1], [mask.shape[0] for mask in masks]
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    outs = out[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)  # each [heads, G, q, D2]
+    for q, o, mask, index, first in zip(query[0].unflatten(0, (heads, -1)).split(sizes, 2), outs, masks, keys, first_keys, strict=True):
+        k, v = (block_keys(whole[0], first, index, mask.shape[1]) for whole in (key, value))
+        o.copy_((probabilities(q.flatten(1, 2), k, mask, scale) @ v).view(o.shape))
+    return out
+
+
+@block_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, masks: object, keys: object, first_keys: object, scale: float) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def save_inputs(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    query, key, value, ctx.masks, ctx.keys, ctx.first_keys, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value)
+
+
+def block_attention_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    """Recomputes each block's probabilities P. With O = P V: dV = P^T dO, dS = P * (dO V^T - rowsum), dQ = scale dS K, dK = scale dS^T Q.
+
+    Sums over blocks are kept in float32 or better.
+    """
+    query, key, value = ctx.saved_tensors
+    heads, sizes = key.shape[1], [mask.shape[0] for mask in ctx.masks]
+    grad_query = query.new_empty(query.shape[2], *query.shape[1::2])  # [T', H, D], as the projections have it
+    precise = torch.promote_types(key.dtype, torch.float32)
+    grad_key, grad_value = (x.new_zeros(x.shape[2], heads, x.shape[3], dtype=precise) for x in (key, value))
+    grad_queries = grad_query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)
+    grads = grad[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)
+    queries = query[0].unflatten(0, (heads, -1)).split(sizes, 2)
+    for q, g, grad_q, mask, index, first in zip(queries, grads, grad_queries, ctx.masks, ctx.keys, ctx.first_keys, strict=True):
+        k, v = (block_keys(whole[0], first, index, mask.shape[1]) for whole in (key, value))
+        q, g = q.flatten(1, 2), g.flatten(1, 2)
+        p = probabilities(q, k, mask, ctx.scale)
+        s = torch._softmax_backward_data(g @ v.transpose(1, 2), p, -1, p.dtype)
+        grad_q.copy_((s @ k).view(grad_q.shape)).mul_(ctx.scale)
+        for total, part in ((grad_key, (s.transpose(1, 2) @ q).mul_(ctx.scale)), (grad_value, p.transpose(1, 2) @ g)):
+            if first >= 0:
+                total[first : first + mask.shape[1]] += part.transpose(0, 1)
+            else:
+                total.index_add_(0, index, part.transpose(0, 1).to(total.dtype))
+    grad_key, grad_value = (total.to(key.dtype).transpose(0, 1)[None] for total in (grad_key, grad_value))
+    return grad_query.transpose(0, 1)[None], grad_key, grad_value, [None] * len(sizes), [None] * len(sizes), None, None
+
+
+block_attention.register_autograd(block_attention_backward, setup_context=save_inputs)
+
+
+def attend_blocks(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, scale: float) -> Tensor:
+    blocks = tree.blocks(window, query.dtype)
+    masks, keys, firsts = [b.mask for b in blocks], [b.keys for b in blocks], [b.first_key for b in blocks]
+    return block_attention(query, key, value, masks, keys, firsts, scale)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, scale: float) -> Tensor:
+    attend = compiled_flex() if query.is_cuda else flex_attention
+    grouped = query.shape[1] != key.shape[1]
+    return attend(query, key, value, block_mask=tree.flex(window), scale=scale, enable_gqa=grouped).transpose(1, 2).contiguous()
+
+
+@torch.compiler.disable
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    tree: TreeMask | None = None,
+    attend: Callable[..., Tensor] = attend_blocks,
+    **special: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer: query [1, H, T', D], key and value [1, heads, T', D] -> [1, T', H, D].
+
+    Raises ModelError for attention that is not plain softmax over the visible keys.
+    """
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if special.get(name) is not None]
+    asked += ["bidirectional attention"] * (getattr(module, "is_causal", True) is False)
+    if tree is None or asked:
+        what = f"wants {', '.join(asked)}" if asked else "is not given the keyword arguments of the model's call"
+        raise ModelError(f"{type(module).__name__} {what}: set trainer.attention = eager")
+    assert dropout == 0.0
+    window = sliding_window or None
+    tree.windows.add(window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query, tree.gather(key), tree.gather(value), tree, window, scale), None
+
+
+AttentionInterface.register("rl_blocks", attention)
+AttentionInterface.register("rl_flex", functools.partial(attention, attend=attend_flex))

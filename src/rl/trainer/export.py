@@ -1,0 +1,88 @@
+"""Weights out of a run, as files that transformers and peft load: on one process, without ranks and without a GPU."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from rl.files import CorruptFileError, write_directory
+from rl.trainer import checkpoint, lora
+from rl.trainer.config import LoraConfig
+from rl.trainer.model import DTYPES
+from rl.trainer.space import require_space
+from rl.trainer.weights import copy_small_files, write_config
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from: a checkpoint, and where there is none or it is damaged, a version. One of them at least."""
+
+    base: Path
+    """The folder of the base model."""
+    lora: LoraConfig | None
+    checkpoint: Path | None = None
+    """Float32 masters."""
+    version: Path | None = None
+    """As published, in the dtype of the run's model."""
+    trust_remote_code: bool = False
+
+
+def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
+    """Writes the weights to `target`, complete by rename: a whole model, or of a run with adapters these alone unless `merge` is set.
+
+    Raises CorruptFileError and CheckpointMismatchError for a checkpoint that cannot be used, ModelError for adapters that do not fit.
+    """
+    disable_progress_bar()
+    model = load(origin, DTYPES[dtype])
+    if origin.lora and merge:
+        lora.merge_adapters(model)
+    write_directory(target, lambda folder: write(folder, model, origin.base, DTYPES[dtype]))
+
+
+def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with the weights of a checkpoint or a version, whole; in float32 where there is something to add to it."""
+    found = sound_checkpoint(origin)
+    whole = origin.version if not found and not origin.lora else None
+    model = AutoModelForCausalLM.from_pretrained(
+        whole or origin.base, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code
+    )
+    if origin.lora:
+        lora.add_adapters(model, origin.lora)
+    if found:
+        checkpoint.load_weights(*found, model)
+    elif origin.lora and origin.version:
+        lora.read_adapters(origin.version, model)
+    return model
+
+
+def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint with its manifest, verified. A damaged one is passed over with a loud word if there is a version."""
+    if not origin.checkpoint:
+        return None
+    try:
+        return origin.checkpoint, checkpoint.verify(origin.checkpoint)
+    except CorruptFileError as error:
+        if not origin.version:
+            raise
+        print(f"WARNING: the checkpoint is damaged ({error}); the version {origin.version} is taken instead", file=sys.stderr, flush=True)
+        return None
+
+
+def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
+    """Fills `folder` with the weights as `dtype` and the base model's tokenizer; a model with adapters is written as these."""
+    if lora.has_adapters(model):
+        tensors = {name: parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
+        require_space(folder, tensors.values())
+        lora.write_adapters(folder, tensors, model, base)
+        copy_small_files(base, folder)
+        (folder / "config.json").unlink()  # the base's, not the adapters'
+    else:
+        model.to(dtype)
+        require_space(folder, model.parameters())
+        model.save_pretrained(folder)
+        copy_small_files(base, folder)
+        write_config(base, folder, model, dtype)

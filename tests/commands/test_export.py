@@ -1,0 +1,65 @@
+"""What is said about an export that cannot be, before anything is loaded; tests/trainer/test_export.py has the exports."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rl.cli import build, parse_args, to_toml
+from rl.commands.export import main
+from rl.processes import Children
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that trained the whole model, with checkpoint 4 and the versions 3 and 4."""
+    root = tmp_path / "outputs" / "r"
+    for name in ("checkpoints/000004", "weights/000003", "weights/000004"):
+        (root / name).mkdir(parents=True)
+    flags = ["--orchestrator.environment.id", "e", "--model.name", str(tmp_path / "base"), "--name", "r", "--output_dir", "/elsewhere"]
+    (root / "config.toml").write_text(to_toml(build(parse_args(flags))))
+    return root
+
+
+def fault(capsys, *args) -> str:
+    """The message of an export that ends with 1, or as a wrong command line with 2."""
+    try:
+        assert main([*map(str, args)], Children()) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    return capsys.readouterr().err
+
+
+def test_wrong_command_lines(run, tmp_path, capsys):
+    assert "which run? Give its directory first: rl export outputs/NAME --to DIR" in fault(capsys, "--to", tmp_path / "x")
+    assert f"where to? Give a directory: rl export {run} --to DIR" in fault(capsys, run)
+    assert "--dtype float8: give bfloat16 or float32" in fault(capsys, run, "--to", tmp_path / "x", "--dtype", "float8")
+    assert f"--merge: {run} trained the whole model, it has no adapters" in fault(capsys, run, "--to", tmp_path / "x", "--merge")
+    assert "did you mean" in fault(capsys, run, "--to", tmp_path / "x", "--model.nam", "y")
+
+
+def test_runs_and_steps_that_are_not_there(run, tmp_path, capsys):
+    to = ("--to", tmp_path / "x")
+    assert f"in {run.parent} there are the runs r" in fault(capsys, run.parent / "s", *to)
+    assert "is no run of rl; give the directory with its config.toml" in fault(capsys, tmp_path, *to)
+    expected = "step 5 has neither a checkpoint nor a published version; there are checkpoints of 4 and versions 3, 4. Which ones"
+    assert expected in fault(capsys, f"{run}@5", *to)
+    assert f"{run}@0: is the base model" in fault(capsys, f"{run}@0", *to)
+    assert "give a version's number, or best" in fault(capsys, f"{run}@x", *to)
+    assert "the run has no finished evaluation" in fault(capsys, f"{run}@best", *to)
+
+
+def test_directories_that_must_not_be_written(run, tmp_path, capsys):
+    (tmp_path / "photos").mkdir()
+    assert "is there already and is no model" in fault(capsys, run, "--to", tmp_path / "photos", "--overwrite")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "there is a model already; give another directory, or --overwrite" in fault(capsys, run, "--to", tmp_path / "model")
+    assert "base': no such folder" in fault(capsys, run, "--to", tmp_path / "model", "--overwrite")
+    assert "lies in the run's own directory" in fault(capsys, run, "--to", run / "weights" / "000003", "--overwrite")
+
+
+def test_help_says_it_without_torch():
+    code = "import sys, rl.main; code = rl.main.main(); sys.exit(code or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "export", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "usage: rl export RUN[@STEP] --to DIR" in done.stdout

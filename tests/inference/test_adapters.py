@@ -1,0 +1,191 @@
+"""Adapters as policy versions, merged and side by side, on two real servers: every token is rescored with transformers and peft."""
+
+import json
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from rl.inference.adapter import check_adapter, read_adapter
+from rl.inference.weight_files import WeightsError, read_tensors
+from tests.inference.servers import Server, assert_logprobs, start_server
+from tests.tiny_model import make_tiny_model
+
+TOLERANCE = 1e-4  # nats; fp32
+PROMPT = list(range(10, 40))
+
+
+def make_adapter(base: Path, folder: Path, seed: int, targets: list[str] | str = "all-linear", **settings: object) -> Path:
+    """A random adapter that changes what the model says, saved by peft."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=targets, **settings)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.15 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory) -> list[Path]:
+    """Version 0 is the model, the others are adapters of it."""
+    folder = tmp_path_factory.mktemp("versions")
+    base = make_tiny_model(folder / "000000")
+    return [base, *(make_adapter(base, folder / f"{version:06d}", version) for version in (1, 2, 3))]
+
+
+@pytest.fixture(scope="module")
+def servers(versions, tmp_path_factory):
+    """By how they serve adapters. The first begins with the base model, the second with version 1 in its run directory."""
+    root = tmp_path_factory.mktemp("servers")
+    weights = root / "hot/out/run/weights"
+    weights.mkdir(parents=True)
+    (weights / "000001").symlink_to(versions[1])
+    settings = {"trainer__lora__rank": 4, "orchestrator__max_off_policy_steps": 1}  # three slots
+    started = {way: start_server(root / way, versions, inference__adapters=way, **settings) for way in ("auto", "hot")}
+    try:
+        for server in started.values():
+            server.wait_ready()
+        yield started
+    finally:
+        for server in started.values():
+            server.end()
+
+
+def answers_during(server: Server, load: list[int]) -> list[dict]:
+    """Ten answers that are in flight while versions are loaded; then one more of the last version."""
+    with ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i) for i in range(10)]
+        for version in load:
+            time.sleep(0.4)
+            loaded = server.load(version)
+            assert loaded.status_code == 200, loaded.text
+            assert server.status()["policy_version"] == version
+        answers = [answer.result() for answer in asked]
+    for i, answer in enumerate(answers):
+        assert_logprobs(server, [10 + i, *PROMPT], answer, tolerance=TOLERANCE)
+    again = server.generate([10, *PROMPT], max_tokens=30, temperature=1.0)  # its prompt may be in a cache, by another version
+    assert {version for version, _ in again["policy_versions"]} == {load[-1]}
+    assert_logprobs(server, [10, *PROMPT], again, tolerance=TOLERANCE)
+    return answers
+
+
+def test_merged_adapters_have_the_logprobs_of_peft(servers):
+    server = servers["auto"]
+    answers = answers_during(server, [1, 2])
+    assert max(len(answer["policy_versions"]) for answer in answers) >= 2
+    server.load(0)  # whole weights and adapters may follow each other
+    base = server.generate(PROMPT, max_tokens=30, temperature=1.0)
+    assert_logprobs(server, PROMPT, base, tolerance=TOLERANCE)
+
+
+def test_adapters_side_by_side_are_loaded_without_a_pause(servers):
+    server = servers["hot"]
+    assert server.status()["policy_version"] == 1
+    answers = answers_during(server, [2, 3])
+    assert {tuple(version for version, _ in answer["policy_versions"]) for answer in answers} == {(1,)}  # each keeps the one it began with
+    loaded = server.load(1).json()
+    assert (loaded["pause_s"], loaded["drain_s"]) == (0.0, 0.0) and loaded["stage_s"] > 0
+    greedy = {"max_tokens": 8, "temperature": 0.0}
+    chat = server.post("/v1/completions", model=str(server.weights[0]), prompt=PROMPT, return_token_ids=True, **greedy).json()
+    assert chat["choices"][0]["token_ids"] == server.generate(PROMPT, **greedy)["token_ids"]  # other routes get the adapter as well
+    refused = server.load(0)
+    assert (refused.status_code, server.status()["policy_version"]) == (422, 1)
+    assert "is a whole model" in refused.json()["error"]["message"]
+
+
+def test_more_versions_than_slots_wait_for_the_oldest_requests(servers):
+    server = servers["hot"]
+    server.load(3)
+    with ThreadPoolExecutor(24) as pool:
+        asked = {version: [] for version in (1, 2, 3)}
+        for version in asked:
+            assert server.load(version).status_code == 200
+            for i in range(8):
+                asked[version].append(pool.submit(server.generate, [20 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i))
+            while server.status()["num_running"] < sum(not answer.done() for answers in asked.values() for answer in answers):
+                time.sleep(0.01)
+        assert server.load(1).status_code == 200  # three slots, and answers of three versions are in flight: one of them has ended by now
+        time.sleep(0.1)
+        assert sum(any(not answer.done() for answer in answers) for answers in asked.values()) <= 2
+        for version, answers in asked.items():
+            for i, answer in enumerate(answers):
+                assert [stamp for stamp, _ in answer.result()["policy_versions"]] == [version]
+                assert_logprobs(server, [20 + i, *PROMPT], answer.result(), tolerance=TOLERANCE)
+
+
+def damaged(adapter: Path, folder: Path, change) -> Path:
+    """A copy of an adapter with something wrong."""
+    shutil.copytree(adapter, folder)
+    change(folder)
+    return folder
+
+
+def edit(**fields: object):
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def test_adapters_that_do_not_fit_are_refused_and_the_old_version_goes_on(servers, versions, tmp_path):
+    server = servers["auto"]
+    server.load(1)
+    other = make_tiny_model(tmp_path / "other", seed=9)
+    wide = make_tiny_model(tmp_path / "wide", hidden=96)
+    moved = damaged(make_adapter(wide, tmp_path / "of-wide", 5), tmp_path / "moved", edit(base_model_name_or_path="/no/such/model"))
+    for path, reason in [
+        (make_adapter(other, tmp_path / "of-other", 5), "is an adapter of"),
+        (moved, "has factors"),
+        (damaged(versions[2], tmp_path / "cut", cut), "its header says"),
+        (damaged(versions[2], tmp_path / "dora", edit(use_dora=True)), "use_dora = True"),
+        (damaged(versions[2], tmp_path / "no-rank", edit(r=None)), "not readable as the settings"),
+        (damaged(versions[2], tmp_path / "empty", lambda folder: os.remove(folder / "adapter_model.safetensors")), "not readable"),
+    ]:
+        refused = server.load(9, path)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (422, "bad_weights")
+        assert reason in refused.json()["error"]["message"]
+    assert httpx.get(server.url + "/ready", params={"policy_version": 1}).status_code == 200
+    answer = server.generate(PROMPT, max_tokens=30, temperature=1.0)
+    assert [version for version, _ in answer["policy_versions"]] == [1]
+    assert_logprobs(server, PROMPT, answer, tolerance=TOLERANCE)
+
+
+def test_merging_is_what_peft_merges(versions, tmp_path):
+    """Also root-scaled ones, and GPT-2's matrices, which are stored the other way round."""
+    from peft import AutoPeftModelForCausalLM
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rl.inference.adapter import merge
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=1, n_positions=64))
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    for base, adapter in [
+        (versions[0], make_adapter(versions[0], tmp_path / "rooted", 1, ["q_proj", "down_proj"], use_rslora=True)),
+        (tmp_path / "gpt2", make_adapter(tmp_path / "gpt2", tmp_path / "on-gpt2", 2, ["c_attn", "c_proj"], fan_in_fan_out=True)),
+    ]:
+        read = read_adapter(adapter)
+        check_adapter(read, base, read_tensors(base))
+        merged = dict(merge(read, load_file(base / "model.safetensors").items()))
+        expected = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).merge_and_unload().state_dict()
+        assert all((merged[name] - expected[name]).abs().max() < 1e-6 for name in merged)
+        changed = {name for name, tensor in load_file(base / "model.safetensors").items() if not torch.equal(tensor, merged[name])}
+        assert changed == {f"{layer}.weight" for layer in read.layers} != set()
+    with pytest.raises(WeightsError, match="is not in the model"):
+        check_adapter(read, tmp_path / "gpt2", {})

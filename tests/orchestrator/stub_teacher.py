@@ -1,0 +1,59 @@
+"""A teacher for tests: vLLM's OpenAI routes as far as they are asked, with a log-probability for a token that is easily foretold."""
+
+import asyncio
+
+from aiohttp import web
+
+
+def logprob(ids: list[int], t: int) -> float:
+    """Depends on the place, the token and the one before it."""
+    return -(t + 1) / 64 - ids[t] / 65536 - ids[t - 1] / 2**26
+
+
+class StubTeacher:
+    """Answers /v1/models, /v1/completions and /detokenize. `requests` holds the ids of each scoring request."""
+
+    def __init__(self, *, max_model_len: int = 4096, tokenizer=None, key: str = ""):
+        self.max_model_len = max_model_len
+        self.tokenizer = tokenizer
+        self.key = key
+        self.requests: list[list[int]] = []
+        self.answers: list[web.Response | None] = []
+        """What the next scoring requests get instead of an answer; None: nothing for a long time."""
+
+    async def models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "wrong key"}}, status=401)
+        return web.json_response({"data": [{"id": "big", "max_model_len": self.max_model_len}]})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        if self.tokenizer is None:
+            return web.Response(status=404)
+        return web.json_response({"prompt": self.tokenizer.decode((await request.json())["tokens"], skip_special_tokens=False)})
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["model"] == "big" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
+        if self.answers:
+            answer = self.answers.pop(0)
+            if answer is None:
+                await asyncio.sleep(60)
+            return answer
+        ids = body["prompt"]
+        self.requests.append(ids)
+        entries = [None, *({str(ids[t]): {"logprob": logprob(ids, t), "rank": 1, "decoded_token": "x"}} for t in range(1, len(ids)))]
+        return web.json_response({"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
+
+    async def __aenter__(self) -> "StubTeacher":
+        app = web.Application()
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/detokenize", self.detokenize)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.base_url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.cleanup()

@@ -1,0 +1,108 @@
+"""Attention over trees against torch's own with a dense mask."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rl.models import ModelError
+from rl.trainer import attention as module
+from rl.trainer.attention import TreeMask, attend_blocks, attend_flex, attention, cut_blocks
+
+
+def random_row(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends and positions of random trees, by definition: a token's descendants are those whose path holds it."""
+    rng = random.Random(seed)
+    paths, path = [], []
+    for token in range(length):
+        if rng.random() < 0.1:
+            path = path[: rng.randint(0, len(path))]
+        path = [*path, token]
+        paths.append(path)
+    ends = [1 + max(i for i, path in enumerate(paths) if token in path) for token in range(length)]
+    return torch.tensor(ends), torch.tensor([len(path) - 1 for path in paths])
+
+
+def qkv(queries: int, length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(1, n, heads, 16, dtype=dtype).transpose(1, 2).requires_grad_() for heads, n in ((6, queries), (2, length), (2, length))
+    ]
+
+
+@pytest.mark.parametrize("small_blocks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("local", [False, True])
+def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, small_blocks, window, local):
+    if small_blocks:
+        monkeypatch.setattr(module, "BLOCK_PAIRS", 300)
+        monkeypatch.setattr(module, "CALL_COST", 5)
+        monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
+    ends, positions = random_row(1, 300)
+    mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]) if local else None  # as with context parallelism
+    tree = TreeMask(ends, positions, mine)
+    query, key, value = qkv(300 if mine is None else 160, 300)
+    repeated = [x.repeat_interleave(3, dim=1) for x in (key, value)]
+    expected = scaled_dot_product_attention(query, *repeated, attn_mask=tree.dense(window), scale=0.2).transpose(1, 2)
+    out = attend_blocks(query, key, value, tree, window, 0.2)
+    assert (out - expected).abs().max() < 1e-12
+    grad = torch.randn_like(out)
+    grads = [torch.autograd.grad(o, (query, key, value), grad) for o in (out, expected)]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
+    floats = [x.detach().float() for x in (query, key, value)]
+    assert (attend_flex(*floats, tree, window, 0.2) - expected).abs().max() < 1e-5
+
+
+def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
+    # one chain of 4096, and 8 answers of 128 behind a prompt of 256
+    positions = torch.cat([torch.arange(4096), torch.arange(256), torch.arange(256, 384).repeat(8)])
+    starts = 4096 + 256 + 128 * torch.arange(9)
+    ends = torch.cat([torch.full((4096,), 4096), torch.full((256,), int(starts[-1])), starts[1:].repeat_interleave(128)])
+    blocks = TreeMask(ends, positions).blocks(None, torch.float32)
+    assert [b.queries.start for b in blocks] == [0, *(b.queries.stop for b in blocks[:-1])] and blocks[-1].queries.stop == len(ends)
+    assert sum(b.mask.numel() for b in blocks) < 1.15 * int((positions + 1).sum())
+    assert sum(b.mask.untyped_storage().nbytes() for b in {b.mask.data_ptr(): b for b in blocks}.values()) > 0
+    storages = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks}
+    assert sum(storages.values()) < 4 * 300 * 4096  # unbranched blocks share one triangle
+
+
+def test_small_trees_share_blocks_and_gaps_end_them():
+    positions = torch.arange(5).repeat(20).numpy()
+    assert cut_blocks(torch.arange(100).numpy(), positions) == [slice(0, 100)]
+    queries = torch.cat([torch.arange(10), torch.arange(50, 60)]).numpy()
+    assert cut_blocks(queries, positions) == [slice(0, 10), slice(10, 20)]
+
+
+def test_flex_mask_knows_full_and_partial_blocks():
+    ends, positions = (
+        torch.tensor([512] * 256 + [384] * 128 + [512] * 128),
+        torch.cat([torch.arange(256), torch.arange(256, 384).repeat(2)]),
+    )
+    mask = TreeMask(ends, positions).flex(None)
+    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 2] and mask.kv_num_blocks[0, 0].tolist() == [1, 1, 1, 1]
+    assert mask.to_dense()[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
+
+
+def test_bfloat16_is_as_near_as_torch():
+    ends, positions = random_row(2, 200)
+    tree = TreeMask(ends, positions)
+    exact = qkv(200, 200)
+    rounded = [x.detach().bfloat16() for x in exact]
+    expected = attend_blocks(*exact, tree, None, 0.25)
+    theirs = scaled_dot_product_attention(rounded[0], *(x.repeat_interleave(3, 1) for x in rounded[1:]), attn_mask=tree.dense(), scale=0.25)
+    ours = attend_blocks(*rounded, tree, None, 0.25)
+    assert (ours - expected).norm() < 1.5 * (theirs.transpose(1, 2) - expected).norm()
+
+
+def test_what_is_not_plain_attention_is_refused():
+    tree = TreeMask(torch.tensor([2, 2]), torch.tensor([0, 1]))
+    tensors = qkv(2, 2)
+    for special in ({"softcap": 30.0}, {"s_aux": torch.zeros(6)}):
+        with pytest.raises(ModelError, match=f"{next(iter(special))}: set trainer.attention = eager"):
+            attention(nn.Module(), *tensors, None, tree=tree, **special)
+    with pytest.raises(ModelError, match="keyword arguments"):
+        attention(nn.Module(), *tensors, None)
+    out, _ = attention(nn.Module(), *tensors, None, tree=tree, sliding_window=0, softcap=None)
+    assert out.shape == (1, 2, 6, 16) and tree.windows == {None}

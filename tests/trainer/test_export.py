@@ -1,0 +1,146 @@
+"""`rl export` out of real checkpoints and versions: what transformers and peft load is what the trainer had."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl.cli import to_toml
+from rl.commands.export import main
+from rl.config import RLConfig
+from rl.files import write_file
+from rl.processes import Children
+from rl.trainer import checkpoint, weights
+from rl.trainer.model import DTYPES, load_policy
+from rl.trainer.optim import make_optimizer
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
+
+
+def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
+    """A run with checkpoint and version 2, version 3 and checkpoint 4; returns its root and the model after step 4."""
+    settings = {"name": "r", "output_dir": str(root), "model": {"name": str(model_folder), "dtype": dtype}}
+    settings |= {"orchestrator": {"environment": [{"id": "e"}]}, "trainer": {"optim": {"lr": 1e-2}, "attention": "eager"} | trainer}
+    config = RLConfig.model_validate(settings)
+    write_file(config.run_dir.config, to_toml(config).encode())
+    torch.manual_seed(0)
+    model = load_policy(str(model_folder), config.model, config.trainer, world)
+    optimizer = make_optimizer(model, config.trainer.optim)
+    for step in range(1, 5):
+        model(input_ids=IDS).logits.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (2, 4):
+            checkpoint.save(config.run_dir.checkpoint(step), step, model, optimizer, world)
+        if step in (2, 3):
+            tensors = weights.gather_weights(model, DTYPES[dtype], world)
+            weights.write_version(config.run_dir.weights(step), tensors, model, model_folder, DTYPES[dtype])
+    return config.run_dir, model
+
+
+@pytest.fixture(scope="module")
+def adapted(tied_folder, world, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("adapted"), tied_folder, world, dtype="float32", lora={"rank": 4})
+
+
+def export(*args, code=0):
+    assert main([*map(str, args)], Children()) == code
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def load(folder, dtype="float32"):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+
+
+def test_a_checkpoint_gives_the_masters_and_what_was_published(model_folder, world, tmp_path):
+    run_dir, model = make_run(tmp_path, model_folder, world)
+    export(run_dir.root, "--to", tmp_path / "masters", "--dtype", "float32")
+    exported = dict(load(tmp_path / "masters").named_parameters())
+    assert all(torch.equal(parameter.full_tensor(), exported.pop(name)) for name, parameter in model.named_parameters()) and not exported
+    for step in (2, 3):  # out of a checkpoint, and out of a version
+        export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step))
+        ours, theirs = load_file(tmp_path / str(step) / "model.safetensors"), load_file(run_dir.weights(step) / "model.safetensors")
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / str(step), run_dir.weights(step))]
+        assert configs[0] == configs[1] and configs[0]["dtype"] == "bfloat16"
+    assert AutoTokenizer.from_pretrained(tmp_path / "3").chat_template
+
+
+def test_adapters_and_merged_compute_what_the_trainer_computes(adapted, tied_folder, tmp_path):
+    run_dir, model = adapted
+    export(run_dir.root, "--to", tmp_path / "adapter")
+    export(run_dir.root, "--to", tmp_path / "merged", "--merge")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists() and not (tmp_path / "merged" / "adapter_config.json").exists()
+    ours, base = logits_of(model), load(tied_folder)
+    assert (ours - logits_of(base)).abs().max() > 0.1
+    assert torch.allclose(logits_of(load(tmp_path / "merged")), ours, rtol=0, atol=1e-5)
+    assert torch.allclose(logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter")), ours, rtol=0, atol=1e-5)
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(tied_folder / "model.safetensors").keys()
+    for name in ("adapter", "merged"):
+        assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template
+
+
+def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_path):
+    run_dir, _ = adapted
+    export(f"{run_dir.root}@3", "--to", tmp_path / "adapter")
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "adapter", run_dir.weights(3)))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    export(f"{run_dir.root}@3", "--to", tmp_path / "merged", "--merge", "--dtype", "bfloat16")
+    expected = PeftModel.from_pretrained(load(tied_folder), run_dir.weights(3)).merge_and_unload().to(torch.bfloat16)
+    ours, theirs = load_file(tmp_path / "merged" / "model.safetensors"), expected.state_dict()
+    assert ours and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_version_or_refused(adapted, tmp_path, capsys):
+    run_dir, _ = adapted
+    for step in (2, 4):
+        file = run_dir.checkpoint(step) / "__0_0.distcp"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1])
+        export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step), code=0 if step == 2 else 1)
+        file.write_bytes(whole)
+    said = capsys.readouterr().err
+    assert "WARNING: the checkpoint is damaged" in said and f"the version {run_dir.weights(2)} is taken instead" in said
+    assert "000004/__0_0.distcp: damaged; no version of this step was kept, either: give another step" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
+
+
+def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_folder, model_folder, capsys):
+    run_dir, _ = adapted
+    export(run_dir.root, "--to", tmp_path / "a", "--model.name", tmp_path / "gone", code=1)
+    assert f"{tmp_path}/gone': no such folder" in capsys.readouterr().err
+    (tmp_path / "moved").symlink_to(tied_folder)
+    export(run_dir.root, "--to", tmp_path / "b", "--model.name", tmp_path / "moved")
+    config = tied_folder / "config.json"
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in tied_folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "config.json").write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    export(run_dir.root, "--to", tmp_path / "c", "--model.name", other, code=1)
+    assert "was written by another model than model.name" in capsys.readouterr().err
+
+
+def test_a_full_disk(adapted, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
+    with pytest.raises(OSError, match="no space left: 0 MiB are needed, 0 MiB are free") as error:
+        export(adapted[0].root, "--to", tmp_path / "full")
+    assert error.value.filename.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
+
+
+def test_the_command_as_a_process(adapted, tmp_path):
+    command = [sys.executable, "-m", "rl.main", "export", str(adapted[0].root), "--to", str(tmp_path / "there"), "--merge"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'there'}: the model of step 4, 0.4 MiB\n"
+    assert done.stderr.splitlines()[-1] == f"step 4 of {adapted[0].root}: reading {adapted[0].checkpoint(4)}"

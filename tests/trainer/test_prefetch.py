@@ -1,0 +1,112 @@
+"""The threads beside the training: one batch ahead, one version behind, and whose errors are whose."""
+
+import threading
+import time
+
+import pytest
+
+from rl.files import CorruptFileError
+from rl.messages import Acknowledged
+from rl.run_dir import RunDir, numbered
+from rl.trainer.config import WeightsConfig
+from rl.trainer.prefetch import Prefetch
+from rl.trainer.publisher import Publisher
+from rl.transport import Wait
+from tests.trainer.samples import make_batch
+
+
+class Source:
+    """Gives batches 1 to 3; batch 2 only when it is let go, batch 3 is damaged."""
+
+    def __init__(self):
+        self.asked, self.release, self.threads = [], threading.Event(), set()
+
+    def receive(self, step):
+        self.asked.append(step)
+        self.threads.add(threading.current_thread())
+        if step == 2:
+            assert self.release.wait(10)
+        if step == 3:
+            raise CorruptFileError("batch 3: cut short at byte 7")
+        return make_batch(step) if step < 4 else None
+
+    def validation(self, step):
+        return []
+
+
+def nothing(*_):
+    pass
+
+
+def test_the_next_batch_is_made_ready_while_this_one_is_trained():
+    source = Source()
+    batches = Prefetch(source, lambda batch: f"packed {batch.step}", Wait(10, nothing), 10)
+    first = batches.take(1, nothing)  # nobody had asked
+    assert first.batch.step == 1 and first.packed == "packed 1"
+    batches.ask(2)
+    while source.asked != [1, 2]:
+        time.sleep(0.01)
+    source.release.set()
+    assert batches.take(2, nothing).packed == "packed 2"
+    batches.ask(3)
+    with pytest.raises(CorruptFileError, match="batch 3: cut short at byte 7"):
+        batches.take(3, nothing)
+    assert batches.take(4, nothing) is None
+    assert source.asked == [1, 2, 3, 4] and threading.main_thread() not in source.threads
+
+
+def test_who_waits_has_the_deadline_and_hears_of_other_failures():
+    def fail():
+        raise OSError("no space left")
+
+    batches = Prefetch(Source(), nothing, Wait(10, nothing), 0.2)
+    batches.ask(2)
+    time.sleep(0.3)  # asking ahead has no deadline
+    with pytest.raises(OSError, match="no space left"):
+        batches.take(2, fail)
+    with pytest.raises(TimeoutError, match="waited 0 s for batch 2, which rank 0 was to send"):
+        batches.take(2, nothing)
+
+
+class Client:
+    """Notes what is published, once it is let go."""
+
+    def __init__(self):
+        self.versions, self.release = [], threading.Event()
+
+    def published(self, version, wait):
+        wait.about(f"waiting for word of version {version.policy_version}")
+        assert self.release.wait(10)
+        self.versions.append(version.policy_version)
+        return Acknowledged(version.policy_version)
+
+
+def test_versions_are_written_and_announced_one_after_another(tmp_path):
+    said = []
+    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, said.append))
+    publisher.start(1, lambda path: path.mkdir(parents=True), checkpoint_step=0)
+    time.sleep(0.2)
+    assert list(numbered(run_dir.weights_dir)) == [1] and client.versions == [] and said == [] and publisher.metrics() == {}
+    threading.Timer(0.2, client.release.set).start()
+    publisher.start(2, lambda path: path.mkdir(), checkpoint_step=1)  # waits for version 1
+    assert client.versions[:1] == [1] and said[0] == "waiting for word of version 1"
+    assert 0.4 <= publisher.metrics()["time/publish_latency"] < 5
+    for version in (3, 4):
+        publisher.start(version, lambda path: path.mkdir(), checkpoint_step=1)
+    publisher.finish()
+    assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]  # 1 is the checkpoint's
+
+
+def test_an_error_of_the_publisher_comes_once_at_the_next_look(tmp_path):
+    def fail(path):
+        raise OSError(28, "No space left on device", str(path))
+
+    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
+    publisher.look()
+    publisher.start(1, fail, 0)
+    with pytest.raises(OSError, match=r"No space left on device.*000001"):
+        for _ in range(100):
+            publisher.look()
+            time.sleep(0.05)
+    publisher.finish()

@@ -1,0 +1,106 @@
+"""The frozen reference: it scores as the model that it was loaded from, whatever the policy has become; and the terms beside the loss."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from rl.config import RLConfig
+from rl.models import ModelError
+from rl.trainer.config import TrainerConfig
+from rl.trainer.model import load_policy, score
+from rl.trainer.optim import make_optimizer
+from rl.trainer.packing import Layout, pack
+from rl.trainer.performance import Timer
+from rl.trainer.prefetch import Ready
+from rl.trainer.reference import load_reference
+from rl.trainer.train import train_step
+from tests.tiny_model import make_tiny_model
+from tests.trainer.samples import make_batch
+
+
+def make_config(dtype="float32", lora=False, **loss):
+    trainer = {"loss": loss, "lora": lora}
+    return RLConfig.model_validate({"model": {"dtype": dtype, "max_model_len": 512}, "trainer": trainer})
+
+
+def packed_batch():
+    batch = make_batch(1, groups=2)
+    return Ready(batch, pack(batch, [1 / batch.num_loss_tokens] * len(batch.samples), Layout(0, 1, 4096, 64)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
+    config = make_config(dtype, lora, kl_coefficient=1.0)
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    reference = load_reference(config, str(tied_folder), policy, world)
+    assert reference.is_policy == lora
+    ready, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
+    (batch,) = ready.packed.micro_batches
+    first = reference.logprobs(batch, world)
+    assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
+    steps = [train_step(policy, optimizer, ready, 1e-2, config.trainer, world, Timer(), reference) for _ in range(3)]
+    assert torch.equal(reference.logprobs(batch, world), first)
+    assert (score(policy, batch, world).logprobs - first).abs().max() > 0.01
+    assert all(step["optim/grad_norm"] > 0 for step in steps)
+
+
+def test_the_kl_term_holds_the_policy_back(tied_folder, world):
+    """The same batch ten times: with a strong KL term the policy ends nearer to the reference."""
+    moved = []
+    for coefficient in (0.0, 3.0):
+        config = make_config(kl_coefficient=coefficient, importance="none", token_mask=[0.0, float("inf")])
+        policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+        reference = load_reference(config, str(tied_folder), policy, world)
+        assert (reference is None) == (coefficient == 0)
+        ready, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
+        (batch,) = ready.packed.micro_batches
+        before = score(policy, batch, world).logprobs.detach()
+        for _ in range(10):
+            train_step(policy, optimizer, ready, 3e-3, config.trainer, world, Timer(), reference)
+        moved.append((score(policy, batch, world).logprobs.detach() - before).square().mean().item())
+    assert moved[1] < moved[0] / 2
+
+
+def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder, world):
+    config = make_config("bfloat16", kl_coefficient=0.1)
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    reference = load_reference(config, str(tied_folder), policy, world)
+    reference.logprobs(packed_batch().packed.micro_batches[0], world)
+    parameters = list(reference.model.parameters())
+    assert {p.dtype for p in parameters} == {torch.bfloat16} and not any(p.requires_grad for p in parameters)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in reference.model.modules() if isinstance(module, FSDPModule)]
+    assert len(groups) == 3 and all(group.is_sharded for group in groups if group)
+
+
+def test_another_model_as_reference(tied_folder, world, tmp_path):
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    reference = load_reference(config, str(tied_folder), policy, world)
+    (batch,) = packed_batch().packed.micro_batches
+    alone = load_policy(str(other), config.model, TrainerConfig(), world)
+    assert not reference.is_policy and torch.equal(reference.logprobs(batch, world), score(alone, batch, world).logprobs)
+    assert not torch.equal(reference.logprobs(batch, world), score(policy, batch, world).logprobs)
+
+
+def test_what_cannot_be_a_reference(tied_folder, world, tmp_path):
+    policy = load_policy(str(tied_folder), make_config().model, TrainerConfig(), world)
+    with pytest.raises(ModelError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"):
+        load_reference(make_config(kl_coefficient=0.1, kl_reference="/nowhere"), str(tied_folder), policy, world)
+    policy.config.vocab_size += 1
+    with pytest.raises(ModelError, match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids"):
+        load_reference(make_config(kl_coefficient=0.1), str(tied_folder), policy, world)
+
+
+def test_an_entropy_bonus_reaches_the_weights(tied_folder, world):
+    """The same batch ten times: with a bonus the policy ends with more entropy than without."""
+    entropies = []
+    for coefficient in (0.0, 0.5):
+        config = make_config(entropy_coefficient=coefficient, importance="none", token_mask=[0.0, float("inf")])
+        policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+        ready, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
+        for _ in range(10):
+            metrics = train_step(policy, optimizer, ready, 3e-3, config.trainer, world, Timer())
+        entropies.append(metrics["entropy/mean"])
+    assert entropies[1] > entropies[0] + 0.1
