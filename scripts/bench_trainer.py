@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rl.config import ModelConfig, RLConfig
+from rl.devices import MALLOC
 from rl.trainer.config import FakeDataConfig
 from rl.trainer.distributed import World, start_world, stop_world
 from rl.trainer.fake import FakeBatches
@@ -123,6 +124,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
+    if not args.gpu and not MALLOC.keys() <= os.environ.keys():  # as `rl` starts the trainer; read when a process begins
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
     data = FakeDataConfig(
         samples=args.samples, group_size=args.group_size, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens
     )

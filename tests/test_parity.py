@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rl.parity import LIMITS, Limit, Scored, agreement, likely_cause
+from rl.parity import LIMITS, Limit, Scored, agreement, likely_cause, run_limit
 
 EXACT, ROUNDED = LIMITS["float32"], LIMITS["bfloat16"]
 
@@ -34,6 +34,10 @@ def test_one_token_and_infinite_differences_are_numbers():
 )
 def test_limits(difference, limit, within):
     assert agreement([token.difference for token in tokens(difference, positions=range(400))]).within(limit) == within
+
+
+def test_a_run_in_bfloat16_is_held_to_less():
+    assert run_limit("bfloat16") == Limit(pytest.approx(6e-3), math.inf) and run_limit("float32") == EXACT
 
 
 def test_few_noisy_tokens_are_not_held_against_it():

@@ -135,7 +135,7 @@ def test_another_configuration_is_refused_with_every_difference(place):
         ("trainer.checkpoint.interval", "5", None, 5),
         ("trainer.weights.keep_last", "5", 3, 5),
         ("trainer.micro_batch_tokens", "512", 4096, 512),
-        ("trainer.activation_checkpointing", "true", False, True),
+        ("trainer.activation_checkpointing", "full", "none", "full"),
         ("trainer.gpus", "2", None, 2),
         ("orchestrator.rollout_timeout_s", "5", 600.0, 5.0),
         ("orchestrator.show_rollout_every", "0", 5, 0),

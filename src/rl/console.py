@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rl.config import RLConfig
 from rl.metrics import environment_rewards, merge_lines, read_metrics
-from rl.parity import Agreement
+from rl.parity import Agreement, run_limit
 from rl.run_dir import RunDir
 from rl.status import read_status
 
@@ -121,6 +121,7 @@ class Console:
         self.config, self.run_dir, self.out = config, run_dir, out or sys.stdout
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = (SFT_COLUMNS, SFT_PROCESSES) if config.sft else (COLUMNS, PROCESSES)
+        self.limit = run_limit(config.model.dtype)
         self.lines = read_metrics(run_dir.metrics)
         self.shown = {step for step, _ in self.lines if self._complete(step)}
         self.said: dict[str, str] = {}
@@ -134,7 +135,7 @@ class Console:
             if line["source"] == "eval":
                 self.say(eval_text(line["step"], line))
             if line.get("parity/agrees") == 0.0:
-                self.say(f"warning: step {line['step']}: {parity_of(line).complaint(self.config.model.dtype)}")
+                self.say(f"warning: step {line['step']}: {parity_of(line).complaint(self.limit)}")
         for step in sorted({line["step"] for line in new_lines} - self.shown):
             if self._complete(step):
                 self._show_step(step)

@@ -39,11 +39,11 @@ def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradien
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
-@pytest.mark.parametrize("block_rows", [1, 5, 13, 100])
+@pytest.mark.parametrize("width", [1, 40, 101, 1000])
 @pytest.mark.parametrize("bias", [False, True])
-def test_head_equals_logits_of_the_same_weight(monkeypatch, block_rows, bias):
-    """Blocks that are computed again, a short one, and one that is kept."""
-    monkeypatch.setattr(logprobs, "BLOCK_BYTES", block_rows * 101 * 4)
+def test_head_equals_logits_of_the_same_weight(monkeypatch, width, bias):
+    """Slices of the vocabulary that are computed again, a short one, and one that is kept."""
+    monkeypatch.setattr(logprobs, "SLICE_BYTES", width * 13 * 4)
     monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 250)
     _, temperatures, rows, targets, grad = case()
     tensors = [torch.randn(13, 17), torch.randn(101, 17), torch.randn(101)]
@@ -56,7 +56,7 @@ def test_head_equals_logits_of_the_same_weight(monkeypatch, block_rows, bias):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results, expected, strict=True))
     assert all(torch.allclose(a.grad, b.grad, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
     once = [tensor.grad.clone() for tensor in ours]
-    ((results[0] * grad).sum() + (results[1] * bonus).sum()).backward()  # the kept block is gone, and is computed again
+    ((results[0] * grad).sum() + (results[1] * bonus).sum()).backward()  # the kept slice is gone, and is computed again
     assert all(torch.allclose(a.grad, 2 * b, atol=1e-5) for a, b in zip(ours, once, strict=True))
 
 
@@ -67,28 +67,27 @@ def test_a_frozen_head_gets_no_gradient():
     assert hidden.grad.norm() > 0 and weight.grad is None
 
 
-def test_no_block_of_logits_is_larger_than_asked_for(monkeypatch):
-    """40 rows of 1000 logits, at most 10 at once: the largest tensor that is made is one block's."""
+def test_no_slice_of_logits_is_larger_than_asked_for(monkeypatch):
+    """40 rows of 1000 logits, at most 250 at once: the largest result with 40 rows, but for those of the hidden states' width."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
-        """Elements of the largest result of an operation, weights' gradients aside."""
+        """Elements of the largest result of an operation that has a row for each of the 40."""
 
         elements = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.ndim == 2 and result.shape[1] == 1000:
+            if isinstance(result, torch.Tensor) and result.ndim == 2 and 40 in result.shape:
                 self.elements = max(self.elements, result.numel())
             return result
 
-    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 10 * 1000 * 4)
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 5000)
+    monkeypatch.setattr(logprobs, "SLICE_BYTES", 40 * 250 * 4)
     hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Largest() as largest:
         values, _ = head_logprobs(hidden, weight, None, torch.ones(40), torch.arange(40), torch.arange(40))
         values.sum().backward()
-    assert largest.elements == 10 * 1000
+    assert largest.elements == 40 * 250
 
 
 def test_bfloat16_logits_give_float32_accuracy():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rl.config import ModelConfig
@@ -118,7 +119,6 @@ def saved_bytes(folder, world, kind):
     """What is kept for the backward pass, weights aside."""
     model = policy(folder, world, activation_checkpointing=kind)
     (row,) = rows_of(make_batch(1, groups=16))
-    score(model, row, world).logprobs.sum().backward()  # the masks are of every kind's cost
     own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
     sizes = {}
 
@@ -138,6 +138,32 @@ def test_full_checkpointing_keeps_the_least(world, tmp_path):
     folder = make_tiny_model(tmp_path / "deep", layers=8)
     none, full = (saved_bytes(folder, world, kind) for kind in ("none", "full"))
     assert full < 0.5 * none
+
+
+def products_and_attentions(folder, world, kind):
+    """How many matrix products and attentions of the layers a forward and backward pass takes."""
+    model = policy(folder, world, activation_checkpointing=kind)
+    (row,) = rows_of(make_batch(1))
+    kept = (torch.ops.aten.mm.default, torch.ops.rl.block_attention.default)
+    counts = dict.fromkeys(kept, 0)
+
+    class Count(TorchDispatchMode):
+        """Counts calls."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in counts:
+                counts[function] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Count():
+        score(model, row, world).logprobs.sum().backward()
+    return list(counts.values())
+
+
+def test_selective_checkpointing_computes_no_product_again(tied_folder, world):
+    none, selective, full = (products_and_attentions(tied_folder, world, kind) for kind in ("none", "selective", "full"))
+    assert none[1] == 2 and selective == none
+    assert full[1] == 4 and full[0] >= none[0] + 2 * 6  # the last product of a layer is needed by nothing in it
 
 
 def test_selective_checkpointing_with_compile_is_refused(tied_folder, world):

@@ -17,7 +17,7 @@ from rl.trainer.config import TrainerConfig
 from rl.trainer.model import load_policy
 from rl.trainer.packing import Layout, pack
 from rl.trainer.parity import ParityError, ParityWatch, compare
-from tests.tiny_model import FAMILIES, make_family
+from tests.tiny_model import FAMILIES, make_tiny_model
 from tests.trainer.samples import make_sample
 
 
@@ -25,7 +25,7 @@ from tests.trainer.samples import make_sample
 def sampled(tmp_path_factory):
     """(dtype, family) -> folder with a model and what vLLM sampled from it; one process of vLLM for each dtype, both at once."""
     root = tmp_path_factory.mktemp("families")
-    folders = {(dtype, name): make_family(root / dtype / name, name) for dtype in LIMITS for name in FAMILIES}
+    folders = {(dtype, name): make_tiny_model(root / dtype / name, family=name) for dtype in LIMITS for name in FAMILIES}
 
     def sample(dtype: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "tests.sample_families", dtype, *(str(folders[dtype, name]) for name in FAMILIES)]
@@ -83,7 +83,7 @@ def probe_samples(model, config, world, error):
 def watch_of(error, tied_folder, world, strict):
     config = RLConfig(model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig())
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    watch = ParityWatch("float32", strict, FakeClient(probe_samples(model, config, world, error)))
+    watch = ParityWatch(LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error)))
     layout = Layout(0, 1, 4096, 64)
     return watch, lambda: watch.at_checkpoint(4, model, lambda batch: pack(batch, [1.0] * 3, layout), world)
 
@@ -108,4 +108,4 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     watch.strict = True
     with pytest.raises(ParityError, match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 nats"):
         at_checkpoint()
-    assert ParityWatch("float32", True, None).judge(None) == {}
+    assert ParityWatch(LIMITS["float32"], True, None).judge(None) == {}

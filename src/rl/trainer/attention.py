@@ -25,9 +25,9 @@ from rl.models import ModelError
 
 CALL_COST = 4096
 """What a block costs beyond its (query, key) pairs, in pairs: a dozen small operations take as long as 64 queries on 64 keys."""
-BLOCK_PAIRS = 1 << 18
+BLOCK_PAIRS = 1 << 19
 """Most pairs of a block: its scores, of all heads, are about to leave the CPU's caches."""
-BLOCK_QUERIES = range(32, 257)
+BLOCK_QUERIES = range(32, 129)
 """A block's least number of queries, whatever it sees, and its largest."""
 FLEX_BLOCK = 128
 """FlexAttention's own block size."""

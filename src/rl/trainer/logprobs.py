@@ -1,10 +1,11 @@
 """Log-probability and entropy of given tokens, without all logits at once in memory.
 
-`head_logprobs` goes from hidden states to log-probabilities and multiplies with the head's weight itself, block by block; `token_logprobs`
-takes logits, for models that do something with them after the head. Logits have the type that the model computes in, as in the inference
-engine; the softmax is float32.
+`head_logprobs` goes from hidden states to log-probabilities and multiplies with the head's weight itself, one slice of the vocabulary
+after another; `token_logprobs` takes logits, for models that do something with them after the head. Logits have the type that the model
+computes in, as in the inference engine; the softmax is float32.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import linear
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Logits worked on at once in float32, a few such buffers at a time: 16 MiB stay near the CPU's caches, 256 MiB keep a GPU busy."""
-BLOCK_BYTES = 1 << 28
+SLICE_BYTES = 1 << 28
 """Logits that exist at once, in the model's type: what fits is computed once, the rest again in the backward pass."""
 
 
@@ -41,7 +42,7 @@ def token_logprobs(
 def head_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, rows: Tensor, targets: Tensor, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of the logits hidden @ weight^T + bias, of which only a block exists at a time.
+    """`token_logprobs` of the logits hidden @ weight^T + bias, of which only a slice exists at a time.
 
     Args:
         hidden: [P, H].
@@ -54,55 +55,75 @@ def head_logprobs(
     return HeadLogprobs.apply(hidden, weight, bias, temperatures, rows, targets, entropy_gradient)
 
 
-def slices(rows: Tensor, starts: list[int]) -> list[tuple[slice, slice]]:
-    """The slices of logits rows between the `starts`, each with the slice of the (ascending) `rows` that points into it."""
-    bounds = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
-    return [(slice(a, b), slice(i, j)) for (a, b), (i, j) in zip(pairwise(starts), pairwise(bounds), strict=True)]
-
-
-def chunks_of(logits: Tensor) -> list[int]:
-    """Where chunks of the rows of `logits` start, and the end."""
+def chunks(logits: Tensor) -> list[slice]:
+    """Chunks of the rows of `logits`."""
     size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    return [*range(0, len(logits), size), len(logits)]
+    return [slice(start, min(start + size, len(logits))) for start in range(0, len(logits), size)]
 
 
 def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of logits / T, and the entropy, of every row: [P, V], [P] -> [P], [P] float32.
+    """Log-sum-exp of logits / T, and the entropy of its softmax, of every row: [P, V], [P] -> [P], [P] float32.
 
     With x = logits / T - max, s = sum exp x: log-sum-exp = max + log s, entropy = log s - sum(x exp x) / s.
     """
     log_sums, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
-    for a, b in pairwise(chunks_of(logits)):
-        x = logits[a:b] / temperatures[a:b, None]  # float32, a copy
+    for chunk in chunks(logits):
+        x = logits[chunk] / temperatures[chunk, None]  # float32, a copy
         top = x.max(dim=-1, keepdim=True).values
         x.sub_(top)
         weights = x.exp()
         sums = weights.sum(dim=-1)
-        log_sums[a:b] = top[:, 0] + sums.log()
-        entropies[a:b] = sums.log() - weights.mul_(x).sum(dim=-1) / sums
+        log_sums[chunk] = top[:, 0] + sums.log()
+        entropies[chunk] = sums.log() - weights.mul_(x).sum(dim=-1) / sums
     return log_sums, entropies
 
 
-def to_gradient_(
-    logits: Tensor, statistics: tuple[Tensor, Tensor, Tensor], rows: Tensor, targets: Tensor, grad: Tensor, grad_entropies: Tensor | None
-) -> Tensor:
-    """Overwrites logits [P, V] with their gradient; `statistics`: temperatures, log-sum-exps and entropies, [P] each.
+def of_both(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps and entropies of two slices of the vocabulary together.
 
-    With p = softmax(logits / T) and its entropy H: d log p[k] / d logits[j] = ([j = k] - p[j]) / T, which a row sums over its targets,
-    and d H / d logits[j] = -p[j] (log p[j] + H) / T.
+    A slice has the share w = exp(its log-sum-exp - that of both) of the probability; the entropy is the sum of w * (its own - log w).
     """
-    temperatures, log_sums, entropies = statistics
-    grad_rows = torch.zeros_like(log_sums).index_add_(0, rows, grad)
-    for chunk, span in slices(rows, chunks_of(logits)):
-        x = (logits[chunk] / temperatures[chunk, None]).sub_(log_sums[chunk, None])
-        if grad_entropies is None:
-            x.exp_().mul_(-grad_rows[chunk, None])
-        else:
-            factors = (x + entropies[chunk, None]).mul_(-grad_entropies[chunk, None]).sub_(grad_rows[chunk, None])
-            x.exp_().mul_(factors)
-        x.index_put_((rows[span] - chunk.start, targets[span]), grad[span], accumulate=True)
-        logits[chunk] = x.div_(temperatures[chunk, None])
-    return logits
+    log_sums = torch.logaddexp(a[0], b[0])
+    shares = [(part[0] - log_sums, part[1]) for part in (a, b)]
+    return log_sums, sum(log_share.exp() * (entropy - log_share) for log_share, entropy in shares)
+
+
+@dataclass
+class Tokens:
+    """What is asked about P rows of logits: N targets, and the statistics of the rows as soon as they are known."""
+
+    rows: Tensor  # [N] int64, ascending
+    targets: Tensor  # [N] int64
+    temperatures: Tensor  # [P] float32
+    log_sums: Tensor  # [P] float32
+    entropies: Tensor  # [P] float32
+
+    def inside(self, start: int, width: int) -> tuple[Tensor, Tensor]:
+        """Which targets are in a slice of the vocabulary, and their places there; any place for the others."""
+        places = self.targets - start
+        return (places >= 0) & (places < width), places.clamp(0, width - 1)
+
+    def to_gradient_(self, logits: Tensor, start: int, grad: Tensor, grad_entropies: Tensor | None) -> Tensor:
+        """Overwrites logits [P, v] of the vocabulary from `start` on with their gradient.
+
+        With p = softmax(logits / T) and its entropy H: d log p[k] / d logits[j] = ([j = k] - p[j]) / T, which a row sums over its
+        targets, and d H / d logits[j] = -p[j] (log p[j] + H) / T.
+        """
+        grad_rows = torch.zeros_like(self.log_sums).index_add_(0, self.rows, grad)
+        inside, places = self.inside(start, logits.shape[1])
+        grad = grad.where(inside, 0)
+        parts = chunks(logits)
+        bounds = torch.searchsorted(self.rows, torch.tensor([0, *(part.stop for part in parts)], device=grad.device)).tolist()
+        for chunk, (first, last) in zip(parts, pairwise(bounds), strict=True):
+            x = (logits[chunk] / self.temperatures[chunk, None]).sub_(self.log_sums[chunk, None])
+            if grad_entropies is None:
+                x.exp_().mul_(-grad_rows[chunk, None])
+            else:
+                factors = (x + self.entropies[chunk, None]).mul_(-grad_entropies[chunk, None]).sub_(grad_rows[chunk, None])
+                x.exp_().mul_(factors)
+            x.index_put_((self.rows[first:last] - chunk.start, places[first:last]), grad[first:last], accumulate=True)
+            logits[chunk] = x.div_(self.temperatures[chunk, None])
+        return logits
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -122,13 +143,16 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        logits, rows, targets, *statistics = ctx.saved_tensors
-        entropy_part = grad_entropies if ctx.entropy_gradient else None
-        return to_gradient_(logits.clone(), tuple(statistics), rows, targets, grad, entropy_part), None, None, None, None
+        logits, *tokens = ctx.saved_tensors
+        grad_logits = Tokens(*tokens).to_gradient_(logits.clone(), 0, grad, grad_entropies if ctx.entropy_gradient else None)
+        return grad_logits, None, None, None, None
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """Computes the logits in blocks. The last block is kept for the backward pass; the others, if any, are computed again there."""
+    """Computes the logits in slices of the vocabulary: so the weight's gradient is made slice by slice too, each once.
+
+    The last slice is kept for the backward pass; the others, if any, are computed again there.
+    """
 
     @staticmethod
     def forward(
@@ -141,46 +165,44 @@ class HeadLogprobs(torch.autograd.Function):
         targets: Tensor,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        size = max(1, BLOCK_BYTES // (weight.shape[0] * hidden.element_size()))
-        first = len(hidden) % size or min(size, len(hidden))  # the short block first, so that a full one is kept
-        ctx.blocks = slices(rows, [0, *range(first, len(hidden), size), len(hidden)])
-        log_sums, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
-        logprobs = torch.empty(len(rows), device=hidden.device)
-        for block, span in ctx.blocks:
-            ctx.logits = None  # frees one block before the next
-            ctx.logits = linear(hidden[block], weight, bias)
-            log_sums[block], entropies[block] = log_sums_and_entropies(ctx.logits, temperatures[block])
-            of = rows[span]
-            logprobs[span] = ctx.logits[of - block.start, targets[span]] / temperatures[of] - log_sums[of]
-        ctx.save_for_backward(hidden, weight, bias, rows, targets, temperatures, log_sums, entropies)
+        width = max(1, SLICE_BYTES // (len(hidden) * hidden.element_size()))
+        vocab = weight.shape[0]
+        first = vocab % width or min(width, vocab)  # the short slice first, so that a full one is kept
+        ctx.slices = [slice(a, b) for a, b in pairwise([0, *range(first, vocab, width), vocab])]
+        tokens = Tokens(rows, targets, temperatures, torch.full_like(temperatures, -torch.inf), torch.zeros_like(temperatures))
+        chosen = torch.zeros(len(rows), device=hidden.device)
+        for part in ctx.slices:
+            ctx.logits = None  # frees one slice before the next
+            ctx.logits = linear(hidden, weight[part], None if bias is None else bias[part])
+            found = log_sums_and_entropies(ctx.logits, temperatures)
+            so_far = (tokens.log_sums, tokens.entropies)
+            tokens.log_sums, tokens.entropies = found if part.start == 0 else of_both(so_far, found)
+            inside, places = tokens.inside(part.start, part.stop - part.start)
+            chosen = torch.where(inside, ctx.logits[rows, places] / temperatures[rows], chosen)
+        ctx.save_for_backward(hidden, weight, bias, *vars(tokens).values())
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(tokens.entropies)
+        return chosen - tokens.log_sums[rows], tokens.entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, rows, targets, *statistics = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = grad_bias = None
-        for block, span in reversed(ctx.blocks):
-            logits = linear(hidden[block], weight, bias) if ctx.logits is None else ctx.logits
-            ctx.logits = None  # is overwritten
-            entropy_part = grad_entropies[block] if ctx.entropy_gradient else None
-            own = tuple(statistic[block] for statistic in statistics)
-            grad_logits = to_gradient_(logits, own, rows[span] - block.start, targets[span], grad[span], entropy_part)
-            del logits
-            torch.mm(grad_logits, weight, out=grad_hidden[block])
-            if ctx.needs_input_grad[1]:
-                grad_weight = add_precisely(grad_weight, grad_logits.t() @ hidden[block])
-            if ctx.needs_input_grad[2]:
-                grad_bias = add_precisely(grad_bias, grad_logits.sum(0))
-            del grad_logits
-        grads = (grad if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, *grads, None, None, None, None
-
-
-def add_precisely(total: Tensor | None, part: Tensor) -> Tensor:
-    """total + part; in float32 or better as soon as there are two parts."""
-    return part if total is None else total.to(torch.promote_types(part.dtype, torch.float32)).add_(part)
+        hidden, weight, bias, *tokens = ctx.saved_tensors
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        grad_hidden = None  # [P, H]
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        for part in reversed(ctx.slices):
+            logits, ctx.logits = ctx.logits, None  # what is kept serves once: it is overwritten
+            if logits is None:
+                logits = linear(hidden, weight[part], None if bias is None else bias[part])
+            grad_logits = Tokens(*tokens).to_gradient_(logits, part.start, grad, grad_entropies if ctx.entropy_gradient else None)
+            own = grad_logits @ weight[part]
+            grad_hidden = own if grad_hidden is None else grad_hidden.to(precise).add_(own)
+            if grad_weight is not None:
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
+            if grad_bias is not None:
+                torch.sum(grad_logits, 0, out=grad_bias[part])
+            del logits, grad_logits  # before the next
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rl.config import RLConfig
 from rl.trainer.config import LoraConfig
 from rl.trainer.distributed import World
-from rl.trainer.logprobs import BLOCK_BYTES, CHUNK_ELEMENTS
+from rl.trainer.logprobs import CHUNK_ELEMENTS, SLICE_BYTES
 from rl.trainer.model import DTYPES
 from rl.trainer.packing import MicroBatch
 from rl.trainer.performance import experts_per_token
@@ -128,7 +128,7 @@ def estimate(sizes: Sizes, case: Case) -> Memory:
         gradients=sharded * 4 * sizes.trained + (4 + case.compute_bytes) * min(sizes.layer, sizes.trained),
         optimizer=sharded * 8 * sizes.trained,
         activations=case.compute_bytes * kept[case.checkpointing] * tokens,
-        logits=2 * min(case.compute_bytes * logits, BLOCK_BYTES) + 3 * 4 * min(logits, CHUNK_ELEMENTS[case.device]),
+        logits=2 * min(case.compute_bytes * logits, SLICE_BYTES) + 3 * 4 * min(logits, CHUNK_ELEMENTS[case.device]),
     )
 
 

@@ -17,7 +17,7 @@ from rl.trainer.distributed import World
 from rl.trainer.logprobs import head_logprobs, token_logprobs
 from rl.trainer.lora import add_adapters
 from rl.trainer.packing import MicroBatch
-from rl.trainer.parallel import RowGather, shard_model
+from rl.trainer.parallel import RowGather, reshard, shard_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -168,6 +168,8 @@ def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradi
             head.fused = False
             output = call(model, batch, tree)
     head.batch, scores, head.scores = None, head.scores, None
+    if not torch.is_grad_enabled():
+        reshard(model)
     if not head.fused:
         logprobs, entropies = token_logprobs(output[0], batch.temperatures, batch.rows, batch.targets, entropy_gradient)
         return Scores(logprobs, entropies[batch.rows])

@@ -35,7 +35,8 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world
     """
     if offload and world.device.type != "cuda":
         raise WorldError("trainer.optim.offload moves weights and optimizer state from GPU to CPU memory; without a GPU leave it false")
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # One rank has nothing to add up: its gradients become float32 as they are, after the copies that a reduction would need.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if world.size > 1 else dtype)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
     reshard = offload or world.mesh.size(-1) > 1
@@ -43,9 +44,18 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM
+        # Neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM. One rank needs none: there it costs a copy.
+        if isinstance(module, FSDPModule) and world.size > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Frees what a forward pass gathered. The backward pass does it, too; after a forward pass alone, the model's parameters would go on
+    being the whole tensors in the dtype of computation, and be published or saved as such."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def reduce_replicas(model: PreTrainedModel, last: bool, world: World) -> None:

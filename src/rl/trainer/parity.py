@@ -21,7 +21,7 @@ from rl.cli import from_toml
 from rl.config import RLConfig
 from rl.messages import TrainBatch, TrainingSample
 from rl.models import resolve_model
-from rl.parity import LIMITS, Agreement
+from rl.parity import Agreement, Limit
 from rl.trainer.distributed import World, start_world, stop_world
 from rl.trainer.model import load_policy, score
 from rl.trainer.packing import Layout, MicroBatch, Packed, pack
@@ -65,9 +65,9 @@ class AgreementSums:
 class ParityWatch:
     """Judges what each batch, or a probe, says of the agreement of a run's trainer with its inference."""
 
-    def __init__(self, dtype: str, strict: bool, client: OrchestratorClient | None):
+    def __init__(self, limit: Limit, strict: bool, client: OrchestratorClient | None):
         """`client` is rank 0's."""
-        self.limit, self.dtype, self.strict, self.client = LIMITS[dtype], dtype, strict, client
+        self.limit, self.strict, self.client = limit, strict, client
         self.seen = False
         """Something was compared since the last checkpoint."""
 
@@ -77,7 +77,7 @@ class ParityWatch:
             return {}
         self.seen, agrees = True, found.within(self.limit)
         if not agrees and self.strict:
-            raise ParityError(f"{found.complaint(self.dtype)}. The run is strict about it (trainer.strict_parity)")
+            raise ParityError(f"{found.complaint(self.limit)}. The run is strict about it (trainer.strict_parity)")
         return found.metrics | {"parity/agrees": float(agrees)}
 
     def at_checkpoint(self, step: int, model: PreTrainedModel, prepare: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:

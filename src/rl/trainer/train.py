@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rl.config import RLConfig
 from rl.messages import TrainBatch
 from rl.metrics import MetricsLog
+from rl.parity import run_limit
 from rl.status import Status
 from rl.trainer import checkpoint, weights
 from rl.trainer.config import TrainerConfig
@@ -90,7 +91,8 @@ def start(config: RLConfig, world: World, base: str, status: Status | None, sour
     doing = status.doing if status else lambda what: None
     waits = [Wait(settings.batch_timeout_s, doing) for _ in range(2)]
     client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, doing) if status and not source else None
-    parity = None if source else ParityWatch(config.model.dtype, settings.strict_parity, client)
+    limit = run_limit(config.model.dtype)
+    parity = None if source else ParityWatch(limit, settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
     packing = partial(prepare, config=config, world=world, hidden_size=model.config.get_text_config().hidden_size)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s)
