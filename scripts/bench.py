@@ -1,206 +1,25 @@
-"""Measures what our own code costs, beside stubs for the model and the trainer. `python scripts/bench.py orchestrator` prints JSON."""
+"""The benchmarks: `python scripts/bench.py NAME [flags]`, or `NAME --help`. Each prints JSON; what they showed is in docs/benchmarks.md."""
 
-import argparse
-import asyncio
-import json
 import os
-import random
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from statistics import median
 
-import psutil
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-PROBE_S = 0.01
-ENVIRONMENT = """
-import random
-import verifiers as vf
-from datasets import Dataset
-
-def reward(completion) -> float:
-    return random.random()
-
-def load_environment():
-    rows = Dataset.from_list([{"question": f"say {i}", "answer": str(i)} for i in range(1000)])
-    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reward]))
-"""
-
-
-async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
-    """An inference server that answers with random tokens after `delay_s`, by our protocol."""
-    from aiohttp import web
-
-    from rl.status import write_status
-
-    state = {"policy_version": 0, "max_model_len": 2048}
-
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        await asyncio.sleep(delay_s)
-        ids = [random.randrange(200) for _ in range(num_tokens)]
-        answer = {"token_ids": ids, "logprobs": [-1.0] * num_tokens, "policy_versions": [[state["policy_version"], num_tokens]]}
-        return web.json_response(answer | {"finish_reason": "stop"})
-
-    async def load(request: web.Request) -> web.Response:
-        state["policy_version"] = (await request.json())["policy_version"]
-        return web.json_response({**state, "pause_s": 0.0})
-
-    async def get_status(_: web.Request) -> web.Response:
-        return web.json_response(state)
-
-    app = web.Application()
-    app.add_routes([web.post("/generate", generate), web.post("/load_weights", load), web.get("/status", get_status)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-    write_status(status, {"address": f"http://127.0.0.1:{runner.addresses[0][1]}", "ready": True})
-    await asyncio.Event().wait()
-
-
-def stub_trainer(run_dir: Path, steps: int) -> None:
-    """A trainer that publishes empty versions at once."""
-    from rl.messages import WeightVersion
-    from rl.run_dir import RunDir
-    from rl.transport import OrchestratorClient
-
-    directory = RunDir(run_dir, run_dir / "weights")
-    client = OrchestratorClient(directory.status("orchestrator"), 600.0, lambda _: None)
-    for step in range(1, steps + 1):
-        client.get_batch(step)
-        directory.weights(step).mkdir(parents=True)
-        client.published(WeightVersion(step, str(directory.weights(step))))
-
-
-class Probe:
-    """Samples event-loop lag, and CPU time at each committed batch, of this process and of its workers."""
-
-    def __init__(self, run_dir: Path):
-        self.batches = run_dir / "batches"
-        self.late: list[float] = []
-        self.at_batch: list[tuple[float, float, float]] = []
-        """(wall, our CPU, workers' CPU) seconds."""
-        self.memory = 0
-        """Highest seen, of us and the workers, bytes."""
-
-    def workers(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if "rl.orchestrator.worker" in " ".join(child.cmdline())]
-
-    def look(self) -> tuple[float, float, float]:
-        times = psutil.Process().cpu_times()
-        theirs = sum(sum(worker.cpu_times()[:2]) for worker in self.workers())
-        return time.monotonic(), times.user + times.system, theirs
-
-    async def run(self) -> None:
-        ticks = 0
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(PROBE_S)
-            if self.at_batch:
-                self.late.append(time.monotonic() - before - PROBE_S)
-            if (self.batches / f"{len(self.at_batch) + 1:06d}.batch").exists():
-                self.at_batch.append(self.look())
-            ticks += 1
-            if ticks % 50 == 0:
-                self.memory = max(self.memory, self.used())
-
-    def used(self) -> int:
-        return sum(process.memory_info().rss for process in [psutil.Process(), *self.workers()])
-
-
-async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, delay_s: float, folder: Path, model: Path) -> dict[str, float]:
-    """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
-    from rl.cli import build, parse_args
-    from rl.metrics import read_metrics
-    from rl.orchestrator.main import run
-    from rl.status import Status
-
-    (folder / "bench_env.py").write_text(ENVIRONMENT)
-    os.environ["PYTHONPATH"] = str(folder)
-    flags = ["--name", "bench", "--output_dir", str(folder), "--orchestrator.environment.id", "bench-env", "--max_steps", str(steps)]
-    flags += ["--orchestrator.batch_size", str(in_flight // 2), "--orchestrator.sampling.max_tokens", str(num_tokens), "--max_lag", "1"]
-    config = build(parse_args([*flags, "--orchestrator.environment.workers", str(workers)]))
-    status_path = config.run_dir.status("inference")
-    status_path.parent.mkdir(parents=True)
-    stub = [sys.executable, __file__, "stub-server", str(status_path), str(num_tokens), str(delay_s)]
-    trainer = [sys.executable, __file__, "stub-trainer", str(config.run_dir.root), str(steps)]
-    children = [subprocess.Popen(stub), subprocess.Popen(trainer)]
-    probe, status = Probe(config.run_dir.root), Status(config.run_dir.status("orchestrator"), "orchestrator")
-    empty = probe.used()
-    task = asyncio.create_task(probe.run())
-    try:
-        await run(config, status, str(model))
-    finally:
-        task.cancel()
-        status.close()
-        for child in children:
-            child.kill()
-            child.wait()
-    metrics = read_metrics(config.run_dir.metrics)
-    rollouts = sum(metrics[step, "orchestrator"]["rollouts/finished"] for step in range(2, steps + 1))
-    (wall0, cpu0, theirs0), (wall, cpu, theirs) = probe.at_batch[0], probe.at_batch[-1]
-    late = sorted(probe.late)
-    return {
-        "in_flight": in_flight,
-        "workers": workers,
-        "rollouts": rollouts,
-        "rollouts_per_orchestrator_cpu_s": round(rollouts / (cpu - cpu0)),
-        "rollouts_per_worker_cpu_s": round(rollouts / (theirs - theirs0)),
-        "rollouts_per_s": round(rollouts / (wall - wall0)),
-        "loop_lag_ms_median": round(1000 * median(late), 1),
-        "loop_lag_ms_p99": round(1000 * late[int(0.99 * (len(late) - 1))], 1),
-        "loop_lag_ms_max": round(1000 * late[-1], 1),
-        "peak_mib": round((probe.memory - empty) / 2**20),
-    }
-
-
-def orchestrator(args: argparse.Namespace) -> None:
-    """Prints one JSON object: a measurement for each number of rollouts in flight."""
-    from tests.tiny_model import make_tiny_model
-
-    results = []
-    for in_flight in args.in_flight:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            model = make_tiny_model(path / "model")
-            steps = max(4, min(40, args.rollouts // (in_flight // 2)))
-            results.append(asyncio.run(measure(in_flight, steps, args.workers, args.tokens, args.delay, path, model)))
-            print(json.dumps(results[-1]), file=sys.stderr)
-    first, last = results[0], results[-1]
-    growth = {}
-    if len(results) > 1:
-        added = last["in_flight"] - first["in_flight"]
-        growth["kib_per_rollout_in_flight"] = round((last["peak_mib"] - first["peak_mib"]) * 1024 / added, 1)
-    print(json.dumps({"cores": os.cpu_count(), "tokens": args.tokens, "delay_s": args.delay, "runs": results, **growth}, indent=2))
+BENCHMARKS = {
+    "trainer": "a training step over a bare PyTorch one",
+    "scaling": "the trainer's tokens a second and memory against batch size and length",
+    "pause": "what a weight update costs generation",
+    "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
+    "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
+    "orchestrator": "rollouts a CPU second of orchestrator and workers",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser("orchestrator", help="rollouts per CPU second, event-loop lag, memory")
-    bench.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
-    bench.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
-    bench.add_argument("--workers", type=int, default=1)
-    bench.add_argument("--tokens", type=int, default=16, help="of an answer")
-    bench.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")
-    server = commands.add_parser("stub-server")
-    server.add_argument("status", type=Path)
-    server.add_argument("tokens", type=int)
-    server.add_argument("delay", type=float)
-    trainer = commands.add_parser("stub-trainer")
-    trainer.add_argument("run_dir", type=Path)
-    trainer.add_argument("steps", type=int)
-    args = parser.parse_args()
-    if args.command == "stub-server":
-        asyncio.run(stub_server(args.status, args.tokens, args.delay))
-    elif args.command == "stub-trainer":
-        stub_trainer(args.run_dir, args.steps)
-    else:
-        orchestrator(args)
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        sys.exit("\n".join([__doc__ or "", *(f"  {name:<14}{what}" for name, what in BENCHMARKS.items())]))
+    script = Path(__file__).parent / "benchmarks" / f"{name}.py"
+    os.execv(sys.executable, [sys.executable, str(script), *sys.argv[2:]])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """What the whole loop makes of the machine, against its parts alone.
 
 `together`: the quickstart's task with trainer and inference on the same cores; then, on the same cores, generation alone (the same
-environment and number of rollouts in flight, the run's last weights, nobody training) and training alone (the run's own batches, nobody
-generating). With g and t the seconds that each alone takes for one batch, the ideal is g + t a batch; the efficiency is (g + t) / seconds a
-batch of the whole loop, between two batches in its middle.
+environment, a batch's worth of rollouts always in flight, the run's last weights, nobody training) and training alone (the run's own
+batches, nobody generating). With g and t the seconds that each alone takes for one batch, the ideal is g + t a batch; the efficiency is
+(g + t) / seconds a batch of the whole loop, between two batches in its middle.
 
 `apart`: one half of the cores for inference, the other for the trainer; asynchronous (max_lag 1) against synchronous (max_lag 0). The
 ceiling of what asynchrony can give is (g + t) / max(g, t), with g and t measured alone on these halves.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -81,22 +82,13 @@ def generated_per_batch(run_dir: RunDir, steps: int) -> float:
 
 
 def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, batches: int) -> float:
-    """Sampled tokens a second of inference and orchestrator with as many rollouts in flight as in the run, and nobody training."""
+    """Sampled tokens a second of inference and orchestrator, a batch's worth of rollouts always in flight, and nobody training."""
     shutil.rmtree(folder / "alone", ignore_errors=True)
-    own = [
-        "--name",
-        "alone",
-        "--output_dir",
-        str(folder),
-        "--max_steps",
-        str(batches),
-        "--orchestrator.eval",
-        "[]",
-        "--model.name",
-        str(model),
-    ]
-    config = build(parse_args([*flags, *own, *place.flags, "--max_lag", "0"]))
-    # One batch after the other, but nobody waits for a trainer: the window moves with the batches, as in a run whose trainer costs nothing.
+    own = (
+        f"--name alone --output_dir {folder} --max_steps {batches} --orchestrator.eval [] --model.name {model} --max_lag {batches}".split()
+    )
+    config = build(parse_args([*flags, *own, *place.flags]))
+    config.orchestrator.environment[0].max_generating = config.orchestrator.batch_size
     write_file(config.run_dir.config, to_toml(config).encode())
     share = devices.split(config, devices.machine()).inference
     environment = {**os.environ, **share.env, "RL_PARENT_PID": str(os.getpid())}
@@ -107,7 +99,7 @@ def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, 
     ]
     children = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
     try:
-        follow(config, model, batches)
+        follow(config, batches)
     finally:
         for child in children:
             child.terminate()
@@ -119,17 +111,11 @@ def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, 
     return tokens / (seen[-1]["time"] - seen[SKIPPED - 1]["time"])
 
 
-def follow(config: RLConfig, model: Path, batches: int) -> None:
-    """A trainer that costs nothing: takes each batch and announces the same weights as the next version."""
-    from rl.messages import WeightVersion
-
+def follow(config: RLConfig, batches: int) -> None:
+    """A trainer that only takes batches: with so large a max_lag nobody waits for a version."""
     client = OrchestratorClient(config.run_dir.status("orchestrator"), PATIENCE_S, lambda _: None)
     for step in range(1, batches + 1):
         client.get_batch(step)
-        path = config.run_dir.weights(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(model)
-        client.published(WeightVersion(step, str(path)))
 
 
 def training_alone(run_dir: RunDir, place: Place, folder: Path) -> float:
@@ -205,3 +191,11 @@ def main(kind: str, flags: list[str], steps: int) -> None:
             {"benchmark": kind, "cores": os.cpu_count(), "steps": steps, "flags": flags, **found, "took_s": round(time.time() - started)}
         )
     )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["together", "apart"])
+    parser.add_argument("--steps", type=int, default=12)
+    arguments, rest = parser.parse_known_args()
+    main(arguments.kind, rest or ["@", str(ROOT / "configs" / "quickstart.toml")], arguments.steps)

@@ -1,4 +1,4 @@
-"""Measures what a weight update costs generation: `python scripts/bench_pause.py` prints JSON. Seconds are medians over all updates.
+"""Measures what a weight update costs generation: `python scripts/bench.py pause` prints JSON. Seconds are medians over all updates.
 
 A real server, requests in flight all the time, and versions that differ by small noise. `--against DIR` measures the code in another
 checkout as well, in turn with this one, so that both see the same machine.
@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
 QUIET_S = 4.0
 """Between two updates; its tokens a second are what an update is compared with."""
