@@ -12,6 +12,7 @@ were its fastest settings here.
 import argparse
 import json
 import re
+import tempfile
 import time
 
 import torch
@@ -60,7 +61,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     size = args.groups * args.group_size
     config = GRPOConfig(
-        output_dir="/tmp/trl-baseline",
+        output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=size // args.micro_batch,
         num_generations=args.group_size,

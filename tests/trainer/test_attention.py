@@ -63,7 +63,6 @@ def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     blocks = TreeMask(ends, positions).blocks(None, torch.float32)
     assert [b.queries.start for b in blocks] == [0, *(b.queries.stop for b in blocks[:-1])] and blocks[-1].queries.stop == len(ends)
     assert sum(b.mask.numel() for b in blocks) < 1.15 * int((positions + 1).sum())
-    assert sum(b.mask.untyped_storage().nbytes() for b in {b.mask.data_ptr(): b for b in blocks}.values()) > 0
     storages = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks}
     assert sum(storages.values()) < 4 * 300 * 4096  # unbranched blocks share one triangle
 
