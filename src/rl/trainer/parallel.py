@@ -9,6 +9,7 @@ Each rank weighs its own loss tokens, and FSDP sums gradients over all ranks: th
 """
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -35,8 +36,7 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world
     """
     if offload and world.device.type != "cuda":
         raise WorldError("trainer.optim.offload moves weights and optimizer state from GPU to CPU memory; without a GPU leave it false")
-    # One rank has nothing to add up: its gradients become float32 as they are, after the copies that a reduction would need.
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if world.size > 1 else dtype)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
     reshard = offload or world.mesh.size(-1) > 1
@@ -44,10 +44,38 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
     for module in model.modules():
-        # Neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM. One rank needs none: there it costs a copy.
         if isinstance(module, FSDPModule) and world.size > 1:
+            # Neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        elif isinstance(module, FSDPModule):  # a factor would cost a copy
+            module.set_custom_all_gather(GatherInPlace())
+            module.set_custom_reduce_scatter(ReduceInPlace())
+
+
+class GatherInPlace:
+    """FSDP's all-gather for a single rank: its part, which FSDP has put into the output, is the whole."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        pass
+
+
+class ReduceInPlace(GatherInPlace):
+    """FSDP's reduce-scatter for a single rank: nothing is added, so the output is the input, and copying it onto itself costs nothing."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input, fills it, and asks for the output of the same size."""
+        if self.input is None:
+            self.input = super().allocate(size, dtype=dtype, device=device)
+            return self.input
+        output, self.input = self.input, None
+        return output
 
 
 def reshard(model: PreTrainedModel) -> None:
