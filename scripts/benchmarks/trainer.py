@@ -28,7 +28,7 @@ from rl.trainer.model import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.performance import Timer, peak_memory_gib
 from rl.trainer.prefetch import Ready
-from rl.trainer.train import prepare, train_step
+from rl.trainer.train import Learner, prepare, train_step
 
 Step = Callable[[Ready], dict[str, float]]
 """Trains a batch; returns seconds by part."""
@@ -42,11 +42,11 @@ def synchronize(world: World) -> None:
 def our_step(folder: str, config: RLConfig, world: World) -> Step:
     """The trainer's own."""
     model = load_policy(folder, config.model, config.trainer, world)
-    optimizer = make_optimizer(model, config.trainer.optim)
+    learner = Learner(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
 
     def step(ready: Ready) -> dict[str, float]:
         timer = Timer()
-        train_step(model, optimizer, ready, 1e-6, config.trainer, world, timer)
+        train_step(learner, ready, 1e-6, timer)
         synchronize(world)
         timer.lap("optimizer")
         return {**timer.seconds, "step": timer.step_s}

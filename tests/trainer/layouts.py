@@ -27,7 +27,7 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel import RowGather
 from rl.trainer.performance import Timer
 from rl.trainer.prefetch import Ready
-from rl.trainer.train import prepare, train_step
+from rl.trainer.train import Learner, prepare, train_step
 from tests.trainer.samples import make_batch, make_sample
 
 STEPS = 3
@@ -125,7 +125,7 @@ def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str
     metrics, first = [], {}
     for batch in make_batches(layout.alone):
         ready = Ready(batch, prepare(batch, config, world, model.config.get_text_config().hidden_size))
-        metrics.append(train_step(model, optimizer, ready, 1e-3, config.trainer, world, Timer()))
+        metrics.append(train_step(Learner(model, optimizer, config.trainer, world), ready, 1e-3, Timer()))
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
     return metrics, gradients | {name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")}
@@ -140,7 +140,7 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     else:
         batch = make_batches(False)[0]
         ready = Ready(batch, prepare(batch, config, world, 64))
-        train_step(model, optimizer, ready, 1e-3, config.trainer, world, Timer())
+        train_step(Learner(model, optimizer, config.trainer, world), ready, 1e-3, Timer())
     checkpoint.save(target / "000001", 1, model, optimizer, world)
     return state(model, optimizer)
 

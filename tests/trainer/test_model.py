@@ -18,7 +18,7 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Layout, Packed, pack
 from rl.trainer.performance import Timer
 from rl.trainer.prefetch import Ready
-from rl.trainer.train import NotFiniteError, train_step
+from rl.trainer.train import Learner, NotFiniteError, train_step
 from tests.tiny_model import FAMILIES, make_tiny_model
 from tests.trainer.samples import branching_batch, make_batch, make_sample
 
@@ -210,7 +210,7 @@ def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
 
 def step(model, optimizer, ready, world):
     settings = TrainerConfig(loss=PolicyGradientConfig())
-    return train_step(model, optimizer, ready, 1e-2, settings, world, Timer())
+    return train_step(Learner(model, optimizer, settings, world), ready, 1e-2, Timer())
 
 
 def ready(*samples):

@@ -13,7 +13,7 @@ from rl.trainer.packing import Layout, pack
 from rl.trainer.performance import Timer
 from rl.trainer.prefetch import Ready
 from rl.trainer.reference import load_reference
-from rl.trainer.train import train_step
+from rl.trainer.train import Learner, train_step
 from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_batch
 
@@ -39,7 +39,7 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
     (batch,) = ready.packed.micro_batches
     first = reference.logprobs(batch, world)
     assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
-    steps = [train_step(policy, optimizer, ready, 1e-2, config.trainer, world, Timer(), reference) for _ in range(3)]
+    steps = [train_step(Learner(policy, optimizer, config.trainer, world, reference), ready, 1e-2, Timer()) for _ in range(3)]
     assert torch.equal(reference.logprobs(batch, world), first)
     assert (score(policy, batch, world).logprobs - first).abs().max() > 0.01
     assert all(step["optim/grad_norm"] > 0 for step in steps)
@@ -57,7 +57,7 @@ def test_the_kl_term_holds_the_policy_back(tied_folder, world):
         (batch,) = ready.packed.micro_batches
         before = score(policy, batch, world).logprobs.detach()
         for _ in range(10):
-            train_step(policy, optimizer, ready, 3e-3, config.trainer, world, Timer(), reference)
+            train_step(Learner(policy, optimizer, config.trainer, world, reference), ready, 3e-3, Timer())
         moved.append((score(policy, batch, world).logprobs.detach() - before).square().mean().item())
     assert moved[1] < moved[0] / 2
 
@@ -101,6 +101,6 @@ def test_an_entropy_bonus_reaches_the_weights(tied_folder, world):
         policy = load_policy(str(tied_folder), config.model, config.trainer, world)
         ready, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
         for _ in range(10):
-            metrics = train_step(policy, optimizer, ready, 3e-3, config.trainer, world, Timer())
+            metrics = train_step(Learner(policy, optimizer, config.trainer, world), ready, 3e-3, Timer())
         entropies.append(metrics["entropy/mean"])
     assert entropies[1] > entropies[0] + 0.1

@@ -42,14 +42,25 @@ class NotFiniteError(Exception):
 
 
 @dataclass
+class Learner:
+    """What a step trains, and with what."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    settings: TrainerConfig
+    world: World
+    reference: Reference | None = None
+    parity: ParityWatch | None = None
+    """None where nothing samples."""
+
+
+@dataclass
 class Trainer:
     """The live objects of one rank. `metrics` and `status` are rank 0's."""
 
     config: RLConfig
-    world: World
     base: Path
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    learner: Learner
     step: int
     """Optimizer steps done: the policy version of the weights in `model`."""
     checkpoint_step: int
@@ -59,9 +70,14 @@ class Trainer:
     work: Work
     metrics: MetricsLog | None
     status: Status | None
-    reference: Reference | None
-    parity: ParityWatch | None
-    """None where nothing samples."""
+
+    @property
+    def world(self) -> World:
+        return self.learner.world
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.learner.model
 
     def doing(self, what: str) -> None:
         if self.status:
@@ -91,16 +107,14 @@ def start(config: RLConfig, world: World, base: str, status: Status | None, sour
     doing = status.doing if status else lambda what: None
     waits = [Wait(settings.batch_timeout_s, doing) for _ in range(2)]
     client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, doing) if status and not source else None
-    limit = run_limit(config.model.dtype)
-    parity = None if source else ParityWatch(limit, settings.strict_parity, client)
+    parity = None if source else ParityWatch(run_limit(config.model.dtype), settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
     packing = partial(prepare, config=config, world=world, hidden_size=model.config.get_text_config().hidden_size)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s)
     publisher = Publisher(run_dir, settings.weights, client, waits[1])
     metrics = MetricsLog(run_dir.metrics, "trainer") if status else None
-    work, now = work_of(model), time.monotonic()
-    live = (batches, publisher, work, metrics, status, reference, parity)
-    return Trainer(config, world, Path(base), model, optimizer, step, step, now, *live)
+    learner = Learner(model, optimizer, settings, world, reference, parity)
+    return Trainer(config, Path(base), learner, step, step, time.monotonic(), batches, publisher, work_of(model), metrics, status)
 
 
 def train(trainer: Trainer) -> None:
@@ -132,8 +146,7 @@ def train(trainer: Trainer) -> None:
         trainer.doing(f"training step {step}")
         lr = lr_at(step, config.trainer.optim, config.max_steps)
         with explained(trainer.model, ready.packed.micro_batches, config, world):
-            more = (trainer.reference, trainer.parity)
-            metrics = train_step(trainer.model, trainer.optimizer, ready, lr, config.trainer, world, timer, *more)
+            metrics = train_step(trainer.learner, ready, lr, timer)
         trainer.step = step
         due = checkpoint_is_due(trainer)
         if sampled or (due and not fake):
@@ -142,8 +155,8 @@ def train(trainer: Trainer) -> None:
         if due:
             save_checkpoint(trainer)
         timer.lap("checkpoint")
-        if due and trainer.parity:
-            metrics |= trainer.parity.at_checkpoint(step, trainer.model, trainer.batches.pack, world)
+        if due and (parity := trainer.learner.parity) and step < config.max_steps:
+            metrics |= parity.at_checkpoint(step, trainer.model, trainer.batches.pack, world)
             timer.lap("parity")
         metrics = meaningful(metrics, trainer.batches.source, step)
         if held_out := validation(trainer):
@@ -167,7 +180,7 @@ def try_largest(trainer: Trainer) -> None:
     rows = trainer.batches.pack(full_batch(world.data_size, row_tokens, config.model.max_model_len, vocab_size)).micro_batches
     with explained(trainer.model, rows, config, world):
         score(trainer.model, rows[0].to(world.device), world).logprobs.sum().backward()
-    trainer.optimizer.zero_grad()
+    trainer.learner.optimizer.zero_grad()
 
 
 def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int) -> Packed:
@@ -190,26 +203,17 @@ def validation(trainer: Trainer) -> dict[str, float]:
     return validate(trainer.model, batches, trainer.batches.pack, trainer.world)
 
 
-def train_step(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    ready: Ready,
-    lr: float,
-    settings: TrainerConfig,
-    world: World,
-    timer: Timer,
-    reference: Reference | None = None,
-    parity: ParityWatch | None = None,
-) -> dict[str, float]:
+def train_step(learner: Learner, ready: Ready, lr: float, timer: Timer) -> dict[str, float]:
     """One optimizer step on this rank's micro batches of a batch. Returns the metrics.
 
     Raises NotFiniteError or ParityError before anything is changed.
     """
+    model, optimizer, settings, world = learner.model, learner.optimizer, learner.settings, learner.world
     statistics = Statistics(ready.batch, world.device)
     micro_batches = ready.packed.micro_batches
     for micro_batch in micro_batches:
         batch = micro_batch.to(world.device)
-        reference_logprobs = reference.logprobs(batch, world) if reference else None
+        reference_logprobs = learner.reference.logprobs(batch, world) if learner.reference else None
         scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
         terms = compute_loss(loss_inputs(batch, scores, world, reference_logprobs), settings.loss)
         loss = (terms.loss * batch.weights).sum()
@@ -217,8 +221,8 @@ def train_step(
         loss.backward()
         statistics.add(batch, loss.detach(), scores, terms)
     metrics = statistics.metrics(world)
-    if parity:
-        metrics |= parity.judge(statistics.agreement.total(world))
+    if learner.parity:
+        metrics |= learner.parity.judge(statistics.agreement.total(world))
     timer.lap("forward_backward")
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
@@ -284,7 +288,7 @@ def save_checkpoint(trainer: Trainer) -> None:
     run_dir, step = trainer.config.run_dir, trainer.step
     trainer.publisher.finish()
     trainer.doing(f"writing checkpoint {step}")
-    checkpoint.save(run_dir.checkpoint(step), step, trainer.model, trainer.optimizer, trainer.world)
+    checkpoint.save(run_dir.checkpoint(step), step, trainer.model, trainer.learner.optimizer, trainer.world)
     if trainer.world.is_main:
         checkpoint.delete_old(run_dir.checkpoints, trainer.config.trainer.checkpoint)
     trainer.checkpoint_step, trainer.checkpoint_time = step, time.monotonic()
