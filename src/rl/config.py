@@ -13,7 +13,7 @@ from rl.inference.config import InferenceConfig
 from rl.orchestrator.config import EnvSource, OrchestratorConfig, check_credit
 from rl.renderer_config import RendererConfig
 from rl.run_dir import RunDir
-from rl.settings import Settings
+from rl.settings import Settings, switch
 from rl.sft.config import SftConfig, check_sft, with_sft_defaults
 from rl.trainer.config import OptimConfig, TrainerConfig
 from rl.trainer.loss_config import check_loss
@@ -45,11 +45,6 @@ class WandbConfig(Settings):
     """Name of the run there. Default: the run's name."""
 
 
-def wandb_switch(value: object) -> object:
-    """`true` means the defaults, `false` means off."""
-    return {} if value is True else None if value is False else value
-
-
 class RLConfig(Settings):
     """Run-wide settings at the top, and one section for each process."""
 
@@ -67,12 +62,12 @@ class RLConfig(Settings):
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = RendererConfig()
     """How messages become token ids and back."""
-    wandb: Annotated[WandbConfig | None, BeforeValidator(wandb_switch)] = None
+    wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
     """Log to Weights & Biases."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
-    sft: Annotated[SftConfig | None, BeforeValidator(wandb_switch)] = None
+    sft: Annotated[SftConfig | None, BeforeValidator(switch)] = None
     """Given: supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
 
     @model_validator(mode="before")

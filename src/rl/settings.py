@@ -11,6 +11,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True)
 
 
+def switch(value: object) -> object:
+    """For a section that is off unless it is there: `true` means its defaults, `false` means off."""
+    return {} if value is True else None if value is False else value
+
+
 def parse_devices(value: object) -> object:
     """`2` is a count; `"0,1"`, `[0, 1]` are ids; None leaves the choice to the launcher."""
     if isinstance(value, str):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import os
 import sys
 import tempfile
@@ -104,8 +103,7 @@ async def sample(servers: InferenceServers, prompts: list[list[int]], num_tokens
 def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 when trainer and inference disagree."""
     limit = LIMITS[dtype]
-    bounds = f"limits: kl {limit.kl:g}" + (f", max |d| {limit.largest:g}" if math.isfinite(limit.largest) else "")
-    print(f"{dtype} ({bounds})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} {'max |d|':>10} {'kl':>10}")
+    print(f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} {'max |d|':>10} {'kl':>10}")
     for temperature in TEMPERATURES:
         found = agreement([token.difference for token in scored if token.temperature == temperature])
         print(f"  {temperature:<12} {found.tokens:>6} {found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.2g}")

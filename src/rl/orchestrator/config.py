@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from rl.orchestrator.credit_config import CreditConfig, DrGrpoConfig, NoCreditConfig
-from rl.settings import Settings
+from rl.settings import Settings, switch
 
 
 def short_name(env_id: str) -> str:
@@ -116,11 +116,6 @@ class DifficultyConfig(Settings):
     """Probability that a hard task is played when its turn comes."""
     easy_weight: float = Field(0.2, ge=0, le=1)
     """Probability that an easy task is played when its turn comes."""
-
-
-def switch(value: object) -> object:
-    """`true` means the defaults, `false` means off."""
-    return {} if value is True else None if value is False else value
 
 
 class EnvConfig(EnvSource):

@@ -79,9 +79,17 @@ class InferenceServers:
         return msgspec.json.decode(content, type=Generation)
 
     async def load(self, version: WeightVersion) -> float:
-        """Loads a version into every server. Returns the longest pause of generation, seconds."""
+        """Loads a version into every server. Returns the longest pause of generation, seconds. Raises InferenceLostError."""
         body = {"policy_version": version.policy_version, "path": str(Path(version.path).absolute())}
-        replies = await asyncio.gather(*(self._call("POST", server, "/load_weights", body) for server in range(self.count)))
+        try:
+            async with asyncio.timeout(self.timeout_s + CONNECT_S):  # a server that is away is `_call`'s to report
+                replies = await asyncio.gather(*(self._call("POST", server, "/load_weights", body) for server in range(self.count)))
+        except TimeoutError:
+            raise InferenceLostError(
+                f"waited {self.timeout_s:.0f} s for inference to load version {version.policy_version}: it prepares the weights, or "
+                "waits for requests of an older adapter to end. See logs/inference*.log; "
+                "if it is just slow, raise orchestrator.inference_timeout_s"
+            ) from None
         for status, content in replies:
             if status != 200:
                 raise RuntimeError(f"inference refused version {version.policy_version} at {version.path}: {content.decode()}")

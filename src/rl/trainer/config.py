@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl.settings import Devices, Settings
+from rl.settings import Devices, Settings, switch
 from rl.trainer.loss_config import LossConfig, PolicyGradientConfig
 
 
@@ -69,11 +69,6 @@ class LoraConfig(Settings):
     """Names of the modules that get one ("q_proj", "v_proj", ...), or every linear layer but the head."""
 
 
-def lora_switch(value: object) -> object:
-    """`true` means the defaults, `false` means off."""
-    return {} if value is True else None if value is False else value
-
-
 class FakeDataConfig(Settings):
     """Random samples instead of the orchestrator's: measures the trainer alone."""
 
@@ -90,7 +85,7 @@ class FakeDataConfig(Settings):
 class DataConfig(Settings):
     """Where batches come from."""
 
-    fake: Annotated[FakeDataConfig | None, BeforeValidator(lora_switch)] = None
+    fake: Annotated[FakeDataConfig | None, BeforeValidator(switch)] = None
     """`--trainer.data.fake`: random samples."""
 
 
@@ -111,7 +106,7 @@ class TrainerConfig(Settings):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = PolicyGradientConfig()
     """What is minimised; `type` chooses. docs/algorithms.md has the formulas."""
-    lora: Annotated[LoraConfig | None, BeforeValidator(lora_switch)] = None
+    lora: Annotated[LoraConfig | None, BeforeValidator(switch)] = None
     """Train low-rank adapters instead of the whole model."""
     data: DataConfig = DataConfig()
     micro_batch_tokens: int = Field(4096, ge=1)
