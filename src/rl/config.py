@@ -15,6 +15,7 @@ from rl.renderer_config import RendererConfig
 from rl.run_dir import RunDir
 from rl.settings import Settings, switch
 from rl.sft.config import SftConfig, check_sft, with_sft_defaults
+from rl.supervisor_config import SupervisorConfig
 from rl.trainer.config import OptimConfig, TrainerConfig
 from rl.trainer.loss_config import check_loss
 
@@ -62,6 +63,7 @@ class RLConfig(Settings):
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = RendererConfig()
     """How messages become token ids and back."""
+    supervisor: SupervisorConfig = SupervisorConfig()
     wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
     """Log to Weights & Biases."""
     trainer: TrainerConfig = TrainerConfig()

@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "orchestrator.show_rollout_every",
     "orchestrator.worker_memory_gib",
     "inference",
+    "supervisor",
     "*_timeout_s",
 )
 """What a resume may set anew, sections with all below them: how long, where and how fast, but not what is learned from what.

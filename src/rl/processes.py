@@ -28,6 +28,10 @@ LAST_LINES = 20
 SHOW_CURSOR = b"\x1b[?25h"
 """A progress bar hides it."""
 
+GIVE_UP, DAMAGED = 3, 4
+"""Exit codes of our processes, beside 2 (wrong settings): a diagnosis that starting again does not change (a missing model, a full disk);
+a damaged file in the run directory, to be repaired before the next start. Anything else is worth another start."""
+
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -64,6 +64,14 @@ class RunDir:
     def batch(self, step: int) -> Path:
         return self.batches / f"{step:06d}.batch"
 
+    def quarantined(self, step: int) -> Path:
+        """Marker of a batch that killed its reader: its step is skipped, so that version `step` equals the one before."""
+        return self.batches / f"{step:06d}.quarantined"
+
+    def digests(self, policy_version: int) -> Path:
+        """SHA-256 of each tensor of a version; kept when the version itself is not."""
+        return self.root / "digests" / f"{policy_version:06d}.json"
+
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"{step:06d}.jsonl"
 
