@@ -80,7 +80,7 @@ def start(args: argparse.Namespace) -> None:
         "+skip_venv_if_present=true",
         f"+uv_venv_dir={link_venvs(packages, venv)}",
         f"+policy_base_url={args.policy}",
-        "+policy_api_key=none",
+        "+policy_api_key=${oc.env:RL_TOKEN,none}",  # looked up by NeMo Gym itself: a command line is for all to see
         f"+policy_model_name={args.model}",
         "+head_server.host=127.0.0.1",
         f"+head_server.port={args.head_port}",

@@ -1,4 +1,4 @@
-"""From arguments and files to a configuration, or to a message with every fault."""
+"""From arguments and files to a configuration, or to a message with every fault; test_bad_inputs.py has the table of faults."""
 
 import json
 import resource
@@ -32,54 +32,6 @@ def file(tmp_path):
         return str(path)
 
     return write
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--bogus", "1"], "bogus = 1 (--bogus)\n    unknown key; see --help for all keys"),
-        (["--trainer.optim.lrr", "1"], "trainer.optim.lrr = 1 (--trainer.optim.lrr)\n    unknown key; did you mean trainer.optim.lr?"),
-        (["--group_size", "4"], "unknown key; did you mean orchestrator.group_size or orchestrator.environment.group_size?"),
-        (["--max-step", "4"], "max_step = 4 (--max-step)\n    unknown key; did you mean max_steps?"),
-        (["--temperature", "1"], "did you mean orchestrator.sampling.temperature or orchestrator.environment"),
-        (["--max_steps", "0"], "max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1"),
-        (["--max_steps", "many"], "max_steps = 'many' (--max_steps)\n    Input should be a valid integer"),
-        (["--steps", "0"], "max_steps = 0 (--steps)"),
-        (["--learning_rate", "-1"], "trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0"),
-        (["--model.dtype", "int4"], "model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'"),
-        (["--trainer.optim.schedule", "step"], "Input should be 'constant', 'linear' or 'cosine'"),
-        (["--trainer.optim.betas", "[0.9]"], "trainer.optim.betas.1 (--trainer.optim.betas)\n    is missing; set it"),
-        (["--seed"], "seed (--seed)\n    needs a value: int"),
-        (["--name", "--seed", "1"], "name (--name)\n    needs a value: str"),
-        (["--trainer-gpus"], "trainer.gpus (--trainer-gpus)\n    needs a value: int|list[int]"),
-        (["--orchestrator.batch_size", "7"], "orchestrator.batch_size = 7\n    is less than one group of 8 rollouts (group_size)"),
-        (["--orchestrator.group_size", "1"], "orchestrator.group_size = 1 (--orchestrator.group_size)"),
-        (["--orchestrator.sampling.max_tokens", "2048"], "leaves no room for a prompt in model.max_model_len = 2048"),
-        (["--trainer.optim.offload", "--trainer.gpus", "0"], "trainer.gpus = 0 trains on the CPU: leave it out"),
-        (["--orchestrator.sampling.temperature", "0"], "orchestrator.sampling.temperature = 0"),
-        (["--orchestrator.sampling.top_p", "1.5"], "orchestrator.sampling.top_p = 1.5"),
-        (["--name", "a/b"], "name = 'a/b'\n    is a directory's name: no slash"),
-        (["--name", ".hidden"], "name = '.hidden'\n    is a directory's name"),
-        (["--trainer.loss.token_mask", "[2, 8]"], "trainer.loss.token_mask = [2.0, 8.0]\n    leaves out r = 1"),
-        (["--trainer-gpus", "a,b"], 'trainer.gpus = \'a,b\' (--trainer-gpus)\n    give a count (2) or a list of ids ("0,1")'),
-        (["--trainer-gpus", "0,1", "--inference-gpus", "1,2"], "inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),
-        (["--inference.port", "70000"], "inference.port = 70000 (--inference.port)\n    Input should be less than or equal to 65535"),
-        (["--trainer.checkpoint.interval", "0"], "trainer.checkpoint.interval = 0"),
-        (["--trainer.weights.keep_last", "1"], "trainer.weights.keep_last = 1"),
-        (["--max_steps", "5", "--steps", "6"], "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    are one setting with two values"),
-        (["--trainer.max_steps", "5", "--max_steps", "6"], "trainer.max_steps = 5 (--trainer.max_steps) and max_steps = 6 (--max_steps)"),
-        (["--learning_rate", "1", "--trainer.optim.lr", "2"], "learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2"),
-        (["--seed.x", "1"], "seed"),
-        (["--seed", "1", "--seed.x", "1"], "seed.x = 1 (--seed.x)\n    `seed` is a value, not a table"),
-        (["stray"], "stray: not understood; give files as `@ file.toml` and settings as `--key value`"),
-        (["@"], "@ needs a file behind it"),
-        (["--trainer", "@"], "--trainer @ needs a file behind it"),
-        (["@", "/nowhere/x.toml"], "/nowhere/x.toml: no such file"),
-        (["@/tmp"], "/tmp: not readable as TOML"),
-    ],
-)  # fmt: skip
-def test_faults(args, message):
-    assert message in faults(*ENV, *args)
 
 
 def test_every_fault_is_listed_at_once(file):

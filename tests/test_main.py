@@ -127,20 +127,33 @@ def test_a_run_from_start_to_report(rl):
 
 
 @pytest.mark.parametrize("name", ["inference", "orchestrator", "trainer"])
-def test_a_child_that_fails_ends_the_run(rl, name):
+def test_with_no_restarts_a_child_that_fails_ends_the_run(rl, name):
     waiting = dict.fromkeys(("inference", "orchestrator", "trainer"), FOREVER)
     dying = "for i in range(30): print('line', i)\nprint('out of luck', file=sys.stderr)\ntime.sleep(0.5)\nsys.exit(7)\n"
     began = time.monotonic()
-    code, _, err = rl(**(waiting | {name: dying}))
+    code, _, err = rl("--supervisor.max_restarts", "0", **(waiting | {name: dying}))
     assert code == 1 and time.monotonic() - began < 15
     assert f"rl: {name} ended with exit code 7. The end of its log:\n  | line 11\n" in err
     assert f"  | line 29\n  | out of luck\n  the whole log: {rl.run_dir.logs}/{name}-1.log\n" in err
-    assert err.endswith(f"--output_dir {rl.tmp}/outputs --resume\n")
+    assert err.endswith(f"--output_dir {rl.tmp}/outputs --supervisor.max_restarts 0 --resume\n")
     assert rl.nobody_left()
 
 
+def test_a_run_whose_processes_are_killed_ends_well(rl):
+    """Every one once, one of them with a mess in its environment; the run goes on without a human."""
+    crash = "attempt = len(list((root / 'logs').glob(f'{name}-*.log')))\nif attempt == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code, out, err = rl("--supervisor.backoff_s", "0.1", **{name: crash + script for name, script in SCRIPTS.items()})
+    assert (code, err) == (0, "")
+    events = [json.loads(line) for line in rl.run_dir.events.read_text().splitlines()]
+    for name in SCRIPTS:
+        mine = [(event["event"], event["attempt"]) for event in events if event["process"] == name]
+        assert mine[:2] == [("death", 1), ("restart", 2)]
+        assert f"  {name} was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`), before its first status; it" in out
+    assert "3 steps in 6.0 s" in out and rl.nobody_left()
+
+
 def test_inference_must_not_end_before_the_run_not_even_well(rl):
-    code, _, err = rl(inference="", orchestrator=FOREVER, trainer=FOREVER)
+    code, _, err = rl("--supervisor.max_restarts", "0", inference="", orchestrator=FOREVER, trainer=FOREVER)
     assert code == 1 and "rl: inference ended with exit code 0. The end of its log:" in err
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rl.batch_log import write_batch
 from rl.cli import build, from_toml, parse_args
 from rl.config import RLConfig
+from rl.messages import TrainBatch
 from rl.metrics import MetricsLog
 from rl.prepare import Prepared, RunError, prepare, ranges, with_absolute_paths
 from rl.status import hold_role
@@ -37,9 +39,8 @@ class Place:
 
     def fill(self, steps: int, checkpoints: tuple[int, ...] = ()) -> None:
         """What a run of so many steps leaves."""
-        self.run_dir.batches.mkdir()
         for step in range(1, steps + 1):
-            self.run_dir.batch(step).touch()
+            write_batch(self.run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
             self.run_dir.weights(step).mkdir(parents=True)
             self.run_dir.rollouts(step).parent.mkdir(exist_ok=True)
             self.run_dir.rollouts(step).touch()

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl import guard
 from rl.processes import Children, last_lines, next_log, start
 
 SLEEP = "import time; time.sleep(60)"
@@ -154,6 +155,78 @@ time.sleep(60)
     wait_for(lambda: not any(alive(pid) for pid in found), timeout_s=5)
 
 
+@pytest.mark.parametrize("phase", ["alone", "second guard"])
+def test_the_guard_ends_what_outlives_a_killed_parent(driver, tmp_path, phase):
+    """A child that ignores SIGTERM, one that is stopped, and an orphan with a session of its own: all gone soon after `rl`."""
+    pids = tmp_path / "pids"
+    stopped = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True); os.kill(os.getpid(), 19)"
+    stubborn = STUBBORN.format(path=str(pids))
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
+    code = f"""
+import rl.processes
+rl.processes.STOP_DEADLINE_S = 0.5
+children = Children()
+for name, script in [("deaf", {stubborn!r}), ("stopped", {stopped!r}), ("orphan", {orphan!r})]:
+    children.start(name, [sys.executable, "-c", script], dict(os.environ), tmp)
+if {phase!r} == "second guard":
+    os.kill(children.guard.process.pid, 9)
+    first = children.guard.process.pid
+    while children.guard.process.pid == first: children.look()
+print(children.directory, children.guard.process.pid, flush=True)
+time.sleep(60)
+"""
+    parent = driver(code)
+    directory, guard = parent.stdout.readline().split()
+    found = pids_in(pids, 3)
+    assert all(alive(pid) for pid in found) and Path(directory).is_dir()
+    parent.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in [*found, int(guard)]), timeout_s=8)
+    assert not Path(directory).exists()
+
+
+def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver, tmp_path):
+    """Its resource tracker is given the time to delete them."""
+    mess = "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
+    mess += "s = m.get_context('spawn').Lock(); h = SharedMemory(create=True, size=64);"
+    mess += "names = f'{h.name} sem.{s._semlock.name[1:]}'; print(names, flush=True); os.kill(os.getpid(), 9)"
+    code = f"""
+children = Children()
+child = children.start("a", [sys.executable, "-c", {mess!r}], dict(os.environ), tmp)
+child.process.wait()
+children.bury(child)
+names = child.log.read_text().splitlines()[0].split()
+print(len(names), [os.path.exists("/dev/shm/" + name) for name in names])
+children.stop()
+"""
+    assert driver(code).communicate(timeout=20)[0] == "2 [False, False]\n"
+
+
+def test_markers_tell_runs_and_attempts_apart():
+    env = {"RL_CHILD": "1:2:orchestrator:1 3:4:trainer:12"}  # a run within a run
+    process = subprocess.Popen(["sleep", "60"], env=env | {"PATH": os.environ["PATH"]})
+    wait_for(lambda: guard.words(process.pid))
+    asked = ["3:4:", "3:4:trainer:12", "1:2:", "3:4:trainer:1", "3:", "4:"]
+    found = [process.pid in guard.marked(guard.table(), [process.pid], word, set()) for word in asked]
+    process.kill()
+    process.wait()
+    assert found == [True, True, True, False, True, False] and guard.words(process.pid) == []
+
+
+def test_a_second_signal_leaves_no_temporary_files(driver, tmp_path):
+    code = """
+children = Children()
+children.stop_on_signals()
+children.start("a", [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp)
+children.stopping = True
+print(children.directory, children.guard.process.pid, flush=True)
+time.sleep(60)
+"""
+    parent = driver(code)
+    directory, guard = parent.stdout.readline().split()
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=10) == 130 and not Path(directory).exists() and not alive(int(guard))
+
+
 def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
     gone = subprocess.Popen(python("pass"))
     gone.wait()
@@ -194,6 +267,5 @@ except Stopped as stop:
 
 def test_nothing_to_stop_is_quick():
     began = time.monotonic()
-    children = Children.__new__(Children)
-    children.children, children.others, children.stopping = [], set(), False
+    children = Children()
     assert children.stop() == [] and time.monotonic() - began < 0.2

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -36,6 +37,28 @@ def test_the_heart_beats_while_the_process_is_busy(tmp_path, monkeypatch):
     while read_status(path)["heartbeat"] == first:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    status.close()
+
+
+def test_progress_is_counted_by_all_threads_and_written_with_the_beat(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.status.HEARTBEAT_S", 0.05)
+    path = tmp_path / "x.json"
+    status = Status(path, "x")
+    assert read_status(path)["progress"] == 0
+    threads = [threading.Thread(target=lambda: [status.advance() for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status.advance(7)
+    deadline = time.monotonic() + 5
+    while read_status(path)["progress"] != 4007:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    seen = read_status(path)["progressed"]
+    assert seen > status.fields["started"]
+    time.sleep(0.15)
+    assert read_status(path)["progressed"] == seen
     status.close()
 
 

@@ -60,8 +60,14 @@ def whole_loop(flags: list[str], steps: int, place: Place, name: str, folder: Pa
     own = ["--name", name, "--output_dir", str(folder), "--max_steps", str(steps), "--orchestrator.eval", "[]"]
     rl(*flags, *own, *place.flags, "--trainer.checkpoint.interval", str(10 * steps), "--orchestrator.show_rollout_every", "0")
     run_dir = from_toml(folder / name / "config.toml").run_dir
-    times = [read_metrics(run_dir.metrics)[step, "trainer"]["time"] for step in range(1, steps + 1)]
-    return run_dir, (times[-1] - times[SKIPPED - 1]) / (steps - SKIPPED)
+    return run_dir, seconds_a_batch(run_dir, steps)
+
+
+def seconds_a_batch(run_dir: RunDir, steps: int) -> float:
+    """Of the trainer's batches after the skipped ones, without the checkpoint that the last step writes."""
+    lines = [read_metrics(run_dir.metrics)[step, "trainer"] for step in range(1, steps + 1)]
+    took = lines[-1]["time"] - lines[SKIPPED - 1]["time"] - sum(line.get("time/checkpoint", 0.0) for line in lines[SKIPPED:])
+    return took / (steps - SKIPPED)
 
 
 def pauses(run_dir: RunDir, steps: int) -> float:
@@ -85,7 +91,8 @@ def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, 
     """Sampled tokens a second of inference and orchestrator, a batch's worth of rollouts always in flight, and nobody training."""
     shutil.rmtree(folder / "alone", ignore_errors=True)
     own = (
-        f"--name alone --output_dir {folder} --max_steps {batches} --orchestrator.eval [] --model.name {model} --max_lag {batches}".split()
+        f"--name alone --output_dir {folder} --max_steps {batches} --orchestrator.eval [] --model.name {model} --max_lag {batches} "
+        f"--orchestrator.max_off_policy_steps {batches}".split()
     )
     config = build(parse_args([*flags, *own, *place.flags]))
     config.orchestrator.environment[0].max_generating = config.orchestrator.batch_size
@@ -133,8 +140,7 @@ def training_alone(run_dir: RunDir, place: Place, folder: Path) -> float:
     environment = {**os.environ, **devices.split(config, devices.machine()).trainer.env}
     with StubOrchestrator(config.run_dir, batches):
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
-    times = [read_metrics(config.run_dir.metrics)[step, "trainer"]["time"] for step in range(1, len(batches) + 1)]
-    return (times[-1] - times[SKIPPED - 1]) / (len(batches) - SKIPPED)
+    return seconds_a_batch(config.run_dir, len(batches))
 
 
 def parts(flags: list[str], run_dir: RunDir, place: Place, folder: Path, steps: int) -> tuple[float, float]:

@@ -5,6 +5,8 @@ right, flags win. A run-wide key inside a section is that run-wide key; two spel
 """
 
 import difflib
+import re
+import reprlib
 import sys
 import tomllib
 from collections.abc import Collection
@@ -17,11 +19,19 @@ from pydantic import BaseModel, ValidationError
 
 from rl.cli_help import USAGE, accepts_switch, field_tree, models_in, print_help, tags, type_name
 from rl.config import RUN_WIDE, SECTIONS, RLConfig, check, warn_about
+from rl.credentials import hidden, is_secret_key
 from rl.quick import made_quick
 
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
 SHORT_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
 SHORT_FLAGS["strict-parity"] = "trainer.strict_parity"
+
+MAX_FILE_BYTES = 1 << 24
+MAX_STEP = 999_999
+"""Files of a step have six digits in their names."""
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 200
+SHORT.maxdict = SHORT.maxlist = 12
 
 Spelled = dict[str, tuple[Any, str]]
 """Dotted key as the user spelled it -> (value, where it stands)."""
@@ -43,10 +53,10 @@ class CommandLine:
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables to dotted keys; lists and empty tables are values."""
+    """Nested tables to dotted keys; lists, empty tables and those with a dot in a key of their own are values."""
     flat = {}
     for key, value in table.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and not any("." in name for name in value):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
@@ -55,18 +65,24 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: is no configuration: larger than {MAX_FILE_BYTES >> 20} MiB")
+        return tomllib.loads(data.decode())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of bytes that are no UTF-8, of TOML, of a path or a number that cannot be
         raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not readable as TOML: nested too deep") from None
 
 
 def parse_value(text: str) -> Any:
     """A flag's value: TOML where it is TOML (1e-6, true, [1, 2], {a = 1}), else the plain string."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, (bool, int, float, str, list, dict)) else text
 
@@ -91,8 +107,10 @@ def parse_args(args: list[str]) -> CommandLine:
         elif word in ("-h", "--help", "--dry-run", "--schema", "--clean", "--quick"):
             line.switches.add(word.lstrip("-")[:1] if word == "-h" else word[2:])
         elif word == "--resume":
-            line.resume = int(rest.pop(0)) if rest and rest[0].isdigit() else -1
-        elif word.startswith("--"):
+            line.resume = int(rest.pop(0)) if rest and re.fullmatch("[0-9]{1,20}", rest[0]) else -1
+            if line.resume > MAX_STEP:
+                raise ConfigError(f"--resume {line.resume}: there is no such step; the last possible one is {MAX_STEP}")
+        elif word.startswith("--") and word[2:3] not in ("", "="):
             name, has_value, text = word[2:].partition("=")
             if name in SECTIONS and not has_value and rest and rest[0].startswith("@"):
                 at = rest.pop(0)
@@ -103,7 +121,7 @@ def parse_args(args: list[str]) -> CommandLine:
             key = SHORT_FLAGS.get(name, name.replace("-", "_"))
             value = parse_value(text) if has_value else parse_value(rest.pop(0)) if value_follows() else True
             for leaf, leaf_value in flatten({key: value}).items():
-                line.flags[leaf] = (leaf_value, f"--{name}")
+                line.flags[leaf] = (leaf_value, f"--{name if name.isprintable() else repr(name)}")
         else:
             raise ConfigError(f"{word}: not understood; give files as `@ file.toml` and settings as `--key value`")
     return line
@@ -131,7 +149,7 @@ def merge(line: CommandLine) -> tuple[dict[str, Any], dict[str, str]]:
             name = canonical(key)
             other = spelled.get(name)
             if other is not None and layer[other][0] != value:
-                faults.append(f"{other} = {layer[other][0]!r} ({layer[other][1]}) and {key} = {value!r} ({place})\n"
+                faults.append(f"{said(other, layer[other][0])} ({layer[other][1]}) and {said(key, value)} ({place})\n"
                               "    are one setting with two values; keep one of them")  # fmt: skip
             spelled[name] = key
             values[name], places[name] = value, place
@@ -140,7 +158,7 @@ def merge(line: CommandLine) -> tuple[dict[str, Any], dict[str, str]]:
         try:
             place_value(nested, name.split("."), value)
         except KeyError as error:
-            faults.append(f"{name} = {value!r} ({places[name]})\n    {error.args[0]}")
+            faults.append(f"{said(name, value)} ({places[name]})\n    {error.args[0]}")
     if faults:
         raise ConfigError(report(faults))
     return nested, places
@@ -203,13 +221,14 @@ def fault_lines(error: ValidationError, places: dict[str, str], known: set[str])
         named = [place for name, place in places.items() if name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.")]
         where = f" ({named[0]})" if named else ""
         if finding["type"] == "extra_forbidden":
-            remedy = f"unknown key; {did_you_mean(key)}"
+            secret = is_secret_key(key) and "secrets are read from environment variables: WANDB_API_KEY, HF_TOKEN"
+            remedy = f"unknown key; {secret or did_you_mean(key)}"
         elif finding["type"] == "missing":
             lines.append(f"{key}{where}\n    is missing; set it")
             continue
         else:
             remedy = finding["msg"].removeprefix("Value error, ")
-        lines.append(f"{key} = {finding['input']!r}{where}\n    {remedy}")
+        lines.append(f"{said(key, finding['input'])}{where}\n    {remedy}")
     return lines
 
 
@@ -222,6 +241,11 @@ def switch_faults(line: CommandLine) -> dict[str, str]:
         if isinstance(value, bool) and info and not accepts_switch(info.annotation):
             faults[canonical(key)] = f"{key} ({place})\n    needs a value: {type_name(info.annotation)}"
     return faults
+
+
+def said(key: str, value: Any) -> str:
+    """`key = value` for a fault: in one line, not too long, and without secrets."""
+    return f"{key if key.isprintable() else repr(key)} = {SHORT.repr(hidden(key, value))}"
 
 
 def report(faults: list[str]) -> str:
@@ -241,7 +265,7 @@ def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
     if faults:
         raise ConfigError(report(faults))
     config = made_quick(config) if "quick" in line.switches else config
-    between = [f"{key} = {value!r}\n    {remedy}" for key, value, remedy in check(config) if key not in optional]
+    between = [f"{said(key, value)}\n    {remedy}" for key, value, remedy in check(config) if key not in optional]
     if between:
         raise ConfigError(report(between))
     return config

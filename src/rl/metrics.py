@@ -1,12 +1,14 @@
 """`metrics.jsonl`: the one road of numbers. Processes append whole lines; console, W&B and the curves read them."""
 
-import errno
 import json
 import math
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+from rl import faults
+from rl.files import named, write_all, write_file
 
 
 class MetricsLog:
@@ -25,8 +27,11 @@ class MetricsLog:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), "source": self.source, **finite})
         data = line.encode() + b"\n"
-        if os.write(self.file, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        try:
+            write_all(self.file, data, "metrics")
+        except OSError as error:
+            raise named(error, self.path) from None
+        faults.point("metrics.done")
 
 
 class MetricsReader:
@@ -51,9 +56,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """A line's content, or None for one that its writer did not finish (killed within it, or no space left)."""
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
+        whole = line.rfind(b'{"step": ')  # of another process, behind what its neighbour did not finish
+        return parse_line(line[whole:]) if whole > 0 else None
+    if not (isinstance(content, dict) and type(content.get("step")) is int and isinstance(content.get("source"), str)):
         return None
-    return content if isinstance(content, dict) and {"step", "source"} <= set(content) else None
+    return {key: value for key, value in content.items() if key == "source" or value is None or isinstance(value, (int, float))}
 
 
 def merge_lines(into: dict[tuple[int, str], dict[str, Any]], lines: list[dict[str, Any]]) -> None:
@@ -78,8 +86,6 @@ def environment_rewards(line: dict[str, Any]) -> dict[str, float]:
 
 def cut_metrics(path: Path, last_step: int) -> list[bytes]:
     """Removes the lines of steps after `last_step`, and damaged ones (atomically), and returns them."""
-    from rl.files import write_file
-
     if not path.exists():
         return []
     kept, gone = [], []

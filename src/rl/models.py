@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rl.config import ModelConfig
 from rl.files import write_directory
@@ -53,16 +54,27 @@ def missing_parts(folder: Path) -> list[str]:
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
+        files = set(read_json(index).get("weight_map", {}).values())
         faults += sorted(name for name in files if not (folder / name).is_file())
     elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         faults.append("weights (*.safetensors)")
     return faults
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A table in one of a model's files. Raises ModelError."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not readable as JSON ({error}); copy the model again") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: is no table but a {type(fields).__name__}; copy the model again")
+    return fields
+
+
 def has_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
-    in_config = config.is_file() and bool(json.loads(config.read_text()).get("chat_template"))
+    in_config = config.is_file() and bool(read_json(config).get("chat_template"))
     return in_config or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
 
 
@@ -84,7 +96,7 @@ def with_template(folder: Path, template: Path) -> Path:
                 (temporary / file.name).symlink_to(file.resolve())
         config = temporary / "tokenizer_config.json"
         if config.exists():
-            fields = json.loads(config.read_text())
+            fields = read_json(config)
             fields.pop("chat_template", None)
             config.unlink()
             config.write_text(json.dumps(fields, indent=2))

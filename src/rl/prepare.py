@@ -13,7 +13,8 @@ from typing import Any
 
 from rl.cli import ConfigError, from_toml, to_toml, without_none
 from rl.config import RLConfig
-from rl.files import write_file
+from rl.files import clean_leftovers, write_file
+from rl.repair import repair
 from rl.run_dir import RunDir, numbered
 from rl.status import AlreadyRunningError, hold_role
 from rl.trainer.loss_config import CustomConfig
@@ -36,6 +37,8 @@ MAY_CHANGE = (
     "sft.epochs",
     "sft.validation_interval",
     "orchestrator.eval",
+    "orchestrator.batches",
+    "orchestrator.rollouts",
     "orchestrator.environment.*.workers",
     "orchestrator.environment.*.max_generating",
     "orchestrator.environment.*.max_scoring",
@@ -94,6 +97,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, lock)
         wait_for_survivors(run_dir)
+        clean_leftovers(*run_dir.folders)
         notes = []
         if clean:
             delete_run(run_dir)
@@ -169,6 +173,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     notes = []
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
+    notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False)]
     newest = max(numbered(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]

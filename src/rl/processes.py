@@ -1,29 +1,37 @@
 """The children of `rl`: started in groups of their own, watched, and stopped so that none is left, however `rl` itself ends.
 
-Three nets, because each has a hole: SIGTERM and SIGKILL go to the group of every child; `rl` is a subreaper, so what left its group
-(torchrun's workers) or lost its parent is still found below it; and if `rl` is killed with SIGKILL, the kernel sends SIGTERM to each
-child that asked for it (PR_SET_PDEATHSIG), which they hand down.
+Several nets, because each has a hole: SIGTERM goes to the group of every child; `rl` is a subreaper, so what left its group (torchrun's
+workers) or lost its parent is still found below it; all that a child starts bears its marker in the environment, so that what a dead
+child left is told from what the others need; and if `rl` is killed with SIGKILL, the kernel sends SIGTERM to each child that asked for it
+(PR_SET_PDEATHSIG), which they hand down, and the guard ends what that does not reach.
 """
 
 import contextlib
 import ctypes
+import getpass
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+
+from rl import guard
 
 LAUNCHER = "RL_PARENT_PID"
 """Environment variable with the pid of the process that must be alive above this one."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STOP_DEADLINE_S = 20.0
 """Between SIGTERM and SIGKILL: a torchrun agent, a vLLM server and its engine end within it; weights and checkpoints are atomic anyway."""
-KILL_DEADLINE_S = 5.0
+KILL_DEADLINE_S = guard.KILL_DEADLINE_S
+LONGEST_BASE = 40
+"""Of the directory for temporary files: the name of a Unix socket, which some put there, has at most 107 bytes."""
 LAST_LINES = 20
 SHOW_CURSOR = b"\x1b[?25h"
 """A progress bar hides it."""
@@ -78,6 +86,15 @@ class Child:
     process: subprocess.Popen
     log: Path
     started: float = field(default_factory=time.monotonic)
+    marker: str = ""
+    """The word that everything below it bears in its environment."""
+    temporary: Path | None = None
+    """Its directory for temporary files: sockets and the like, which a killed process leaves."""
+
+    @property
+    def attempt(self) -> int:
+        """Which start of this process it is, over restarts and resumes."""
+        return int(self.log.stem.rpartition("-")[2])
 
     @property
     def exit_code(self) -> int | None:
@@ -138,21 +155,82 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     return lines[-count:]
 
 
+class Guard:
+    """The guard of this process (rl/guard.py): started anew when it is gone or stopped, and told which sessions the children lead."""
+
+    def __init__(self, marker: str, directory: Path):
+        self.command = [sys.executable, "-I", "-S", guard.__file__, marker, str(directory), str(STOP_DEADLINE_S)]
+        self.sessions: set[int] = set()
+        self._start()
+
+    def _start(self) -> None:
+        reader, self.pipe = os.pipe()
+        # Not our output: who reads that to its end would wait for the guard, too.
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(self.command, stdin=reader, start_new_session=True, cwd="/", **silent)
+        os.close(reader)
+        for session in self.sessions:
+            self._tell(f"+ {session}")
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone: `look` starts another, which is told everything
+            os.write(self.pipe, line.encode() + b"\n")
+
+    def watch(self, session: int) -> None:
+        """The processes of a session are ended with the run, also those that have overwritten their environment."""
+        self.sessions.add(session)
+        self._tell(f"+ {session}")
+
+    def forget(self, session: int) -> None:
+        """Nothing is left of it, and another process may get its number."""
+        self.sessions.discard(session)
+        self._tell(f"- {session}")
+
+    def look(self) -> None:
+        """Replaces a guard that was killed or stopped."""
+        line = guard.entry(self.process.pid)
+        if self.process.poll() is not None or not line or line.state == "T":
+            self.close()
+            self._start()
+
+    def close(self) -> None:
+        """Ends it before it sees the end of the pipe: there is nothing left for it to do."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # a second signal came here before
+            os.close(self.pipe)
+
+
 class Children:
-    """All children of this process, which is made a subreaper. Used from the main thread alone."""
+    """All children of this process, which is made a subreaper. Used from the main thread alone.
+
+    With the first child come a guard and a directory for temporary files; both go with the last one.
+    """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = False
         self.others: set[int] = set()
+        self.guard: Guard | None = None
+        self.started = 0
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def start(self, name: str, command: list[str], env: dict[str, str], logs: Path, cores: Iterable[int] | None = None) -> Child:
-        """Starts a child under the next attempt's log."""
-        if not self.children:
-            self.others = {process.pid for process in self._below()}  # W&B's service, which is to outlive the children
-        child = start(name, command, env, next_log(logs, name), cores)
+        """Starts a child under the next attempt's log, with a marker and a directory for temporary files in its environment."""
+        log = next_log(logs, name)
+        run = run_marker()
+        if self.guard is None:
+            self.others = self._below(guard.table())  # W&B's service, which is to outlive the children
+            self.directory = temporary_directory()
+            self.guard = Guard(run, self.directory)
+        marker = f"{run}{name}:{log.stem.rpartition('-')[2]}"
+        self.started += 1
+        temporary = self.directory / str(self.started)  # short, for the names of sockets
+        fill(temporary)
+        child = start(name, command, env | environment(env, marker, temporary), log, cores)
+        child.marker, child.temporary = marker, temporary
         self.children.append(child)
+        self.guard.watch(child.process.pid)
         return child
 
     def stop_on_signals(self) -> None:
@@ -170,57 +248,133 @@ class Children:
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGTERM, on_signal)
 
+    def look(self) -> None:
+        """Sees to the guard, and reaps orphans that became ours and have ended."""
+        if self.guard:
+            self.guard.look()
+            self._left()
+
+    def stopped(self, child: Child, whole_tree: bool) -> list[int]:
+        """Of a child, or of all below it, those that a signal has stopped."""
+        pid, line = child.process.pid, guard.entry(child.process.pid)
+        if not whole_tree:
+            return [pid] if line and line.state == "T" else []
+        processes = guard.table()
+        return [pid for pid in guard.below(processes, [pid]) if processes[pid].state == "T"]
+
+    def end(self, child: Child, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
+        """Stops one child: SIGTERM, and after the deadline SIGKILL to all that it has started."""
+        child.signal_group(signal.SIGTERM)
+        child.signal_group(signal.SIGCONT)
+        deadline = time.monotonic() + deadline_s
+        while child.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.bury(child)
+
+    def bury(self, child: Child) -> list[int]:
+        """Kills a child and all that it has started, wherever that has gone, reaps, and forgets it. Returns what even that did not end."""
+
+        def family() -> list[int]:
+            processes = guard.table()
+            mine = self._below(processes)
+            return self._running(guard.marked(processes, mine, child.marker, {child.process.pid}) & mine, processes)
+
+        left = self._kill(family)
+        self.children = [other for other in self.children if other is not child]
+        if self.guard and not left:
+            self.guard.forget(child.process.pid)
+            if child.temporary:
+                shutil.rmtree(child.temporary, ignore_errors=True)
+        return left
+
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
         """SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids that even that did not end."""
         self.stopping = True
         for child in self.children:
             child.signal_group(signal.SIGTERM)
+            child.signal_group(signal.SIGCONT)  # a stopped one sees no SIGTERM
         deadline = time.monotonic() + deadline_s
         while self._left() and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.kill()
 
     def kill(self) -> list[int]:
-        """SIGKILL to everything that is left, and reaps. Returns the pids that are still there (stuck in the kernel).
+        """SIGKILL to everything that is left, and reaps. Returns the pids that are still there (stuck in the kernel)."""
+        left = self._kill(self._left)
+        if self.guard and not left:
+            self.children = []
+            self.guard.close()
+            self.guard = None
+            shutil.rmtree(self.directory, ignore_errors=True)
+        return left
 
-        Looks until it has found nobody twice: an orphan is missed by a look that falls into the moment in which it becomes ours.
+    def _kill(self, look: Callable[[], list[int]]) -> list[int]:
+        """SIGKILL to what `look` finds, until it has found nobody twice: an orphan is missed in the moment in which it becomes ours.
+
+        Resource trackers come last: they delete the semaphores and the shared memory of the others, whose ends they see.
         """
-        for child in self.children:
-            child.signal_group(signal.SIGKILL)
-        deadline, times_empty, left = time.monotonic() + KILL_DEADLINE_S, 0, []
-        while times_empty < 2 and time.monotonic() < deadline:
-            left = self._left()
+        began, times_empty, left = time.monotonic(), 0, list[int]()
+        while times_empty < 2 and (age := time.monotonic() - began) < KILL_DEADLINE_S:
+            left = look()
             times_empty = 0 if left else times_empty + 1
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            time.sleep(0.02 if self.children else 0)
-        return [process.pid for process in left]
+            guard.send([pid for pid in left if age > guard.TRACKER_S or not guard.is_tracker(pid)], signal.SIGKILL)
+            time.sleep(0.02 if self.guard else 0)
+        return left
 
-    def _left(self) -> list:
+    def _left(self) -> list[int]:
         """Running processes below this one that its children brought; zombies are reaped on the way."""
-        import psutil
+        if not self.guard:
+            return []
+        processes = guard.table()
+        return self._running(self._below(processes), processes)
 
-        alive = []
-        for child in self.children:
-            child.process.poll()
-        for process in self._below() if self.children else []:
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-                elif process.ppid() == os.getpid():
-                    os.waitpid(process.pid, os.WNOHANG)
-            except (psutil.NoSuchProcess, ChildProcessError):
-                continue
-        return alive
+    def _running(self, pids: Iterable[int], processes: dict[int, guard.Entry]) -> list[int]:
+        """Those that have not ended; what has is reaped, if it is ours to reap."""
+        leaders = {child.process.pid: child for child in self.children}
+        running = []
+        for pid in pids:
+            if processes[pid].state != "Z":
+                running.append(pid)
+            elif pid in leaders:
+                leaders[pid].process.poll()
+            elif processes[pid].parent == os.getpid():
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        return running
 
-    def _below(self) -> list:
-        """Processes under this one, without the trees of those that were there before the first child."""
-        import psutil
+    def _below(self, processes: dict[int, guard.Entry]) -> set[int]:
+        """Processes under this one, without the trees of the guard and of those that were there before the first child."""
+        without = self.others | ({self.guard.process.pid} if self.guard else set())
+        return guard.below(processes, [pid for pid, line in processes.items() if line.parent == os.getpid()], without)
 
-        found = []
-        for process in psutil.Process().children():
-            if process.pid not in self.others:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    found += [process, *process.children(recursive=True)]
-        return found
+
+def run_marker() -> str:
+    """The beginning of the marker of all that this process starts."""
+    line = guard.entry(os.getpid())
+    assert line is not None
+    return f"{os.getpid()}:{line.start}:"
+
+
+def environment(given: dict[str, str], marker: str, temporary: Path) -> dict[str, str]:
+    """What a child's environment has beside what it is given."""
+    return {
+        guard.MARKER: f"{os.environ.get(guard.MARKER, '')} {marker}".strip(),
+        "SPT_NOENV": "1",  # setproctitle, which vLLM uses, would write the title over the environment that we look for the marker in
+        "TMPDIR": str(temporary),
+        "VLLM_RPC_BASE_PATH": given.get("VLLM_RPC_BASE_PATH", str(temporary)),
+    }
+
+
+def temporary_directory() -> Path:
+    """A new directory with a short name."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="rl-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
+
+
+def fill(temporary: Path) -> None:
+    """Makes a child's directory for temporary files. What torch compiles, the one thing there that is worth keeping, stays where it was."""
+    temporary.mkdir()
+    with contextlib.suppress(OSError, KeyError):  # a user without a name; no right to write there: then it is compiled anew
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        compiled.mkdir(mode=0o700, exist_ok=True)
+        (temporary / compiled.name).symlink_to(compiled)

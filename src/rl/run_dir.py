@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl import faults
 from rl.files import write_file
 from rl.messages import WeightVersion
 from rl.metrics import cut_metrics
@@ -17,7 +18,7 @@ def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
     found = {}
     for path in directory.iterdir():
         stem = path.name.removesuffix(suffix) if suffix else path.name
-        if len(stem) == 6 and stem.isdigit() and path.name == stem + suffix:
+        if len(stem) == 6 and stem.isascii() and stem.isdigit() and path.name == stem + suffix:
             found[int(stem)] = path
     return dict(sorted(found.items()))
 
@@ -36,6 +37,11 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """What befell the processes, one JSON object a line: see rl/supervisor.py."""
+        return self.root / "events.jsonl"
 
     @property
     def curves(self) -> Path:
@@ -60,6 +66,12 @@ class RunDir:
     @property
     def discarded(self) -> Path:
         return self.root / "discarded"
+
+    @property
+    def folders(self) -> list[Path]:
+        """Every directory in which things of the run are written."""
+        names = ("batches", "rollouts", "checkpoints", "digests", "evals", "status")
+        return [self.root, self.weights_dir, *(self.root / name for name in names), *self.evals.glob("*/"), *self.discarded.glob("*/")]
 
     def batch(self, step: int) -> Path:
         return self.batches / f"{step:06d}.batch"
@@ -96,6 +108,10 @@ class RunDir:
     def status(self, process: str) -> Path:
         return self.root / "status" / f"{process}.json"
 
+    def exit_code(self, process: str) -> Path:
+        """Exit code of the rank that ended a process of several: torchrun's own is 1 whatever theirs is."""
+        return self.root / "status" / f"{process}.exit"
+
     def lock(self, process: str) -> Path:
         return self.root / "status" / f"{process}.lock"
 
@@ -108,27 +124,39 @@ class RunDir:
         versions = numbered(self.weights_dir)
         return WeightVersion(max(versions), str(versions[max(versions)])) if versions else None
 
-    def discard_after(self, step: int) -> Path | None:
-        """Moves batches, rollouts, checkpoints, weights, evals and metric lines later than `step` to `discarded/<time>/`.
+    def new_discarded(self) -> Path:
+        """A directory below `discarded/` that is not there yet."""
+        name, count = time.strftime("%Y%m%d-%H%M%S"), 1
+        while (self.discarded / (name if count == 1 else f"{name}-{count}")).exists():
+            count += 1
+        return self.discarded / (name if count == 1 else f"{name}-{count}")
+
+    def discard_after(self, step: int, away: Path | None = None, *, keep_pending: bool = False) -> Path | None:
+        """Moves batches, rollouts, checkpoints, weights, digests, evals and metric lines later than `step` to `discarded/<time>/`, or to
+        `away`; and the groups that wait for a batch, unless they are to stay.
 
         Returns that directory, or None if there was nothing to move.
         """
-        away = self.discarded / time.strftime("%Y%m%d-%H%M%S")
+        away = away or self.new_discarded()
         # In this order a kill in between leaves a run that can be resumed: no checkpoint or pending group is ahead of the batches.
         later: list[tuple[Path, Path]] = []
         for directory, kind, suffix in [
             (self.evals, "evals", ""),
             (self.checkpoints, "checkpoints", ""),
             (self.weights_dir, "weights", ""),
+            (self.digests(0).parent, "digests", ".json"),
+            (self.batches, "batches", ".quarantined"),
             (self.batches, "batches", ".batch"),
-            (self.root / "rollouts", "rollouts", ".jsonl"),
+            (self.rollouts(0).parent, "rollouts", ".jsonl"),
+            (self.rollouts(0).parent, "rollouts", ".sha256"),
         ]:
             newest_first = reversed(numbered(directory, suffix).items())
             later += [(path, away / kind / path.name) for number, path in newest_first if number > step]
-        if self.pending.exists() and later:
+        if self.pending.exists() and later and not keep_pending:
             later.insert(0, (self.pending, away / "batches" / self.pending.name))
         for path, target in later:
             target.parent.mkdir(parents=True, exist_ok=True)
+            faults.point("discard.move")
             shutil.move(path, target)
         lines = cut_metrics(self.metrics, step)
         if lines:

@@ -20,7 +20,7 @@ def parse_devices(value: object) -> object:
     """`2` is a count; `"0,1"`, `[0, 1]` are ids; None leaves the choice to the launcher."""
     if isinstance(value, str):
         ids = [part.strip() for part in value.split(",")]
-        if not all(part.isdigit() for part in ids):
+        if not all(part.isascii() and part.isdigit() for part in ids):
             raise ValueError('give a count (2) or a list of ids ("0,1")')
         return [int(part) for part in ids] if len(ids) > 1 else int(ids[0])
     return value

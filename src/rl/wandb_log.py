@@ -6,6 +6,7 @@ from typing import Any
 
 from rl.cli import without_none
 from rl.config import RLConfig
+from rl.credentials import redact
 from rl.files import write_file
 from rl.run_dir import RunDir
 
@@ -18,7 +19,7 @@ class WandbLog:
 
         assert config.wandb is not None
         self.path = run_dir.root / "wandb.json"
-        state = json.loads(self.path.read_text()) if self.path.exists() else {}
+        state = self._read()
         self.id: str = state.get("id") or uuid.uuid4().hex[:12]
         self.sent: dict[str, int] = state.get("sent", {})
         self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # what wandb raises for its server, its process and its input
@@ -65,9 +66,17 @@ class WandbLog:
             except self.failures as error:
                 self._give_up(error)
 
+    def _read(self) -> dict[str, Any]:
+        """What is known there. Of a damaged file nothing: then it is a new run there, with all numbers."""
+        try:
+            state = json.loads(self.path.read_bytes())
+            return {"id": str(state["id"]), "sent": {str(source): int(step) for source, step in state["sent"].items()}}
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
     def _save(self) -> None:
         write_file(self.path, json.dumps({"id": self.id, "sent": self.sent}).encode())
 
     def _give_up(self, error: BaseException) -> None:
         self.run = None
-        self.trouble = f"Weights & Biases failed and gets no more numbers, the run goes on: {type(error).__name__}: {error}"
+        self.trouble = f"Weights & Biases failed and gets no more numbers, the run goes on: {type(error).__name__}: {redact(str(error))}"

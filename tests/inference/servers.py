@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import httpx
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
+
+from rl.digests import DIGESTS, digest, tensors_of_file
 
 MAX_MODEL_LEN = 960
 TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
@@ -23,10 +27,15 @@ class Server:
     process: subprocess.Popen
     weights: list[Path]  # index: policy version; a model, or an adapter of the first
     root: Path
+    token: str = ""
     url: str = ""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
     def post(self, route: str, **body) -> httpx.Response:
-        return httpx.post(self.url + route, json=body, timeout=120)
+        return httpx.post(self.url + route, json=body, timeout=120, headers=self.headers)
 
     def generate(self, token_ids: list[int], **sampling) -> dict:
         response = self.post("/generate", token_ids=token_ids, sampling=sampling)
@@ -37,7 +46,12 @@ class Server:
         return self.post("/load_weights", policy_version=policy_version, path=str(path or self.weights[policy_version]))
 
     def status(self) -> dict:
-        return httpx.get(self.url + "/status", timeout=30).json()
+        return httpx.get(self.url + "/status", timeout=30, headers=self.headers).json()
+
+    def engine_pid(self) -> int | None:
+        """The engine's process, once it is there."""
+        children = psutil.Process(self.process.pid).children()
+        return next((child.pid for child in children if "EngineCore" in " ".join([*child.cmdline(), child.name()])), None)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -57,16 +71,43 @@ class Server:
         raise TimeoutError((self.root / "log").read_text()[-3000:])
 
 
-def start_server(root: Path, weights: list[Path], **settings: object) -> Server:
+def wait_gone(pid: int, timeout_s: float = 10.0) -> None:
+    """Until a process that is not ours to wait for has ended."""
+    deadline = time.monotonic() + timeout_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.05)
+
+
+def write_digests(folder: Path) -> None:
+    """As the trainer does beside a version's weights."""
+    file = folder / "model.safetensors"
+    tensors = {name: digest(data) for name, data in tensors_of_file(file)}
+    (folder / DIGESTS).write_text(json.dumps({"tensors": tensors}))
+
+
+def damaged_copy(version: Path, folder: Path) -> Path:
+    """A version with checksums, and one bit of its last tensor's last byte turned over."""
+    shutil.copytree(version, folder)
+    write_digests(folder)
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return folder
+
+
+def start_server(root: Path, weights: list[Path], token: str = "", **settings: object) -> Server:
     """A server of `weights[0]` in its own run directory; it is not ready yet."""
-    root.mkdir(exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"RL_TOKEN": token}
     flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
     flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
     flags |= {key.replace("__", "."): value for key, value in settings.items()}
     command = [sys.executable, "-m", "rl.inference.main", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
     with (root / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    return Server(process, weights, root)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+    return Server(process, weights, root, token)
 
 
 @lru_cache(maxsize=8)

@@ -1,12 +1,19 @@
 """What is checked before a server runs or a weight is touched: engine arguments and weight files. No server."""
 
+import hashlib
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from rl.inference.engine_args import EngineArgsError, parse_engine_args
+from rl.inference.main import LASTING, newest_sound_version
+from rl.inference.server import bind
 from rl.inference.weight_files import WeightsError, check_weights, read_tensors
+from rl.messages import WeightVersion
+from rl.run_dir import RunDir
 from tests.tiny_model import make_tiny_model
 
 
@@ -28,7 +35,7 @@ def test_engine_args_take_numbers_bools_lists_and_tables():
 
 def test_engine_args_report_every_fault_with_its_remedy():
     given = {"tensor_paralel_size": 2, "max_model_len": 100, "logprobs_mode": "raw_logprobs", "max_num_seqs": "many"}
-    given["enforce_eager"] = "yes"
+    given |= {"enforce_eager": "yes", "api_key": "a-secret"}
     with pytest.raises(EngineArgsError) as error:
         parse_engine_args(given)
     assert str(error.value).splitlines() == [
@@ -38,6 +45,7 @@ def test_engine_args_report_every_fault_with_its_remedy():
         " from (processed_logprobs)",
         "inference.vllm.max_num_seqs = 'many': invalid int value: 'many'",
         "inference.vllm.enforce_eager = 'yes': takes true or false",
+        "inference.vllm.api_key = ...: cannot be set, the run's token guards every path, where vLLM's key leaves some open: set RL_TOKEN",
     ]
 
 
@@ -89,6 +97,34 @@ def test_damaged_files_are_named(tmp_path):
     file.unlink()
     with pytest.raises(WeightsError, match="has no"):
         check_weights(tmp_path, EXPECTED, True)
+
+
+def test_the_newest_sound_version_is_served(tmp_path, capfd):
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    assert newest_sound_version(run_dir) is None
+    for version in (1, 2, 3, 4):
+        file = run_dir.weights(version) / "model.safetensors"
+        write_safetensors(file, {"a.weight": ("F32", [2, 3]), "b.weight": ("F32", [1])}, cut=5 if version == 4 else 0)
+        zeros = {"a.weight": hashlib.sha256(bytes(24)).hexdigest(), "b.weight": hashlib.sha256(bytes(4)).hexdigest()}
+        if version != 1:
+            (file.parent / "digests.json").write_text(json.dumps({"tensors": zeros | ({"b.weight": "0"} if version == 3 else {})}))
+    assert newest_sound_version(run_dir) == WeightVersion(2, str(run_dir.weights(2)))
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: policy version {v} is passed over" for v in (4, 3)]
+    assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
+    shutil.rmtree(run_dir.weights(2))
+    assert newest_sound_version(run_dir) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
+
+
+def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
+    monkeypatch.setattr("rl.inference.server.PORT_WAIT_S", 0.5)
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(OSError, match=f"inference.port = {port} on 127.0.0.1: Address already in use; choose another") as error:
+            bind("127.0.0.1", port)
+        assert error.value.errno in LASTING and 0.5 < time.monotonic() - began < 2
 
 
 def test_header_of_a_real_model(tmp_path):

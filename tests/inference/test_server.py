@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +15,24 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import torch
 
 from rl.orchestrator.envs.policy import Conversation, Policy, assistant_message
 from rl.orchestrator.rollouts import PolicySpec, Rollout
 from rl.orchestrator.samples import rollout_samples
-from tests.inference.servers import MAX_MODEL_LEN, TOLERANCE, Server, assert_logprobs, rescore, start_server
+from tests.inference.malformed import HARMLESS, MALFORMED, ODD, OPENAI
+from tests.inference.servers import (
+    MAX_MODEL_LEN,
+    TOLERANCE,
+    Server,
+    assert_logprobs,
+    damaged_copy,
+    rescore,
+    start_server,
+    wait_gone,
+    write_digests,
+)
 from tests.tiny_model import make_tiny_model, make_tokenizer
 
 KINDS = ("tied", "untied", "moe")
@@ -49,9 +61,16 @@ def make_tiny_moe(path: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """By the kind of model. They start at the same time; the two last tests of this module end two of them."""
+    """By the kind of model. They start at the same time; the last tests of this module end them. "untied" wants a token and finds a damaged
+    version, "moe" has a short patience with its engine."""
     root = tmp_path_factory.mktemp("servers")
-    started = {kind: start_server(root / kind, make_versions(root / f"versions-{kind}", kind)) for kind in KINDS}
+    versions = {kind: make_versions(root / f"versions-{kind}", kind) for kind in KINDS}
+    damaged_copy(versions["untied"][1], root / "untied/out/run/weights/000009")
+    started = {
+        "tied": start_server(root / "tied", versions["tied"]),
+        "untied": start_server(root / "untied", versions["untied"], TOKEN),
+        "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=5),
+    }
     try:
         for server in started.values():
             server.wait_ready()
@@ -61,12 +80,7 @@ def servers(tmp_path_factory):
             server.end()
 
 
-def engine_pid(server: Server) -> int:
-    return next(
-        child.pid for child in psutil.Process(server.process.pid).children() if "EngineCore" in " ".join([*child.cmdline(), child.name()])
-    )
-
-
+TOKEN = "0123456789abcdef-of-a-test"
 PROMPT = list(range(10, 40))
 
 
@@ -184,7 +198,7 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind):
 
 def test_ready_and_loading_twice(servers):
     server = servers["tied"]
-    assert server.load(2).json() == {"policy_version": 2, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0}
+    assert server.load(2).json() == {"policy_version": 2, "verify_s": 0.0, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0}
     ready = httpx.get(server.url + "/ready", params={"policy_version": 2})
     assert (ready.status_code, ready.json()) == (200, {"policy_version": 2})
     not_yet = httpx.get(server.url + "/ready", params={"policy_version": 3})
@@ -205,12 +219,16 @@ def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
         (corrupt.parent, "its header says"),
         (wide, "has shape"),
         (deep, "is not in the model"),
-        (tmp_path / "no", "no such"),
+        (damaged_copy(server.weights[3], tmp_path / "flipped"), "tensor model.norm.weight is not what was written"),
     ]:
         refused = server.load(9, path)
         assert refused.status_code == 422
         assert refused.json()["error"]["type"] == "bad_weights"
         assert reason in refused.json()["error"]["message"]
+    gone = server.load(9, tmp_path / "no")
+    assert (gone.status_code, gone.json()["error"]["type"]) == (404, "weights_gone")
+    write_digests(sound := shutil.copytree(server.weights[3], tmp_path / "sound"))
+    assert server.load(3, sound).status_code == server.load(2).status_code == 200
     assert server.post("/load_weights", policy_version="x", path="y").status_code == 400
     assert server.status()["policy_version"] == 2
     answer = server.generate(PROMPT, max_tokens=30, temperature=1.0)
@@ -231,21 +249,123 @@ def in_flight(server: Server) -> threading.Thread:
     return thread
 
 
+def raw(server: Server, route: str, body: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.post(
+        server.url + route, content=body, timeout=60, headers=server.headers | {"Content-Type": "application/json"} | (headers or {})
+    )
+
+
+def test_malformed_bodies_are_refused_and_change_nothing(servers):
+    server = servers["tied"]
+    before, version = server.generate(PROMPT, max_tokens=20, temperature=0.0), server.status()["policy_version"]
+    for body in MALFORMED:
+        answer = raw(server, "/generate", body)
+        assert (answer.status_code, answer.json()["error"]["type"] in ("bad_request", "prompt_too_long")) == (400, True), (
+            body[:200],
+            answer.text,
+        )
+    for body in HARMLESS:
+        answer = raw(server, "/generate", body)
+        assert answer.status_code == 200, (body[:200], answer.text)
+    for route in ("/load_weights", "/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate"):
+        for body in MALFORMED[:9]:
+            assert raw(server, route, body).status_code in range(400, 500), (route, body[:100])
+    for odd in ODD:
+        body = ",".join(f'"{key}":{value}' for key, value in (OPENAI | odd).items())
+        assert raw(server, "/v1/completions", f"{{{body}}}".encode()).status_code < 600, odd
+    assert raw(server, "/generate", b"x" * (17 << 20)).status_code == 413
+    assert raw(server, "/v1/completions", b"x" * (17 << 20)).status_code == 413
+    status = server.status()
+    assert (status["num_running"], status["policy_version"]) == (0, version)
+    assert server.generate(PROMPT, max_tokens=20, temperature=0.0) == before
+
+
+def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(servers):
+    """Sixty prompts at once do not fit into a step: some are computed in pieces."""
+    server = servers["tied"]
+    asked = [{"token_ids": [10 + i % 200, *PROMPT * 3], "sampling": {"max_tokens": 8, "temperature": 1.0, "seed": i}} for i in range(60)]
+    alone = [server.post("/generate", **body).json()["token_ids"] for body in asked[::12]]
+    with ThreadPoolExecutor(60) as pool:
+        together = list(pool.map(lambda body: server.post("/generate", **body).json()["token_ids"], asked))
+    assert together[::12] == alone
+
+
+def test_the_token_guards_every_path(servers):
+    server = servers["untied"]
+    routes = ["/", "/health", "/metrics", "/docs", "/openapi.json", "/version", "/ping", "/status", "/ready?policy_version=0", "/v1/models"]
+    routes += ["/generate", "/load_weights", "/pause", "/collective_rpc", "/v1/completions", "/tokenize", "/invocations"]
+    for route in routes:
+        for ask in (httpx.get, httpx.post, httpx.options):
+            assert ask(server.url + route).status_code == 401, route
+            assert ask(server.url + route, headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == 401, route
+    for route in ("/health", "/status", "/v1/models"):
+        assert httpx.get(server.url + route, headers=server.headers).status_code == 200
+    assert TOKEN not in (server.root / "log").read_text()
+    with socket.create_connection(tuple(server.url.removeprefix("http://").split(":"))) as line:  # headers without an end
+        line.sendall(b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 200_000)
+        line.settimeout(20)
+        assert b"400" in line.recv(1000)
+
+
+def test_damaged_versions_are_passed_over_at_the_start(servers):
+    log = (servers["untied"].root / "log").read_text()
+    assert "WARNING: policy version 9 is passed over" in log
+    assert "tensor model.norm.weight is not what was written" in log
+
+
+def test_sampled_tokens_show_in_the_status(servers):
+    server = servers["tied"]
+
+    def progress() -> int:
+        time.sleep(2.5)  # longer than between two heartbeats
+        return json.loads((server.root / "out/run/status/inference.json").read_text())["progress"]
+
+    before = progress()
+    tokens = len(server.generate(PROMPT, max_tokens=40, temperature=1.0, seed=3)["token_ids"])
+    assert progress() == before + tokens
+
+
+def test_a_stopped_engine_ends_the_server(servers):
+    server = servers["moe"]
+    in_flight(server)
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    assert server.process.wait(timeout=20) == 1
+    assert f"process {engine} is stopped; it is killed" in (server.root / "log").read_text()
+    wait_gone(engine)
+
+
+def test_signals_while_it_starts_leave_nothing(tmp_path):
+    """SIGTERM to one server and SIGKILL to another, whose engine is stopped too, as soon as they have an engine process."""
+    model = make_tiny_model(tmp_path / "model")
+    starting = {signum: start_server(tmp_path / signum.name, [model]) for signum in (signal.SIGTERM, signal.SIGKILL)}
+    try:
+        for signum, server in starting.items():
+            deadline = time.monotonic() + 120
+            while (engine := server.engine_pid()) is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if signum == signal.SIGKILL:
+                os.kill(engine, signal.SIGSTOP)
+            server.process.send_signal(signum)
+            assert server.process.wait(timeout=12) == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
+            wait_gone(engine)
+    finally:
+        for server in starting.values():
+            server.end()
+
+
 def test_engine_death_ends_the_process(servers):
     server = servers["untied"]
     in_flight(server)
-    os.kill(engine_pid(server), signal.SIGKILL)
+    os.kill(server.engine_pid(), signal.SIGKILL)
     assert server.process.wait(timeout=10) == 1
     assert "engine process died" in (server.root / "log").read_text()
 
 
 def test_sigterm_ends_the_server_and_its_engine(servers):
     server = servers["tied"]
-    engine = engine_pid(server)
+    engine = server.engine_pid()
     in_flight(server)
     server.process.terminate()
     assert server.process.wait(timeout=10) == 0
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(engine) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(engine)
+    wait_gone(engine)

@@ -1,6 +1,8 @@
 """An inference server for tests: our HTTP protocol, no model. It samples digits, the right one more often the newer the version."""
 
 import random
+import time
+from collections import Counter
 from pathlib import Path
 
 from aiohttp import web
@@ -20,10 +22,26 @@ class StubInference:
         self.random = random.Random(0)
         self.log: list[tuple[str, dict]] = []
         self.fail_next = 0
+        self.deaths: dict[tuple[str, int], int] = {}
+        """(route, how many-th request): dies of it, and comes back with this version."""
+        self.counts: Counter[str] = Counter()
+        self.down_until = 0.0
+
+    def dies(self, request: web.Request) -> bool:
+        """Whether it is down. Then the client sees a connection that breaks."""
+        self.counts[request.path] += 1
+        if (version := self.deaths.get((request.path, self.counts[request.path]))) is not None:
+            self.policy_version, self.down_until = version, time.monotonic() + 0.3
+        down = time.monotonic() < self.down_until
+        if down:
+            request.transport.abort()
+        return down
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.log.append(("generate", body))
+        if self.dies(request):
+            return web.Response()
         if self.fail_next:
             self.fail_next -= 1
             return web.Response(status=500, text="engine died")
@@ -43,10 +61,14 @@ class StubInference:
     async def load_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.log.append(("load_weights", body))
+        if self.dies(request):
+            return web.Response()
         self.policy_version = body["policy_version"]
         return web.json_response({"policy_version": self.policy_version, "pause_s": 0.01, "stage_s": 0.02})
 
-    async def status(self, _: web.Request) -> web.Response:
+    async def status(self, request: web.Request) -> web.Response:
+        if self.dies(request):
+            return web.Response()
         return web.json_response({"policy_version": self.policy_version, "max_model_len": 256})
 
     async def __aenter__(self) -> "StubInference":

@@ -6,7 +6,7 @@ import pytest
 from rl.batch_log import decode_batch
 from rl.messages import TrainBatch, VersionSpan
 from rl.orchestrator.admission import MAX_REFILL
-from rl.orchestrator.batches import OrchestratorState, Rules, batch_metrics, choose, commit, decode_state, judge, rollout_line
+from rl.orchestrator.batches import OrchestratorState, Rules, batch_metrics, choose, commit, decode_state, form, judge, rollout_line
 from rl.orchestrator.credit_config import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.rollouts import Group, Rollout, Turn
 from rl.orchestrator.samples import group_samples
@@ -160,7 +160,8 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     dropped = [used.pop(3)]
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[7])
-    batch = commit(run_dir, 1, used, dropped, state, rules)
+    batch, rollouts = form(1, used, dropped, rules)
+    commit(run_dir, batch, rollouts, state)
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
     assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx([a, a, -a, -a, -b, b, 0.5, -0.5], rel=1e-7)
     content = decode_batch(run_dir.batch(1).read_bytes(), "x")

@@ -179,6 +179,28 @@ def test_request_is_repeated_not_the_rollout(tmp_path, model):
     assert read_metrics(config.run_dir.metrics)[1, "orchestrator"]["rollouts/errored"] == 0
 
 
+def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("rl.orchestrator.orchestrator.LOOK_S", 0.1)
+    flags = ["--max_steps", "5", "--max_lag", "1", "--orchestrator.max_off_policy_steps", "2"]
+    config = make_config(tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4")
+
+    async def kill(stub, runner):
+        """In the eval of version 0, while groups play, before and after a load is done, and in the look at what is held."""
+        stub.deaths = {("/generate", 3): 7, ("/generate", 25): 0, ("/generate", 60): 1, ("/status", 9): 0}
+        stub.deaths |= {("/load_weights", 1): 0, ("/load_weights", 3): 2, ("/load_weights", 5): 0}
+
+    ended, given, stub = play(config, model, during=kill, step_s=0.4)
+    assert ended == "5 steps done" and [batch.step for batch in given] == [1, 2, 3, 4, 5]
+    assert stub.counts["/load_weights"] >= 6 and stub.counts["/generate"] > 60
+    lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.policy_versions]
+    assert max(lags) <= 2
+    for version in (0, 2, 4, 5):
+        rows = lines(config.run_dir.eval(version, "say-digit"))
+        assert len(rows) == 8 and all(row["versions"] == [version] and "error" not in row for row in rows)
+    rollouts = [line for step in range(1, 6) for line in lines(config.run_dir.rollouts(step))]
+    assert len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(rollouts) and not any("error" in r for r in rollouts)
+
+
 @pytest.mark.parametrize("fail", ["first", "exit_once", "block"])
 def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
     config = make_config(tmp_path, "--orchestrator.environment.args.fail", fail, "--max_steps", "1")
@@ -215,7 +237,7 @@ def test_a_damaged_batch_is_named_and_the_run_can_go_on_before_it(tmp_path, mode
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptFileError, match=r"000002\.batch.*--resume 1"):
+    with pytest.raises(CorruptFileError, match=r"000002\.batch: damaged record"):
         play(config, model, steps=[])
 
 

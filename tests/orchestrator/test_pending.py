@@ -1,10 +1,11 @@
+from rl.messages import VersionSpan
 from rl.orchestrator.pending import PendingLog
 from rl.orchestrator.rollouts import Group, Rollout, Turn
 
 
 def make(path, ids):
     log = PendingLog(path)
-    log.load(set())
+    log.load(set(), 9)
     for group_id in ids:
         log.append([Group(group_id=group_id, env="e", task=1, rollouts=[Rollout(reward=0.5)], advantages=[0.0], why=None)])
     return log
@@ -13,10 +14,10 @@ def make(path, ids):
 def test_groups_survive_and_settled_ones_do_not_come_back(tmp_path):
     make(tmp_path / "pending.log", [4, 2, 7])
     log = PendingLog(tmp_path / "pending.log")
-    assert log.load({2}) == [] and [group.group_id for group in log.groups] == [4, 7]
+    assert log.load({2}, 9) == [] and [group.group_id for group in log.groups] == [4, 7]
     log.rewrite(log.groups[1:])
     again = PendingLog(tmp_path / "pending.log")
-    assert again.load(set()) == [] and [group.group_id for group in again.groups] == [7]
+    assert again.load(set(), 9) == [] and [group.group_id for group in again.groups] == [7]
 
 
 def test_a_record_cut_at_any_byte_costs_only_itself(tmp_path):
@@ -28,13 +29,27 @@ def test_a_record_cut_at_any_byte_costs_only_itself(tmp_path):
     for cut in range(whole_one + 1, len(data)):
         path.write_bytes(data[:cut])
         log = PendingLog(path)
-        (remark,) = log.load(set())
+        (remark,) = log.load(set(), 9)
         assert "pending.log" in remark and [group.group_id for group in log.groups] == [1]
 
 
 def test_what_a_teacher_said_is_durable(tmp_path):
-    turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], policy_versions=[], finish_reason="stop", teacher_logprobs=[-0.25])
+    answer = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5], "policy_versions": [VersionSpan(0, 1)]}
+    turn = Turn(**answer, finish_reason="stop", teacher_logprobs=[-0.25])
     log = PendingLog(tmp_path / "pending.log")
     log.append([Group(group_id=1, env="e", task=0, rollouts=[Rollout(turns=[turn])], penalties=[0.1], signal=True)])
     again = PendingLog(tmp_path / "pending.log")
-    assert again.load(set()) == [] and again.groups == log.groups
+    assert again.load(set(), 9) == [] and again.groups == log.groups
+
+
+def test_a_flipped_bit_costs_only_its_record(tmp_path):
+    path = tmp_path / "pending.log"
+    make(path, [1])
+    first = len(path.read_bytes())
+    make(path, [2, 3])
+    data = path.read_bytes()
+    for place in range(first, first + (len(data) - first) // 2, 7):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        log = PendingLog(path)
+        (remark,) = log.load(set(), 9)
+        assert "sampled again" in remark and [group.group_id for group in log.groups] == [1, 3]

@@ -7,13 +7,30 @@ from rl.orchestrator.worker import encoded
 ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, server=0)
 
 
-@pytest.mark.parametrize("content", ["\ud800", object(), 2**70])
+DEEP: list = []
+for _ in range(100):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("content", ["\ud800", object(), 2**70, {("a", "b"): 1}, DEEP])
 def test_what_cannot_be_written_is_a_failed_rollout(content):
     """Not a lost answer: the orchestrator would wait for it for ever."""
     rollouts = [Rollout(messages=[{"role": "user", "content": content}]), Rollout(episode=1)]
     played = msgspec.msgpack.decode(encoded(ORDER, rollouts), type=FromWorker)
     assert played.play_id == 7 and [rollout.episode for rollout in played.rollouts] == [0, 1]
     assert {rollout.cause for rollout in played.rollouts} == {"environment"} and "cannot be written" in played.rollouts[0].error
+
+
+def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
+    played = msgspec.msgpack.decode(encoded(ORDER, [Rollout(metrics={1: 2.0})]), type=FromWorker)
+    assert "cannot be written" in played.rollouts[0].error
+
+
+def test_no_secret_leaves_with_a_rollout(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key-123")
+    rollout = Rollout(messages=[{"content": "key: not-a-real-key-123", 1: ("x",)}], error="401 for not-a-real-key-123", cause="environment")
+    (said,) = msgspec.msgpack.decode(encoded(ORDER, [rollout]), type=FromWorker).rollouts
+    assert said.messages == [{"content": "key: [$JUDGE_API_KEY]", "1": ["x"]}] and said.error == "401 for [$JUDGE_API_KEY]"
 
 
 def test_what_can_be_written_comes_through():

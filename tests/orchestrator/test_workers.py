@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rl import guard
 from rl.orchestrator.rollouts import EnvSpec, PolicySpec, WorkerSetup
-from rl.orchestrator.workers import WorkerError, WorkerPool
+from rl.orchestrator.workers import EnvLostError, WorkerError, WorkerPool
 from tests.orchestrator.stub_inference import StubInference
 from tests.tiny_model import make_tiny_model
 
@@ -85,6 +87,37 @@ def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
     assert "blocked the event loop" in results["sleep"][0][1][0].error
     assert "GiB (orchestrator.worker_memory_gib = 1.5)" in results["memory"][0][1][0].error
     assert deaths == 3 * 2
+
+
+def test_a_poison_environment_is_lost_alone(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("rl.orchestrator.workers.BARREN_DEATHS", 2)
+    told = []
+
+    async def work(pool):
+        pool.on_lost = lambda env, why: told.append((env, why))
+        good = asyncio.gather(*(pool.play("good", "train", task, 1, SAMPLING, 0) for task in range(6)))
+        with pytest.raises(EnvLostError, match="its workers died 2 times and finished nothing in between"):
+            await pool.play("poison", "train", 0, 1, SAMPLING, 0)
+        with pytest.raises(EnvLostError):
+            await pool.play("poison", "train", 1, 1, SAMPLING, 0)
+        return [rollout.reward for (rollout,) in await good], dict(pool.lost), pool.failed.done()
+
+    rewards, lost, failed = run(tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, ""))
+    assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and told == list(lost.items()) and list(lost) == ["poison"] and not failed
+
+
+def test_a_stopped_worker_is_noticed_and_what_it_started_ends_with_it(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("rl.orchestrator.worker_process.STOPPED_S", 3.0)
+
+    async def work(pool):
+        (worker,) = pool.workers.values()
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        env = os.environ | {guard.MARKER: worker.marker}
+        server = subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True)  # as a tool server is started
+        (rollout,) = await pool.play("good", "train", 3, 1, SAMPLING, 0)
+        return rollout.reward, pool.deaths, server.wait(20), (tmp_path / "logs" / "worker-good-0.log").exists()
+
+    assert run(tmp_path, model, work, ("good", {}, "")) == (3.0, 1, -signal.SIGKILL, True)
 
 
 def test_a_virtual_environment_of_its_own(tmp_path, model):

@@ -1,15 +1,23 @@
+import shutil
+import threading
+import time
+
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from rl.config import ModelConfig
+from rl.config import ModelConfig, RLConfig
+from rl.digests import newest_sound_checkpoint
 from rl.files import CorruptFileError
 from rl.messages import Acknowledged
-from rl.run_dir import numbered
-from rl.trainer import checkpoint
+from rl.run_dir import RunDir, numbered
+from rl.trainer import checkpoint, space
 from rl.trainer.checkpoint import CheckpointMismatchError
 from rl.trainer.config import CheckpointConfig, OptimConfig, TrainerConfig, WeightsConfig
 from rl.trainer.model import load_policy
 from rl.trainer.optim import make_optimizer
+from rl.trainer.saver import Saver
+from rl.trainer.start import newest_checkpoint
 from rl.trainer.weights import delete_old_versions, kept_versions
 from tests.tiny_model import make_tiny_model
 
@@ -83,6 +91,70 @@ def test_another_model_is_refused(trained, world, tmp_path):
         checkpoint.load(*checkpoint.newest_sound(tmp_path / "c", world), *other, world)
 
 
+def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder, world, tmp_path, monkeypatch):
+    """What is saved is the state at the call; the next save waits for it, and an error comes with the next look."""
+    run_dir, write, release = RunDir(tmp_path, tmp_path / "weights"), checkpoint.write, threading.Event()
+
+    def slow(*args):
+        assert release.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    saver = Saver(run_dir, TrainerConfig(), world, 0)
+    step(*trained)
+    expected = state(*trained)
+    saver.save(1, *trained)
+    step(*trained)
+    saver.look()
+    assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
+    assert saver.step == 0 and saver.began == 1 and not run_dir.checkpoint(1).exists()
+    release.set()
+    saver.finish()
+    assert saver.step == 1
+    other = fresh(tied_folder, world)
+    assert checkpoint.load(*checkpoint.newest_sound(run_dir.checkpoints, world), *other, world) == 1
+    assert all(torch.equal(a, b) for a, b in zip(expected, state(*other), strict=True))
+    assert checkpoint.differing(run_dir.checkpoint(1), *other, world) == []
+    assert len(checkpoint.differing(run_dir.checkpoint(1), *trained, world)) == len(expected)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
+    saver.save(2, *trained)
+    with pytest.raises(OSError, match="no space left"):
+        saver.finish()
+    saver.finish()
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write", lambda *_: time.sleep(1))
+    saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
+    saver.deadline_s = 0.1
+    saver.save(1, *trained)
+    with pytest.raises(TimeoutError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
+        saver.finish()
+
+
+def test_errors_of_torch_become_ours(tmp_path):
+    """Also those that are no Exception, which a thread pool would lose: its caller would wait for ever."""
+    full, strange = (CheckpointException("write", {0: (error, None)}) for error in (OSError(28, "No space"), ValueError("what")))
+    assert checkpoint.cause_of(full, tmp_path, {}).errno == 28
+    assert isinstance(checkpoint.cause_of(strange, tmp_path, {}), RuntimeError)
+
+
+def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_path):
+    """It is moved away at the start; if it is the only one, it stays for rl to repair the run."""
+    config = RLConfig(name="r", output_dir=str(tmp_path))
+    run_dir = config.run_dir
+    for number in (2, 3):
+        checkpoint.save(run_dir.checkpoint(number), number, *trained, world)
+    hurt(run_dir.checkpoint(3) / "__0_0.distcp", "flip")
+    path, _ = newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints))
+    assert path == run_dir.checkpoint(2) and list(numbered(run_dir.checkpoints)) == [2]
+    assert [path.name for path in run_dir.discarded.glob("*/checkpoints/*")] == ["000003"]
+    hurt(run_dir.checkpoint(2) / "__0_0.distcp", "flip")
+    with pytest.raises(CorruptFileError, match="no intact checkpoint"):
+        newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints))
+    assert list(numbered(run_dir.checkpoints)) == [2]
+
+
 def test_retention_of_checkpoints(tmp_path):
     for number in range(1, 8):
         (tmp_path / f"{number:06d}").mkdir()
@@ -93,9 +165,9 @@ def test_retention_of_checkpoints(tmp_path):
 def test_retention_of_versions(tmp_path):
     versions = list(range(1, 11))
     config = WeightsConfig(keep_last=3, keep_every=4)
-    assert kept_versions(versions, config, Acknowledged(10, keep=[3]), checkpoint_step=2) == {2, 3, 4, 8, 9, 10}
-    assert kept_versions(versions, WeightsConfig(), Acknowledged(6), checkpoint_step=0) == {6, 7, 8, 9, 10}
+    assert kept_versions(versions, config, Acknowledged(10, keep=[3]), checkpoints={2}) == {2, 3, 4, 8, 9, 10}
+    assert kept_versions(versions, WeightsConfig(), Acknowledged(6), checkpoints={0}) == {6, 7, 8, 9, 10}
     for version in versions:
         (tmp_path / f"{version:06d}").mkdir()
-    delete_old_versions(tmp_path, config, Acknowledged(10), 2)
+    delete_old_versions(tmp_path, config, Acknowledged(10), {2})
     assert list(numbered(tmp_path)) == [2, 4, 8, 9, 10]

@@ -40,7 +40,8 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
             checkpoint.save(config.run_dir.checkpoint(step), step, model, optimizer, world)
         if step in (2, 3):
             tensors = weights.gather_weights(model, DTYPES[dtype], world)
-            weights.write_version(config.run_dir.weights(step), tensors, model, model_folder, DTYPES[dtype])
+            version = weights.Version(tensors, model, model_folder, DTYPES[dtype])
+            version.write(config.run_dir.weights(step), config.run_dir.digests(step))
     return config.run_dir, model
 
 

@@ -64,7 +64,7 @@ def logits_of(model):
 
 def publish(model, path, base, world, dtype="float32"):
     tensors = weights.gather_weights(model, DTYPES[dtype], world)
-    weights.write_version(path, tensors, model, base, DTYPES[dtype])
+    weights.Version(tensors, model, base, DTYPES[dtype]).write(path, path.parent / "digests.json")
     return path
 
 
@@ -89,7 +89,7 @@ def test_version_0_is_the_base_model(tied_folder, world):
 
 def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tmp_path):
     folder = publish(trained[0], tmp_path / "000003", tied_folder, world)
-    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "digests.json"]
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tied_folder) and config["r"] == RANK and config["lora_alpha"] == 32.0
     assert sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values()) == ADAPTERS
@@ -211,7 +211,7 @@ def adapters_of(run_dir, version):
 def test_a_run_publishes_adapters(straight, tied_folder):
     assert list(numbered(straight.weights_dir)) == [1, 2, 3]
     folder = straight.weights(STEPS)
-    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors", "digests.json"]
     theirs = logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
     assert (theirs - logits_of(plain(tied_folder))).abs().max() > 1e-3
 

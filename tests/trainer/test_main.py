@@ -14,6 +14,7 @@ from rl.cli import to_toml
 from rl.config import RLConfig
 from rl.files import write_file
 from rl.metrics import read_metrics
+from rl.processes import DAMAGED, GIVE_UP
 from rl.run_dir import numbered
 from rl.status import hold_role
 from rl.trainer import checkpoint
@@ -167,17 +168,20 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     orchestrator = StubOrchestrator(config.run_dir, batches())
     orchestrator.missing = 2
     with orchestrator:
-        output = run_trainer(config, FULL_DISK, code=1)
+        output = run_trainer(config, FULL_DISK, code=GIVE_UP)
     assert "trainer: [Errno 28] no space left: 0 MiB are needed, 0 MiB are free" in output and "then start again: the run goes on" in output
     assert orchestrator.published == [] and not list(numbered(config.run_dir.weights_dir))
 
 
 def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
+    """On two ranks: torchrun ends with 1, and the rank's own code is in a file."""
     config = make_config(tmp_path, tied_folder)
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
         orchestrator.batches[2] = orchestrator.batches[2][:-1]
-        assert "trainer: batch 2 from the orchestrator: damaged record at byte 0" in run_trainer(config, code=1)
+        assert "trainer: batch 2 from the orchestrator: damaged record at byte 0" in run_trainer(config, TWO_RANKS, code=1)
+    assert config.run_dir.exit_code("trainer").read_text() == str(DAMAGED)
     assert list(read_metrics(config.run_dir.metrics)) == [(1, "trainer")]
+    assert {path.stem for path in config.run_dir.status("").parent.glob("trainer*.json")} == {"trainer", "trainer-1"}
 
 
 def test_a_batch_that_does_not_come_ends_it_with_a_diagnosis(tied_folder, tmp_path):
@@ -186,16 +190,17 @@ def test_a_batch_that_does_not_come_ends_it_with_a_diagnosis(tied_folder, tmp_pa
     orchestrator.missing = 2
     with orchestrator:
         output = run_trainer(config, TWO_RANKS, code=1)
-    assert "trainer: waited 2 s for batch 2 (it does not come). Last heartbeat of the orchestrator:" in output
+    assert "trainer: waited 2 s for batch 2 (it does not come), asked first at" in output
     assert "Traceback" not in output.partition("waited 2 s")[0]
 
 
 def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
     config = make_config(tmp_path, tmp_path / "nowhere")
-    assert "nowhere': no such folder; give" in run_trainer(config, code=1)
+    assert "nowhere': no such folder; give" in run_trainer(config, code=GIVE_UP)
     config = make_config(tmp_path, tied_folder)
     lock = hold_role(config.run_dir.lock("trainer"), "trainer")
-    assert "trainer of this run is already running" in run_trainer(config, code=1)
+    short = ["-c", "import rl.trainer.main as main; main.ROLE_WAIT_S = 0.5; main.main()"]
+    assert "trainer of this run is already running" in run_trainer(config, short, code=1)
     os.close(lock)
 
 

@@ -81,30 +81,38 @@ class Client:
         return Acknowledged(version.policy_version)
 
 
+class Empty:
+    """A version without tensors."""
+
+    def write(self, path, record):
+        path.mkdir(parents=True)
+
+
 def test_versions_are_written_and_announced_one_after_another(tmp_path):
     said = []
     client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
     publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, said.append))
-    publisher.start(1, lambda path: path.mkdir(parents=True), checkpoint_step=0)
+    publisher.start(1, Empty(), checkpoints={0})
     time.sleep(0.2)
     assert list(numbered(run_dir.weights_dir)) == [1] and client.versions == [] and said == [] and publisher.metrics() == {}
     threading.Timer(0.2, client.release.set).start()
-    publisher.start(2, lambda path: path.mkdir(), checkpoint_step=1)  # waits for version 1
+    publisher.start(2, Empty(), checkpoints={1})  # waits for version 1
     assert client.versions[:1] == [1] and said[0] == "waiting for word of version 1"
     assert 0.4 <= publisher.metrics()["time/publish_latency"] < 5
     for version in (3, 4):
-        publisher.start(version, lambda path: path.mkdir(), checkpoint_step=1)
+        publisher.start(version, Empty(), checkpoints={1})
     publisher.finish()
     assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]  # 1 is the checkpoint's
 
 
 def test_an_error_of_the_publisher_comes_once_at_the_next_look(tmp_path):
-    def fail(path):
-        raise OSError(28, "No space left on device", str(path))
+    class Full:
+        def write(self, path, record):
+            raise OSError(28, "No space left on device", str(path))
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
     publisher.look()
-    publisher.start(1, fail, 0)
+    publisher.start(1, Full(), {0})
     with pytest.raises(OSError, match=r"No space left on device.*000001"):
         for _ in range(100):
             publisher.look()

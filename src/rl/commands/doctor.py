@@ -1,26 +1,98 @@
-"""`rl doctor --parity MODEL`: whether trainer and inference compute the same for a model."""
+"""`rl doctor`: what is wrong with a machine, a configuration or a run; and whether trainer and inference compute the same for a model."""
 
-from rl.commands.options import Option, load, usage
+import json
+from pathlib import Path
+
+from rl.cli import ConfigError, fail, from_toml, load_config
+from rl.commands.options import Option, load, take, usage
+from rl.config import RLConfig
 from rl.processes import Children
 
 OPTIONS = (
+    Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),
+    Option("json", "", "print the result as JSON"),
+    Option("verify", "", "of a run: read every byte of its batches, checkpoints and weights and check it"),
     Option("parity", "MODEL", "compare trainer and inference on this model (a folder, or an id on the hub)"),
-    Option("tokens", "N", "tokens of each sample; default: 64"),
-    Option("dtype", "NAME", "float32 or bfloat16 alone; default: first the one, then the other"),
+    Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
+    Option("dtype", "NAME", "with --parity: float32 or bfloat16 alone; default: first the one, then the other"),
 )
 HELP = usage(
-    "usage: rl doctor --parity MODEL [--dtype NAME] [--KEY VALUE] ...\n\n"
-    "Samples from the model through inference, at two temperatures, scores the same tokens as the trainer does and prints how far apart\n"
-    "they are, and what a difference points to. Exit code 1 if it is more than rounding explains.",
+    "usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...\n\n"
+    "  rl doctor                   checks this machine before a run: versions, cores, memory, disk, ports, locks, GPUs, and a five-second\n"
+    "                              vLLM server and training step (with their start: a minute)\n"
+    "  rl doctor @ run.toml        the same, and this configuration: model, environments, engine arguments, devices, disk\n"
+    "  rl doctor RUN               what a run, alive or dead, is doing, what everything waits for, and why its reward does not rise;\n"
+    "                              RUN is its directory, or its name under outputs/\n"
+    "  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores the same tokens as the trainer\n"
+    "                              does, prints how far apart they are, and what a difference points to\n\n"
+    "Exit code 0: all is well; 1: something is wrong, and the output says what to do.",
     OPTIONS,
 )
+NO_ENVIRONMENT = {"orchestrator.environment.id": ("none", "rl doctor")}
+"""What is examined without a configuration plays nothing."""
 
 
 def main(args: list[str], children: Children) -> int:
     """The command."""
-    given = {"orchestrator.environment.id": ("none", "rl doctor")}
-    config, _, values = load("rl doctor", args, OPTIONS, HELP, given=given, optional=("orchestrator.sampling.max_tokens",))
-    from rl.commands.parity import examine
-    from rl.commands.playing import run
+    values, rest = take("rl doctor", args, OPTIONS)
+    if {"-h", "--help", "--schema"} & set(rest):
+        load_config(rest, "rl doctor", usage=HELP)
+    if values["parity"]:
+        return parity(args, children)
+    if rest and not rest[0].startswith(("-", "@")):
+        if len(rest) > 1:
+            fail("rl doctor", f"{rest[1]}: a run says all that is to be known of it; give RUN alone, with --json or --verify")
+        return run(rest[0], verify=bool(values["verify"]), as_json=bool(values["json"]))
+    given = {} if rest else NO_ENVIRONMENT
+    config, _ = load_config(rest, "rl doctor", usage=HELP, given=given, optional=() if rest else ("orchestrator.sampling.max_tokens",))
+    from rl.commands.doctor_machine import examine
 
-    return run("rl doctor", children, examine(config, values, children))
+    return examine(config, children, with_config=bool(rest), smoke=not values["no_smoke"], as_json=bool(values["json"]))
+
+
+def parity(args: list[str], children: Children) -> int:
+    """The comparison of trainer and inference."""
+    config, _, values = load("rl doctor", args, OPTIONS, HELP, given=NO_ENVIRONMENT, optional=("orchestrator.sampling.max_tokens",))
+    from rl.commands.parity import examine
+    from rl.commands.playing import run as play
+
+    return play("rl doctor", children, examine(config, values, children))
+
+
+def find_run(name: str) -> Path:
+    """The directory of a run that is named by it, or by its name under the default output_dir. Ends the program with 2."""
+    places = [Path(name).expanduser(), Path(RLConfig.model_fields["output_dir"].default) / name]
+    for place in places:
+        if (place / "config.toml").is_file():
+            return place.absolute()
+    if name.endswith(".toml"):
+        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
+    fail("rl doctor", f"{name}: no run; neither {places[0]} nor {places[1]} has a config.toml")
+
+
+def run(name: str, *, verify: bool, as_json: bool) -> int:
+    """Prints the diagnosis of a run."""
+    root = find_run(name)
+    try:
+        config = from_toml(root / "config.toml")
+    except ConfigError as error:
+        fail("rl doctor", f"{root / 'config.toml'} was not written by this version of rl:\n{error}")
+    config.output_dir, config.name = str(root.parent), root.name  # it may have been moved since
+    from rl.diagnosis import diagnose
+
+    run_dir = config.run_dir
+    found = diagnose(run_dir, config)
+    problems = list(found.problems)
+    if verify:
+        from rl.commands.doctor_files import damaged_files
+
+        problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
+    if as_json:
+        content = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems, "lines": found.lines}
+        print(json.dumps(content, indent=1))
+    else:
+        print("\n".join([f"run {root}", *(f"  {line}" for line in found.lines)]))
+        print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"ok    {found.bottleneck}")
+        if verify and not problems:
+            print("ok    every file holds what was written")
+    return 1 if problems else 0

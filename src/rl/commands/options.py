@@ -68,7 +68,7 @@ def take(program: str, args: list[str], options: tuple[Option, ...]) -> tuple[di
 def parse(option: Option, text: str) -> Any:
     if option.value != "N":
         return text
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ConfigError(f"--{option.name} {text}: needs a number from 1")
     return int(text)
 

@@ -13,7 +13,7 @@ from rl.cli import to_toml
 from rl.commands.playing import PlayError, say, start_server
 from rl.config import RLConfig
 from rl.files import write_file
-from rl.main import failure
+from rl.lives import failure
 from rl.messages import TrainBatch, TrainingSample
 from rl.orchestrator.inference_client import InferenceServers
 from rl.orchestrator.probe import complete
@@ -36,8 +36,6 @@ POLL_S = 0.2
 
 async def examine(config: RLConfig, values: dict[str, Any], children: Children) -> int:
     """The comparison for each dtype. Returns the exit code."""
-    if not values["parity"]:
-        raise PlayError("say what to look at: --parity MODEL compares trainer and inference on a model")
     dtypes = [values["dtype"]] if values["dtype"] else list(LIMITS)
     if unknown := set(dtypes) - set(LIMITS):
         raise PlayError(f"--dtype {unknown.pop()}: give one of {', '.join(LIMITS)}")

@@ -21,6 +21,7 @@ from rl.cli import to_toml
 from rl.commands.policy import PolicyError, Source
 from rl.config import RLConfig
 from rl.files import write_file
+from rl.lives import failure
 from rl.models import ModelError, resolve_model
 from rl.orchestrator.config import EnvConfig, EnvSource
 from rl.orchestrator.env_ids import EnvLoadError, check_installed
@@ -108,7 +109,7 @@ class Server:
     def check(self) -> None:
         """Raises RunError when it has ended."""
         if self.child.exit_code is not None:
-            raise launcher.failure(self.child, self.child.ending())
+            raise failure(self.child, self.child.ending())
 
     async def ready(self) -> None:
         """Waits until it serves. Raises RunError when it does not within inference.startup_timeout_s."""
@@ -117,7 +118,7 @@ class Server:
             self.check()
             doing, now = status.get("doing", "nothing that it told"), time.monotonic()
             if now - self.child.started > limit:
-                raise launcher.failure(self.child, f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: {doing}")
+                raise failure(self.child, f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: {doing}")
             if now - told > SAY_EVERY_S:
                 told = now
                 say(f"  waiting for inference for {now - self.child.started:.0f} s: {doing} (log: {self.child.log})")

@@ -11,12 +11,14 @@ from typing import Any
 
 import httpx
 
+from rl.access import authorization
 from rl.cli import ConfigError, from_toml
 from rl.config import RLConfig
 from rl.orchestrator.rollouts import Endpoint
 from rl.run_dir import RunDir, numbered
 
 CHECK_TIMEOUT_S = 30.0
+BEST = "policy_version"
 SHOWN = 10
 """Names of alternatives in an error."""
 
@@ -116,7 +118,7 @@ def from_folder(label: str, model: str, version: int | None = None, base: str | 
     adapter = Path(model).expanduser() / "adapter_config.json"
     if not adapter.is_file():
         return Source(label, model, policy_version=version)
-    base = base or json.loads(adapter.read_text()).get("base_model_name_or_path")
+    base = base or read_json(adapter).get("base_model_name_or_path")
     if not base:
         raise PolicyError(f"{model}: are adapters that do not name their base model; set base_model_name_or_path in {adapter}")
     return Source(label, base, str(adapter.parent.absolute()), version)
@@ -133,9 +135,20 @@ def version_number(root: Path, version: str, there: Collection[int], evals: tupl
         return max(there, default=0)
     if version.startswith("best"):
         return best_version(root, version.removeprefix("best").removeprefix(":"), evals)
-    if version.isdigit():
+    if version.isascii() and version.isdigit():
         return int(version)
     raise PolicyError(f"{root}@{version}: give a version's number, or best")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file with a table. Raises PolicyError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolicyError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise PolicyError(f"{path}: is no table but a {type(content).__name__}")
+    return content
 
 
 def best_version(root: Path, name: str, evals: tuple[str, ...]) -> int:
@@ -143,11 +156,13 @@ def best_version(root: Path, name: str, evals: tuple[str, ...]) -> int:
     path = root / "evals" / "best.json"
     if not path.exists():
         raise PolicyError(f"{root}@best: the run has no finished evaluation ({path}); name a version: {root}@12")
-    best: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    best = {name: entry for name, entry in read_json(path).items() if isinstance(entry, dict) and isinstance(entry.get(BEST), int)}
     wanted = [name] if name else [label for label in evals if label in best][:1] or list(best)
     if name and name not in best:
         raise PolicyError(f"{root}@best:{name}: the run has no such evaluation; it has {', '.join(best)}")
-    versions = {best[label]["policy_version"] for label in wanted}
+    versions = {best[label][BEST] for label in wanted}
+    if not versions:
+        raise PolicyError(f"{path}: names no version; name one: {root}@12")
     if len(versions) > 1:
         raise PolicyError(f"{root}@best: the evaluations differ in it; name one: {', '.join(f'{root}@best:{label}' for label in wanted)}")
     return versions.pop()
@@ -160,9 +175,11 @@ def check_server(url: str) -> str:
     """The address of an inference server of ours, if it answers."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        response = httpx.get(f"{url}/status", timeout=CHECK_TIMEOUT_S)
+        response = httpx.get(f"{url}/status", headers=authorization(Path()), timeout=CHECK_TIMEOUT_S)
     except httpx.HTTPError as error:
         raise PolicyError(f"orchestrator.inference_urls: no inference server answers at {url} ({error}); is it running?") from None
+    if response.status_code == 401:
+        raise PolicyError(f"orchestrator.inference_urls: {url} wants its run's token: set RL_TOKEN to it (status/token of that run)")
     if response.status_code != 200:
         raise PolicyError(f"orchestrator.inference_urls: {url} is no inference server of rl; for another one give --policy {url}/v1")
     return url

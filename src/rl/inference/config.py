@@ -11,7 +11,7 @@ class InferenceConfig(Settings):
     """One vLLM server. Several servers: start `inference` on each host and list their addresses in `orchestrator.inference_urls`."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Anything but loopback opens the server to everyone who can reach it."""
+    """Address to bind. Anything but loopback opens the server to other machines that have the run's token (docs/security.md)."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one. The address is published in status/inference.json."""
     gpus: Devices = None
@@ -20,6 +20,9 @@ class InferenceConfig(Settings):
     """CPU cores of the server: a count, or a list of ids. Default: all cores, shared with the trainer."""
     startup_timeout_s: float = Field(900.0, gt=0)
     """How long the server may take until it answers."""
+    engine_timeout_s: float = Field(60.0, gt=0)
+    """vLLM's engine answers between two steps. One that leaves a question unanswered for so long (stopped, or hanging) is killed, and the
+    server ends with it, to be started again. While it puts new weights in place it has ten times as long."""
     adapters: Literal["auto", "merge", "hot"] = "auto"
     """How versions of a run with trainer.lora are served. hot: adapters beside the model, loaded without a pause; requests in flight keep
     theirs. merge: added to the model's weights, as fast as the model alone. auto: hot on GPUs; merge on the CPU, where hot takes 5 times

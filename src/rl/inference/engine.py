@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.weight_files import Tensors, WeightsError, check_weights
+from rl.inference.weight_files import Tensors, WeightsError, WeightsGoneError, check_weights, verify
 
 SLOT_POLL_S = 0.05
 """How often it is looked whether the requests of some adapter have all ended."""
@@ -37,6 +38,8 @@ class Sampled:
 class LoadTimes:
     """Seconds of one load."""
 
+    verify_s: float = 0.0
+    """Checking that the files are what was written, and fit."""
     stage_s: float = 0.0
     """Reading and packing the new weights beside the old; generation goes on."""
     drain_s: float = 0.0
@@ -63,10 +66,13 @@ class VersionedEngine(AsyncLLM):
     """What new requests are answered with; None is the base model."""
     broken: str = ""
     """Why the engine must not be used any more, although its process lives."""
+    swapping: bool = False
+    """New weights are being put in place: the engine may need longer than a step until it answers."""
 
-    def set_model(self, policy_version: int, expected: Tensors) -> None:
-        """Says which weights the engine started with; comes before the first request."""
-        self.policy_version, self.expected = policy_version, expected
+    def set_model(self, policy_version: int, expected: Tensors, on_tokens: Callable[[int], None]) -> None:
+        """Says which weights the engine started with; comes before the first request. `on_tokens` is told how many tokens were sampled."""
+        self.policy_version, self.expected, self.on_tokens = policy_version, expected, on_tokens
+        self.vocab_size = self.model_config.get_vocab_size()
         self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
         self.load_lock = asyncio.Lock()
         self.adapter_ids = itertools.count(1)
@@ -74,13 +80,14 @@ class VersionedEngine(AsyncLLM):
         self.loaded_adapters: set[int] = set()
 
     def _run_output_handler(self) -> None:
-        """Before the handler starts: lets fences pass through its queue."""
+        """Before the handler starts: lets fences pass through its queue, and counts sampled tokens."""
         if self.output_handler is None:
             get_output = self.engine_core.get_output_async
 
             async def get_output_or_fence():
                 while isinstance(outputs := await get_output(), asyncio.Future):
                     outputs.set_result(None)
+                self.on_tokens(sum(len(output.new_token_ids) for output in outputs.outputs))
                 return outputs
 
             self.engine_core.get_output_async = get_output_or_fence
@@ -93,12 +100,23 @@ class VersionedEngine(AsyncLLM):
         return await super().add_request(request_id, prompt, params, *args, **more)
 
     async def _add_request(self, request, prompt, parent_req, index, queue) -> None:
+        self.refuse_deadly(request)
         # Runs without a break up to the registration of the request inside super(), so no version can change in between. With adapters
         # side by side the request has had its own since `add_request`, and keeps it.
         lora = request.lora_request
         version = self.policy_version if not self.slots else self.adapter_versions[lora.lora_int_id] if lora else 0
         queue.version_starts = [(0, version)]
         await super()._add_request(request, prompt, parent_req, index, queue)
+
+    def refuse_deadly(self, request: Any) -> None:
+        """Raises ValueError for what vLLM lets pass although its engine would die of it, whatever route it came by."""
+        largest = max(request.prompt_token_ids or [0])
+        if largest >= self.vocab_size:
+            raise ValueError(f"token id {largest} is not of this model; its vocabulary has {self.vocab_size}")
+        try:
+            self.engine_core.encoder.encode(request.sampling_params)
+        except OverflowError:
+            raise ValueError("a number among the sampling parameters does not fit into 64 bits") from None
 
     async def sample(self, token_ids: list[int], params: SamplingParams) -> Sampled:
         """Answers one prompt. Cancelling aborts the request."""
@@ -125,20 +143,29 @@ class VersionedEngine(AsyncLLM):
                 return LoadTimes()
             self.loading = policy_version
             try:
-                start = time.perf_counter()
-                await asyncio.to_thread(self.check, Path(path))
-                if self.slots:
-                    await self.add_adapter(policy_version, path)
-                    return LoadTimes(stage_s=time.perf_counter() - start)
-                await self.stage(path)
-                staged = time.perf_counter()
-                drain_s, pause_s = await self.swap(policy_version)
-                return LoadTimes(staged - start, drain_s, pause_s)
+                return await self._load_weights(policy_version, path)
+            except WeightsError as error:
+                if not Path(path).is_dir():  # deleted, or replaced at this moment, while it was read
+                    raise WeightsGoneError(f"{path} is not there (any more): {error}") from None
+                raise
             finally:
                 self.loading = None
 
+    async def _load_weights(self, policy_version: int, path: str) -> LoadTimes:
+        start = time.perf_counter()
+        await asyncio.to_thread(self.check, Path(path))
+        verified = time.perf_counter()
+        if self.slots:
+            await self.add_adapter(policy_version, path)
+            return LoadTimes(verified - start, time.perf_counter() - verified)
+        await self.stage(path)
+        staged = time.perf_counter()
+        drain_s, pause_s = await self.swap(policy_version)
+        return LoadTimes(verified - start, staged - verified, drain_s, pause_s)
+
     def check(self, folder: Path) -> None:
-        """Raises WeightsError unless a version's files are whole and fit the model."""
+        """Raises WeightsError unless a version's files are whole, what the trainer wrote, and fit the model."""
+        verify(folder)
         if is_adapter(folder):
             check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
         elif self.slots:
@@ -186,22 +213,24 @@ class VersionedEngine(AsyncLLM):
         Requests keep their tokens; the KV of prompt and tokens is computed again by the new weights. If anything fails in here the model
         may be half new: `broken` then ends the server. Returns drain_s and pause_s.
         """
-        self.broken = f"loading policy version {policy_version} failed half-way"
-        await self.renderer.clear_mm_cache_async()
-        ordered = time.perf_counter()
-        await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        stopped = time.perf_counter()
-        await self.collective_rpc("swap_weights")
-        fence = asyncio.get_running_loop().create_future()
-        self.engine_core.outputs_queue.put_nowait(fence)
-        await fence
-        self.policy_version = policy_version
-        for state in self.output_processor.request_states.values():
-            state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
-        await self.resume_generation()
-        resumed = time.perf_counter()
+        self.broken, self.swapping = f"loading policy version {policy_version} failed half-way", True
+        try:
+            await self.renderer.clear_mm_cache_async()
+            ordered = time.perf_counter()
+            await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            stopped = time.perf_counter()
+            await self.collective_rpc("swap_weights")
+            fence = asyncio.get_running_loop().create_future()
+            self.engine_core.outputs_queue.put_nowait(fence)
+            await fence
+            self.policy_version = policy_version
+            for state in self.output_processor.request_states.values():
+                state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
+            await self.resume_generation()
+        finally:
+            self.swapping = False
         self.broken = ""
-        return stopped - ordered, resumed - stopped
+        return stopped - ordered, time.perf_counter() - stopped
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:

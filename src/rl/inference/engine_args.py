@@ -29,6 +29,7 @@ FIXED = {
     "api_server_count": "one API process stamps the policy versions",
     "uds": "the server binds inference.host and inference.port",
     "config": "put its keys into [inference.vllm]",
+    "api_key": "the run's token guards every path, where vLLM's key leaves some open: set RL_TOKEN",
     "headless": "the server of a run answers HTTP",
     "grpc": "the server of a run answers HTTP",
 }
@@ -91,7 +92,8 @@ def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = N
         setattr(args, name, value)
     faults = []
     for key, value in given.items():
-        name, said = key.replace("-", "_"), f"inference.vllm.{key} = {value!r}"
+        name = key.replace("-", "_")
+        said = f"inference.vllm.{key} = {'...' if name.endswith(('key', 'token')) else repr(value)}"  # a secret is not printed
         if name in OWNED:
             faults.append(f"{said}: set {OWNED[name]} instead")
         elif name in FIXED:

@@ -1,27 +1,48 @@
 """`inference`: one vLLM server at the newest policy version of the run. Also `python -m rl.inference.main`."""
 
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from rl.access import AccessError, run_token
 from rl.cli import load_config
 from rl.config import RLConfig
+from rl.credentials import CredentialError, redact, resolve
+from rl.messages import WeightVersion
 from rl.models import ModelError, resolve_model
-from rl.processes import die_with_parent
-from rl.status import AlreadyRunningError, Status, hold_role
+from rl.processes import GIVE_UP, die_with_parent
+from rl.run_dir import RunDir, numbered
+from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM lays its buffers out for; a smaller one fits into the next."""
 
 
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+"""Errors of the system that another start does not mend."""
+
+
 def main() -> None:
-    """Entry point: exit code 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a wrong setting."""
+    """Entry point: exit code 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a wrong setting, 3 where another start is no use."""
     config, _ = load_config(sys.argv[1:], "inference")
     try:
-        sys.exit(run(config))
-    except (AlreadyRunningError, ModelError, OSError) as error:
-        sys.exit(f"inference: {error}")
+        code = run(config)
+    except AccessError as error:
+        code = tell(error, 2)
+    except ModelError as error:
+        code = tell(error, GIVE_UP)
+    except AlreadyRunningError as error:
+        code = tell(error, 1)
+    except OSError as error:
+        code = tell(error, GIVE_UP if error.errno in LASTING else 1)
+    sys.exit(code)
+
+
+def tell(error: Exception, code: int) -> int:
+    print(f"inference: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
@@ -38,6 +59,7 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
         environment |= cpu_environment(cpus if isinstance(cpus, int) else len(os.sched_getaffinity(0)))
     os.environ.update(environment | dict(os.environ))
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
+    os.environ.pop("VLLM_API_KEY", None)  # the run's token guards all paths, and a request can show only one
 
 
 def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
@@ -54,43 +76,61 @@ def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
 
 
+def newest_sound_version(run_dir: RunDir) -> WeightVersion | None:
+    """The newest policy version above 0 that is whole; damaged ones are passed over, loudly. None while there is only the base model."""
+    from rl.inference.weight_files import WeightsError, read_tensors, verify
+
+    for version, path in reversed(numbered(run_dir.weights_dir).items()):
+        try:
+            read_tensors(path)
+            verify(path)
+            return WeightVersion(version, str(path))
+        except WeightsError as error:
+            print(f"inference: WARNING: policy version {version} is passed over: {error}", file=sys.stderr, flush=True)
+    return None
+
+
 def run(config: RLConfig) -> int:
-    """Serves the newest policy version of the run directory, or the base model as version 0."""
+    """Serves the newest sound policy version of the run directory, or the base model as version 0."""
     from rl.devices import is_cpu_vllm, visible_gpus
     from rl.inference.adapter import is_adapter
     from rl.inference.engine_args import EngineArgsError
-    from rl.inference.server import serve
+    from rl.inference.server import Served, serve
+    from rl.inference.weight_files import WeightsError, WeightsGoneError
 
     die_with_parent()
     on_cpu = config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
     prepare(on_cpu, config.inference.cpus)
     run_dir, model = config.run_dir, config.model
-    lock = hold_role(run_dir.lock("inference"), "inference")
+    token = run_token(config)
+    lock = hold_role(run_dir.lock("inference"), "inference", ROLE_WAIT_S)
     status = Status(run_dir.status("inference"), "inference")
-    newest = run_dir.newest_weights()
-    adapter = newest if newest and is_adapter(Path(newest.path)) else None
-    whole = newest if newest and not adapter else None
     try:
+        newest = newest_sound_version(run_dir)
+        adapter = newest if newest and is_adapter(Path(newest.path)) else None
+        whole = newest if newest and not adapter else None
         return serve(
             model_path=whole.path if whole else resolve_model(model),
-            policy_version=whole.policy_version if whole else 0,
-            adapter=adapter,
+            served=Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lock),
             served_model_name=model.name,
             host=config.inference.host,
             port=config.inference.port,
             max_model_len=model.max_model_len,
             dtype=model.dtype,
-            engine_args=config.inference.vllm,
+            engine_args=resolve(config.inference.vllm, "inference.vllm"),
             adapter_args=adapter_arguments(config, on_cpu),
-            on_ready=lambda address: status.doing("serving", address=address),
             on_cpu=on_cpu,
             seed=config.seed,
             trust_remote_code=model.trust_remote_code,
             chat_template=model.chat_template,
         )
-    except EngineArgsError as error:
-        print(f"inference: wrong settings\n{error}", file=sys.stderr)
+    except (CredentialError, EngineArgsError) as error:
+        print(f"inference: wrong settings\n{redact(str(error))}", file=sys.stderr)
         return 2
+    except WeightsGoneError as error:  # the trainer has just replaced or deleted it
+        return tell(error, 1)
+    except WeightsError as error:
+        return tell(error, GIVE_UP)
     finally:
         status.close()
         os.close(lock)

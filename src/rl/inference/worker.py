@@ -13,6 +13,7 @@ import torch
 
 from rl.inference.adapter import is_adapter, merge, read_adapter
 from rl.inference.weight_files import weight_files
+from rl.processes import LIBC, PR_SET_PDEATHSIG
 
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
@@ -46,18 +47,36 @@ class WeightLoader:
 
     _staged: "Future[Staged | dict[str, torch.Tensor]] | None" = None
 
+    def begin(self, server_pid: int) -> None:
+        """What has to be done once, before the first request."""
+        from vllm.platforms import current_platform
+
+        self.die_with(server_pid)
+        if current_platform.is_cpu() and self.vllm_config.speculative_config is None:
+            from rl.inference.seeds import Generators
+
+            self.model_runner.input_batch.generators = Generators()
+
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.
 
-        With several workers the engine process ends because they do.
+        The kernel does it where the server is the parent, so also to a process that is stopped. With several workers the parent is the
+        engine process: a worker that sees the server's end ends it, and the kernel ends the workers with it.
         """
-        server = os.pidfd_open(pid)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        server, parent = os.pidfd_open(pid), os.getppid()
 
         def watch() -> None:
             select.select([server], [], [])
+            if parent not in (pid, 1) and os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=watch, name="die-with-server", daemon=True).start()
+
+    def answer(self) -> bool:
+        """A sign of life."""
+        return True
 
     def stage_weights(self, path: str) -> None:
         """Starts to prepare the weights at `path` in a thread; the engine goes on."""

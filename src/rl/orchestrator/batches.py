@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rl.batch_log import write_batch
-from rl.files import CorruptFileError, write_file
+from rl.batch_log import write_batch, write_rollouts
+from rl.files import CorruptFileError
 from rl.messages import TrainBatch
 from rl.orchestrator.admission import MAX_REFILL
 from rl.orchestrator.config import EnvConfig, OrchestratorConfig
@@ -33,6 +33,8 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     signal: Signal = msgspec.field(default_factory=Signal)
     pending: list[int] = []
     """Groups that wait for a later batch: counted in `signal` and in the solve rates already."""
+    metrics: dict[str, float] = {}
+    """The batch's line of metrics.jsonl, which a death right after the commit would cost."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def decode_state(raw: msgspec.Raw) -> OrchestratorState:
     """The state of a batch file. Raises CorruptFileError if an older version of rl wrote another shape."""
     try:
         return msgspec.msgpack.decode(raw, type=OrchestratorState)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptFileError(f"the orchestrator's state in the newest batch is not of this version of rl: {error}") from None
 
 
@@ -133,18 +135,19 @@ def choose(finished: list[Group], batch_size: int, num_playing: int) -> list[Gro
     return usable if usable and not num_playing and played >= MAX_REFILL * batch_size else None
 
 
-def commit(
-    run_dir: RunDir, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, rules: Mapping[str, Rules]
-) -> TrainBatch:
-    """Writes the rollouts, then the batch with the state after it: its rename is the commit. Advantages become final here."""
+def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> tuple[TrainBatch, bytes]:
+    """The batch, and the lines that say what became of every rollout. Advantages become final here."""
     normalise(used, rules)
     everything = [(group, rules[group.env].mask_truncated) for group in [*used, *dropped]]
     lines = [rollout_line(group, i, step, masked) for group, masked in everything for i in range(len(group.rollouts))]
-    write_file(run_dir.rollouts(step), b"\n".join([*map(msgspec.json.encode, lines), b""]))
     samples = [sample for group in used for sample in group_samples(group, rules[group.env].mask_truncated)]
-    batch = TrainBatch(step=step, samples=samples)
-    write_batch(run_dir.batch(step), batch, state)
-    return batch
+    return TrainBatch(step=step, samples=samples), b"\n".join([*map(msgspec.json.encode, lines), b""])
+
+
+def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: OrchestratorState) -> None:
+    """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
+    write_rollouts(run_dir.rollouts(batch.step), rollouts)
+    write_batch(run_dir.batch(batch.step), batch, state)
 
 
 def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:

@@ -162,6 +162,15 @@ def lend(env: EnvConfig, entry: EvalConfig) -> None:
     entry.name = entry.name or env.label
 
 
+class RetentionConfig(Settings):
+    """Which files of steps stay on disk."""
+
+    keep_last: int | None = Field(None, ge=1)
+    """Newest ones kept. Default: all of them."""
+    keep_every: int | None = Field(None, ge=1)
+    """With keep_last: those whose step is a multiple of this are kept as well."""
+
+
 def as_list(value: object) -> object:
     """`[environment]` (one table) and `[[environment]]` (several) are both accepted."""
     return [value] if isinstance(value, dict) else value
@@ -189,7 +198,7 @@ class OrchestratorConfig(Settings):
     inference_urls: list[str] = []
     """Addresses of inference servers. Default: the one in status/inference.json."""
     host: str = "127.0.0.1"
-    """Address to bind for the trainer. Anything but loopback opens it to everyone who can reach it."""
+    """Address to bind for the trainer. Anything but loopback opens it to other machines that have the run's token (docs/security.md)."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one. The address is published in status/orchestrator.json."""
     replace_no_signal: bool = True
@@ -214,6 +223,11 @@ class OrchestratorConfig(Settings):
     """How long to wait for the trainer's next policy version before the run ends with a diagnosis."""
     worker_timeout_s: float = Field(300.0, gt=0)
     """How long an environment's worker may take to start."""
+    batches: RetentionConfig = RetentionConfig()
+    """batches/: what each step trained on. Those since the oldest checkpoint are kept in any case, for a resume needs them; `rl replay`
+    retrains from version 0 only while all are there."""
+    rollouts: RetentionConfig = RetentionConfig()
+    """rollouts/: every rollout in words."""
     show_rollout_every: int = Field(5, ge=0)
     """Every so many steps one rollout is printed in full; 0: never."""
 

@@ -3,17 +3,32 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from rl import faults
+from rl.access import AccessError, authorization
+from rl.diagnosis import peer_at
 from rl.messages import VersionSpan, WeightVersion
 from rl.status import read_status
 
 RETRY_S = 0.5
 CONNECT_S = 10.0
+ATTEMPT_S = 20.0
+"""A question that a server answers at once, unless it is stopped: then it is asked anew."""
+LOOK_S = 5.0
+T = TypeVar("T")
 JSON = {"Content-Type": "application/json"}
+
+
+MAX_ANSWER_BYTES = 1 << 28
+"""A million tokens with their log-probabilities are a sixth of it."""
+TOKEN_REMEDY = (
+    "inference at {url} answers {status}: it wants its run's token. Set RL_TOKEN to the one in its run directory (status/token), or to the "
+    "same value everywhere"
+)
 
 
 class PromptTooLongError(Exception):
@@ -24,6 +39,18 @@ class InferenceLostError(Exception):
     """No server answered within the deadline; the message says which, since when, and what to look at."""
 
 
+class TokenRefusedError(InferenceLostError):
+    """A server does not let this process in."""
+
+
+class RefusedError(Exception):
+    """A server refused to load a version, for good."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
 class Generation(msgspec.Struct):
     """The server's answer to `/generate`."""
 
@@ -31,6 +58,19 @@ class Generation(msgspec.Struct):
     logprobs: list[float]
     policy_versions: list[VersionSpan]
     finish_reason: str
+
+
+class Fault(msgspec.Struct):
+    """Why a request is refused."""
+
+    type: str = ""
+    message: str = ""
+
+
+class Refusal(msgspec.Struct):
+    """The server's answer to a bad request."""
+
+    error: Fault = msgspec.field(default_factory=Fault)
 
 
 class LoadedVersion(msgspec.Struct):
@@ -46,6 +86,27 @@ class ServerStatus(msgspec.Struct):
 
     policy_version: int
     max_model_len: int
+
+
+def read(content: bytes, kind: type[T]) -> T:
+    """An answer's content. Raises InferenceLostError for one that no server of ours gives."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InferenceLostError(
+            f"inference answers what is no answer ({error}): {content[:100]!r}. Is orchestrator.inference_urls (or what stands in "
+            "status/inference.json) the address of a server of this version of rl?"
+        ) from None
+
+
+async def read_answer(response: aiohttp.ClientResponse) -> bytes:
+    """The whole content. Raises aiohttp.ClientError for one that is larger than any answer."""
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(content)
 
 
 class InferenceServers:
@@ -73,13 +134,16 @@ class InferenceServers:
         """Samples one completion. Raises PromptTooLongError, ValueError for a request the server refuses, InferenceLostError."""
         status, content = await self._call("POST", server, "/generate", {"token_ids": token_ids, "sampling": sampling})
         if status != 200:
-            detail = msgspec.json.decode(content).get("error", {}) if status == 400 else {}
-            kind = PromptTooLongError if detail.get("type") == "prompt_too_long" else ValueError
-            raise kind(detail.get("message") or f"inference answered {status}: {content[:200]!r}")
-        return msgspec.json.decode(content, type=Generation)
+            fault = read(content, Refusal).error if status == 400 else Fault()
+            kind = PromptTooLongError if fault.type == "prompt_too_long" else ValueError
+            raise kind(fault.message or f"inference answered {status}: {content[:200]!r}")
+        return read(content, Generation)
 
     async def load(self, version: WeightVersion) -> float:
-        """Loads a version into every server. Returns the longest pause of generation, seconds. Raises InferenceLostError."""
+        """Loads a version into every server. Returns the longest pause of generation, seconds.
+
+        Servers that die meanwhile are asked again when they are back. Raises InferenceLostError, RefusedError.
+        """
         body = {"policy_version": version.policy_version, "path": str(Path(version.path).absolute())}
         try:
             async with asyncio.timeout(self.timeout_s + CONNECT_S):  # a server that is away is `_call`'s to report
@@ -87,33 +151,63 @@ class InferenceServers:
         except TimeoutError:
             raise InferenceLostError(
                 f"waited {self.timeout_s:.0f} s for inference to load version {version.policy_version}: it prepares the weights, or "
-                "waits for requests of an older adapter to end. See logs/inference*.log; "
-                "if it is just slow, raise orchestrator.inference_timeout_s"
+                "waits for requests of an older adapter to end; if it is just slow, raise orchestrator.inference_timeout_s. "
+                + self.last_seen()
             ) from None
         for status, content in replies:
             if status != 200:
-                raise RuntimeError(f"inference refused version {version.policy_version} at {version.path}: {content.decode()}")
-        return max(msgspec.json.decode(content, type=LoadedVersion).pause_s for _, content in replies)
+                raise RefusedError(status, content[:2000].decode(errors="replace"))
+        return max(read(content, LoadedVersion).pause_s for _, content in replies)
 
     async def loaded_version(self) -> int:
         """The policy version of the servers, the oldest if they differ. Waits until all are up."""
         replies = await asyncio.gather(*(self._call("GET", server, "/status") for server in range(self.count)))
-        return min(msgspec.json.decode(content, type=ServerStatus).policy_version for _, content in replies)
+        return min(read(content, ServerStatus).policy_version for _, content in replies)
+
+    async def held(self) -> list[int | None]:
+        """The policy version of each server, None for one that does not answer at once."""
+        return list(await asyncio.gather(*(self._holds(server) for server in range(self.count))))
+
+    async def _holds(self, server: int) -> int | None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                status, content = await self._call("GET", server, "/status")
+            return read(content, ServerStatus).policy_version if status == 200 else None
+        except (TimeoutError, InferenceLostError):
+            return None
+
+    def last_seen(self) -> str:
+        """What our own server last said of itself; of others only their addresses are known."""
+        return f"Servers: {', '.join(self.fixed)}" if self.fixed else f"Inference: {peer_at(self.status_path)}"
 
     async def _call(self, method: str, server: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and content of one request, repeated while its server is away; any answer below 500 is final."""
+        """Status and content of one request, repeated while its server is away; any answer below 500 is final.
+
+        Questions (GET) are answered at once or asked again; what a request may take, its caller says.
+        """
         if self.session is None:  # can only be made inside a running event loop
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         data = msgspec.json.encode(body) if body is not None else None
+        try:
+            headers = JSON | authorization(self.status_path)
+        except AccessError as error:
+            raise TokenRefusedError(str(error)) from None
         since = time.monotonic()
         problem = "no address published yet"
         while time.monotonic() - since < self.timeout_s:
             url = self.url(server)
             if url is not None:
+                faults.point(f"http{path}")
                 try:
-                    async with self.session.request(method, url + path, data=data, headers=JSON) as response:
-                        content = await response.read()
+                    async with (
+                        asyncio.timeout(ATTEMPT_S if method == "GET" else None),
+                        self.session.request(method, url + path, data=data, headers=headers) as response,
+                    ):
+                        content = await read_answer(response)
+                        faults.point(f"http{path}.answered")
+                        if response.status in (401, 403):
+                            raise TokenRefusedError(TOKEN_REMEDY.format(url=url, status=response.status))
                         if response.status < 500:
                             return response.status, content
                         problem = f"{url} answered {response.status}: {content[:200].decode(errors='replace')}"
@@ -122,8 +216,8 @@ class InferenceServers:
             self.address = None  # its successor has another
             await asyncio.sleep(RETRY_S)
         raise InferenceLostError(
-            f"waited {self.timeout_s:.0f} s for inference server {server} to answer {path} ({problem}). See logs/inference*.log; "
-            "if it is just slow, raise orchestrator.inference_timeout_s"
+            f"waited {self.timeout_s:.0f} s for inference server {server} to answer {path} ({problem}); "
+            f"if it is just slow, raise orchestrator.inference_timeout_s. {self.last_seen()}"
         )
 
     async def close(self) -> None:

@@ -4,29 +4,39 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 from pathlib import Path
 
+from rl.access import AccessError, run_token
 from rl.cli import load_config, to_toml
 from rl.config import RLConfig
-from rl.files import CorruptFileError, write_file
+from rl.files import CorruptFileError, clean_leftovers, write_file
+from rl.models import ModelError, resolve_model
 from rl.orchestrator.clock import StepClock
 from rl.orchestrator.config import EnvSource
 from rl.orchestrator.env_ids import EnvLoadError, check_installed
+from rl.orchestrator.errors import RunError, code_of
 from rl.orchestrator.evaluation import EvalEnv, Evaluator
-from rl.orchestrator.inference_client import InferenceLostError, InferenceServers
-from rl.orchestrator.orchestrator import Orchestrator, RunError
+from rl.orchestrator.inference_client import InferenceLostError, InferenceServers, TokenRefusedError
+from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.rollouts import EnvSpec, PolicySpec, Ready, WorkerSetup
+from rl.orchestrator.served import ServedPolicy
 from rl.orchestrator.tasks import EnvTasks, TaskSource
 from rl.orchestrator.teacher import TeacherError, make_teachers
 from rl.orchestrator.workers import WorkerError, WorkerPool
-from rl.processes import die_with_parent
+from rl.processes import DAMAGED, GIVE_UP, die_with_parent
+from rl.run_dir import RunDir
 from rl.status import AlreadyRunningError, Status, hold_role
 from rl.transport import TrainerServer
 
 log = logging.getLogger("rl.orchestrator")
 
-ENDS_THE_RUN = (RunError, WorkerError, EnvLoadError, InferenceLostError, TeacherError, CorruptFileError, AlreadyRunningError, OSError)
-"""What the user can do something about: the message is all there is to say."""
+GIVES_UP = (RunError, WorkerError, EnvLoadError, TeacherError, ModelError, AccessError, TokenRefusedError)
+"""A diagnosis that another start does not change."""
+TOLD = (*GIVES_UP, CorruptFileError, InferenceLostError, AlreadyRunningError, OSError)
+"""Errors whose message is all there is to say."""
+ROLE_WAIT_S = 60.0
+"""How long a predecessor may take to end."""
 
 
 def eval_workers(config: RLConfig) -> dict[str, str]:
@@ -98,7 +108,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
     """Everything from the first worker to the last eval."""
     settings = config.orchestrator
     pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
-    server = TrainerServer(config.orchestrator.host, config.orchestrator.port)
+    server = TrainerServer(config.orchestrator.host, config.orchestrator.port, run_token(config))
     urls, inference_status = config.orchestrator.inference_urls, config.run_dir.status("inference")
     servers = InferenceServers(urls, Path(inference_status), config.orchestrator.inference_timeout_s)
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
@@ -115,7 +125,9 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         status.doing("waiting for inference")
         evals = {label: EvalEnv(env, ready[env].num_eval) for label, env in eval_workers(config).items()}
         evaluator = Evaluator(config, pool, evals, StepClock())
-        orchestrator = Orchestrator(config, pool, servers, task_source(config, ready), evaluator, status, teachers)
+        policy = ServedPolicy(servers, config.run_dir, model_path, evaluator)
+        orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
+        status.gauges["playing"] = lambda: sum(play.episodes for play in list(orchestrator.in_flight.values()))
         orchestrator.restore()
         return await orchestrator.run(server)
     finally:
@@ -136,30 +148,56 @@ async def until_terminated(config: RLConfig, status: Status, model_path: str) ->
     return await run(config, status, model_path)
 
 
-def reasons(error: BaseException) -> list[str]:
-    """The messages in a group of exceptions."""
-    return [text for inner in error.exceptions for text in reasons(inner)] if isinstance(error, BaseExceptionGroup) else [str(error)]
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group."""
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
+
+
+def exit_code(errors: list[BaseException]) -> int:
+    """What `rl` is to do about them: repair, give up, or start again."""
+    if any(isinstance(error, CorruptFileError) for error in errors):
+        return DAMAGED
+    if any(isinstance(error, GIVES_UP) for error in errors):
+        return GIVE_UP
+    return max([code_of(error) for error in errors if isinstance(error, OSError)], default=1)
+
+
+def own_role(run_dir: RunDir) -> int:
+    """The lock of the role. Raises AlreadyRunningError when its holder does not end."""
+    deadline = time.monotonic() + ROLE_WAIT_S
+    while True:
+        try:
+            return hold_role(run_dir.lock("orchestrator"), "orchestrator")
+        except AlreadyRunningError as error:
+            if time.monotonic() > deadline:
+                raise AlreadyRunningError(f"waited {ROLE_WAIT_S:.0f} s: {error}") from None
+            time.sleep(0.2)
 
 
 def main() -> None:
     die_with_parent()
     config, _ = load_config(sys.argv[1:], "orchestrator")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    from rl.models import ModelError, resolve_model
-
     code, status = 0, None
     try:
         for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
             if entry.id and not entry.python:
                 check_installed(entry.id)
-        _lock = hold_role(config.run_dir.lock("orchestrator"), "orchestrator")
+        run_dir = config.run_dir
+        _lock = own_role(run_dir)
+        clean_leftovers(run_dir.batches, run_dir.rollouts(0).parent, run_dir.evals, *run_dir.evals.glob("*/"))
         if not config.run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_file(config.run_dir.config, to_toml(config).encode())
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
         log.info("ended: %s", asyncio.run(until_terminated(config, status, resolve_model(config.model))))
-    except* (*ENDS_THE_RUN, ModelError) as error:
-        print("orchestrator: " + "\n".join(dict.fromkeys(reasons(error))), file=sys.stderr)
-        code = 1
+    except* TOLD as group:
+        errors = leaves(group)
+        print("orchestrator: " + "\n".join(dict.fromkeys(map(str, errors))), file=sys.stderr)
+        code = exit_code(errors)
+        if code == DAMAGED:
+            print(
+                "orchestrator: resume the run with `rl` (--resume): that moves damaged files away and goes on before them", file=sys.stderr
+            )
     except* asyncio.CancelledError:
         code = 143
     finally:

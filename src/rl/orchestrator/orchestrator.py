@@ -9,38 +9,37 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from rl.batch_log import decode_batch
+from rl.batch_log import decode_batch, remove_rollouts, sound_batch
 from rl.config import RLConfig
-from rl.messages import Acknowledged, BatchBytes, GetBatch, GetProbe, NotReady, Probe, Published, RunEnded, WeightVersion
-from rl.metrics import MetricsLog
+from rl.diagnosis import peer
+from rl.files import CorruptFileError
+from rl.messages import WeightVersion
+from rl.metrics import MetricsLog, read_metrics
 from rl.orchestrator import batches
 from rl.orchestrator.admission import MAX_REFILL, SLOW, InFlight, Pace, Places, count_places, eligible
 from rl.orchestrator.batches import OrchestratorState
+from rl.orchestrator.desk import TrainerDesk
+from rl.orchestrator.errors import RunError
 from rl.orchestrator.evaluation import Evaluator
-from rl.orchestrator.inference_client import InferenceServers
 from rl.orchestrator.pending import PendingLog
-from rl.orchestrator.probe import probe
+from rl.orchestrator.progress import Progress
 from rl.orchestrator.remarks import Remarks
+from rl.orchestrator.retention import delete_old
 from rl.orchestrator.rollouts import Group
+from rl.orchestrator.served import LOOK_S, ServedPolicy
 from rl.orchestrator.signal import Signal, only_failures
 from rl.orchestrator.tasks import TaskRef, TaskSource
 from rl.orchestrator.teacher import Teacher
-from rl.orchestrator.workers import WorkerPool
-from rl.run_dir import RunDir, numbered
-from rl.status import Status, read_status
-from rl.transport import ANSWER_WITHIN_S, TrainerServer
+from rl.orchestrator.workers import EnvLostError, WorkerPool
+from rl.run_dir import RunDir
+from rl.status import Status
+from rl.transport import TrainerServer
 
 log = logging.getLogger(__name__)
 
-LAST_WORD_S = 120.0
-"""How long the trainer may take to hear that the run ended early: it may still write its checkpoint."""
 LOOK_FOR_SLOW_S = 0.5
 STARTED_AT_ONCE = 16
 """Groups that are started before the other loops get their turn."""
-
-
-class RunError(Exception):
-    """The run cannot go on; the message says why and what to do."""
 
 
 class Orchestrator:
@@ -50,7 +49,7 @@ class Orchestrator:
         self,
         config: RLConfig,
         pool: WorkerPool,
-        servers: InferenceServers,
+        policy: ServedPolicy,
         source: TaskSource,
         evaluator: Evaluator,
         status: Status,
@@ -59,7 +58,7 @@ class Orchestrator:
         self.config = config
         self.run_dir: RunDir = config.run_dir
         self.pool = pool
-        self.servers = servers
+        self.policy = policy
         self.source = source
         self.evaluator = evaluator
         self.status = status
@@ -71,39 +70,48 @@ class Orchestrator:
         self.pace = Pace(source.shares)
         self.arrived: list[Group] = []
         self.pending = PendingLog(self.run_dir.pending)
-        self.newest = 0
-        self.final = config.max_steps
-        self.end_reason = ""
-        self.loaded = 0
-        self.versions: dict[int, WeightVersion] = {}
+        self.progress = Progress(config.max_steps)
+        self.desk = TrainerDesk(self.run_dir, self.progress, policy, status, config.model.max_model_len)
         self.in_flight: dict[int, InFlight] = {}
         self.signal = Signal()
         self.remarks = Remarks()
-        self.changed = asyncio.Condition()
-        self.told_end = asyncio.Event()
         self.clock = evaluator.clock
+        pool.on_lost = self.quarantine
+
+    @property
+    def loaded(self) -> int:
+        """The version that inference holds."""
+        return self.policy.loaded
 
     # Start and end ------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Continues from the newest batch and pending.log."""
-        self.newest = self.run_dir.newest_batch()
+        """Continues from the newest batch and pending.log. What was written for a batch that was never committed is made again."""
+        self.progress.newest = self.run_dir.newest_batch()
+        remove_rollouts(self.run_dir, after=self.progress.newest)
         state, settled, counted = None, set[int](), set[int]()
-        if self.newest:
-            path = self.run_dir.batch(self.newest)
-            content = decode_batch(path.read_bytes(), f"{path} (continue before it with --resume {self.newest - 1})")
-            state = batches.decode_state(content.state)
+        if self.progress.newest:
+            state = self._newest_state(self.run_dir.batch(self.progress.newest))
             settled, counted = set(state.settled), set(state.pending)
             self.signal = state.signal
-        for remark in self.pending.load(settled):
+            if (self.progress.newest, "orchestrator") not in read_metrics(self.run_dir.metrics):
+                self.metrics.write(self.progress.newest, state.metrics)
+        for remark in self.pending.load(settled, self.progress.newest):
             log.warning(remark)
         self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
         for group in self.pending.groups:
             if group.group_id not in counted:
                 self.note(group)
-        self.versions = {number: WeightVersion(number, str(path)) for number, path in numbered(self.run_dir.weights_dir).items()}
-        if self.newest or self.pending.groups:
-            log.info("resumed after batch %d with %d finished groups", self.newest, len(self.pending.groups))
+        if self.progress.newest or self.pending.groups:
+            log.info("resumed after batch %d with %d finished groups", self.progress.newest, len(self.pending.groups))
+
+    def _newest_state(self, path: Path) -> batches.OrchestratorState:
+        """Raises CorruptFileError for a damaged file, RunError for a sound one that another version of rl wrote."""
+        data = sound_batch(path)
+        try:
+            return batches.decode_state(decode_batch(data, str(path)).state)
+        except CorruptFileError as error:
+            raise RunError(f"{error}. Go on with the version of rl that wrote it, or start another run") from None
 
     def note(self, group: Group) -> None:
         """Counts a finished group, once."""
@@ -112,32 +120,37 @@ class Orchestrator:
 
     async def run(self, server: TrainerServer) -> str:
         """Runs until the last version is made and evaluated. Returns why the run ended."""
-        self.loaded = await self.servers.loaded_version()
-        log.info("inference has version %d", self.loaded)
         self.clock.start()
+        await self.policy.start()
+        log.info("inference has version %d", self.loaded)
         self._complete_batches()
+        self._check_target()
         async with asyncio.TaskGroup() as group:
             self.group = group
-            tasks = [group.create_task(loop) for loop in (self.serve_trainer(server), self.pool_failure(), self.take_in())]
+            tasks = [group.create_task(loop) for loop in (self.desk.serve(server, group), self.pool_failure(), self.take_in())]
             await self.catch_up()
-            tasks.append(group.create_task(self.generate()))
+            tasks += [group.create_task(loop) for loop in (self.generate(), self.keep_in_step())]
             await self.follow_policy()
-            await self._tell_trainer()
+            await self.desk.see_off(self.config.orchestrator.trainer_timeout_s)
             for task in [*tasks, *(play.task for play in self.in_flight.values())]:
                 task.cancel()
-        return self.end_reason or f"{self.final} steps done"
-
-    async def _tell_trainer(self) -> None:
-        """After an early end the trainer still has to hear of it: it asks for one batch more."""
-        if self.end_reason:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_S):
-                    await self.told_end.wait()
-        await asyncio.sleep(0.5)  # lets the answer leave
+        return self.progress.end_reason or f"{self.progress.final} steps done"
 
     async def pool_failure(self) -> None:
-        """Loop. Waits for a worker that cannot be brought back, and ends the run."""
+        """Loop. Waits for the loss of what the run cannot go on without, and ends it."""
         await self.pool.failed
+
+    def quarantine(self, env: str, why: str) -> None:
+        """Goes on without an environment whose workers cannot be kept alive. Raises RunError when nothing is left to train on."""
+        if env not in self.source.shares:
+            return  # of an evaluation alone, which is left out
+        if len(self.source.shares) == 1:
+            raise RunError(f"environment {env} cannot be played: {why}")
+        log.error("environment %s is left out until the next start, its share goes to the others: %s", env, why)
+        self.source.quarantine(env)
+        for group_id, play in list(self.in_flight.items()):
+            if play.ref.env == env:
+                del self.in_flight[group_id]
 
     # Generation ---------------------------------------------------------------------------------------------------------
 
@@ -149,9 +162,9 @@ class Orchestrator:
     def eligible(self, places: Places) -> list[str]:
         """The environments of which a group may be started: the lag bound, the run's end, the limit of refills, and their shares."""
         batch_size, max_steps = self.config.orchestrator.batch_size, self.config.orchestrator.max_off_policy_steps
-        ahead = min(self.loaded + 1 + self.config.max_lag, self.final) - self.newest
+        ahead = min(self.loaded + 1 + self.config.max_lag, self.progress.final) - self.progress.newest
         if self.source.again and ahead > 0:
-            return list(self.envs)  # what was lost had its place already
+            return list(self.source.shares)  # what was lost had its place already
         return eligible(self.source.shares, places, batch_size, ahead, batch_size * (1 + max_steps))
 
     async def generate(self) -> None:
@@ -170,22 +183,27 @@ class Orchestrator:
                 await asyncio.sleep(0)
                 continue
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_FOR_SLOW_S if self.config.max_lag and self.in_flight else None), self.changed:
-                    await self.changed.wait_for(lambda: self.eligible(self.places()))
+                async with asyncio.timeout(LOOK_FOR_SLOW_S if self.config.max_lag and self.in_flight else None), self.progress.changed:
+                    await self.progress.changed.wait_for(lambda: self.eligible(self.places()))
 
     async def play_group(self, ref: TaskRef, episodes: int) -> None:
         """Plays one group and hands it on."""
-        with self.clock.busy():
-            sampling = self.samplings[ref.env]
-            rollouts = await self.pool.play(ref.env, "train", ref.task, episodes, sampling, ref.group_id)
+        sampling = self.samplings[ref.env]
+        try:
+            with self.clock.busy():
+                rollouts = await self.pool.play(ref.env, "train", ref.task, episodes, sampling, ref.group_id)
+        except EnvLostError:
+            return await self.progress.wake()
         temperature = sampling["temperature"]
         group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=temperature)
         rules = self.rules[ref.env]
         if rules.taught and batches.judge(group, rules).why is None:
             await self.teachers[ref.env].teach(group, rules.mask_truncated)
-        self.pace.note(ref.env, time.monotonic() - self.in_flight[ref.group_id].started)
+        if (play := self.in_flight.get(ref.group_id)) is None:
+            return  # its environment was lost, and its task is kept for the next start
+        self.pace.note(ref.env, time.monotonic() - play.started)
         self.arrived.append(group)
-        await self.wake()
+        await self.progress.wake()
 
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and issues their tasks again."""
@@ -204,28 +222,36 @@ class Orchestrator:
     async def take_in(self) -> None:
         """Loop. Consumes finished groups: durable first, all that came meanwhile with one write, then counted, then perhaps a batch."""
         while True:
-            async with self.changed:
-                await self.changed.wait_for(lambda: self.arrived)
+            async with self.progress.changed:
+                await self.progress.changed.wait_for(lambda: self.arrived)
             arrived, self.arrived = self.arrived, []
-            groups = [batches.judge(group, self.rules[group.env]) for group in arrived]
-            self.pending.append(groups)
-            for group in groups:
-                self.in_flight.pop(group.group_id, None)
-                self.source.finished(group.group_id)
-                self.note(group)
-                self.remarks.failed(group)
-            self._complete_batches()
+            self.keep(arrived)
             self.show_progress()
-            await self.wake()
+            await self.progress.wake()
+
+    def keep(self, arrived: list[Group]) -> None:
+        """Makes finished groups durable, counts them, and completes the batches that they complete."""
+        groups = [batches.judge(group, self.rules[group.env]) for group in arrived]
+        self.pending.append(groups)
+        for group in groups:
+            self.in_flight.pop(group.group_id, None)
+            self.source.finished(group.group_id)
+            self.note(group)
+            self.remarks.failed(group)
+            self.status.advance(len(group.rollouts))
+        self._complete_batches()
 
     def _complete_batches(self) -> None:
-        while self.newest < self.final and (used := self.full_batch()):
+        while self.progress.newest < self.progress.final and (used := self.full_batch()):
             self.commit_batch(used)
         self._check_progress()
 
     def full_batch(self) -> list[Group] | None:
-        """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced."""
-        limit = self.newest - self.config.orchestrator.max_off_policy_steps
+        """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced.
+
+        On-policy that is every older one: a server that came back may have sampled by an older version before that was noticed.
+        """
+        limit = self.progress.newest - (self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0)
         num_playing = self.places().playing.total()
         while True:
             used = batches.choose(self.pending.groups, self.config.orchestrator.batch_size, num_playing)
@@ -238,20 +264,23 @@ class Orchestrator:
 
     def commit_batch(self, used: list[Group]) -> None:
         """Makes the next batch of `used`; groups dropped until now are settled with it."""
-        step = self.newest + 1
+        step = self.progress.newest + 1
         dropped = [group for group in self.pending.groups if group.why is not None]
         settled = {group.group_id for group in [*used, *dropped]}
         waiting = [group for group in self.pending.groups if group.group_id not in settled]
         pools = self.source.settle()
         unused = [group.group_id for group in waiting]
-        state = OrchestratorState(tasks=self.source.state(), settled=sorted(settled), signal=self.signal, pending=unused)
-        batch = batches.commit(self.run_dir, step, used, dropped, state, self.rules)
-        self.newest = step
-        self.pending.rewrite(waiting)
-        metrics = batches.batch_metrics(batch, [*used, *dropped]) | pools
+        batch, rollouts = batches.form(step, used, dropped, self.rules)
+        metrics = batches.batch_metrics(batch, [*used, *dropped]) | pools | {f"env/{env}/quarantined": 1 for env in self.pool.lost}
         tokens = sum(rollout.num_tokens for group in [*used, *dropped] for rollout in group.rollouts)
         self.remarks.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
-        self.metrics.write(step, metrics | self.clock.lap(tokens))
+        metrics |= self.clock.lap(tokens)
+        state = OrchestratorState(tasks=self.source.state(), settled=sorted(settled), signal=self.signal, pending=unused, metrics=metrics)
+        batches.commit(self.run_dir, batch, rollouts, state)
+        self.progress.newest = step
+        self.pending.rewrite(waiting)
+        self.metrics.write(step, metrics)
+        delete_old(self.run_dir, self.config.orchestrator)
         log.info("batch %d: %d samples, reward %.3f", step, len(batch.samples), metrics["reward/mean"])
 
     def _check_progress(self) -> None:
@@ -259,69 +288,13 @@ class Orchestrator:
         batch_size, silent = self.config.orchestrator.batch_size, self.signal.silent
         if fault := only_failures(self.pending.groups, MAX_REFILL * batch_size):
             raise RunError(fault)
-        if len(silent) >= batches.MAX_SILENT * batch_size and self.final > self.newest:
+        if len(silent) >= batches.MAX_SILENT * batch_size and self.progress.final > self.progress.newest:
             if not self.signal.solved():
                 raise RunError(self.signal.complaint())
-            self.final = self.newest
-            self.end_reason = f"solved: the last {len(silent)} rollouts all have the highest reward ({self.signal.histogram()})"
-            log.info(self.end_reason)
-
-    # Trainer ------------------------------------------------------------------------------------------------------------
-
-    async def serve_trainer(self, server: TrainerServer) -> None:
-        """Loop. Consumes the trainer's requests, produces answers; a request for a batch that is not there waits in a task of its own."""
-        while True:
-            peer, request = await server.receive()
-            match request:
-                case GetBatch(step):
-                    self.group.create_task(self.answer_batch(server, peer, step))
-                case GetProbe(version):
-                    self.group.create_task(self.answer_probe(server, peer, version))
-                case Published(version):
-                    self.versions[version.policy_version] = version
-                    await server.reply(peer, Acknowledged(self.oldest_needed(), self.best_versions()))
-                    await self.wake()
-
-    async def answer_batch(self, server: TrainerServer, peer: bytes, step: int) -> None:
-        """Answers with the batch, or that there will be none, or within a few seconds that it is not ready."""
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S), self.changed:
-                await self.changed.wait_for(lambda: step <= self.newest or step > self.final)
-        except TimeoutError:
-            return await server.reply(peer, NotReady(self.status.fields["doing"]))
-        if step > self.final:
-            self.told_end.set()
-            return await server.reply(peer, RunEnded(self.end_reason or f"max_steps = {self.final} reached"))
-        return await server.reply(peer, BatchBytes(self.run_dir.batch(step).read_bytes()))
-
-    async def answer_probe(self, server: TrainerServer, peer: bytes, version: int) -> None:
-        """Answers with completions by a version once inference holds it, with none if it holds a later one, or that it does not yet."""
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S), self.changed:
-                await self.changed.wait_for(lambda: self.loaded >= version)
-        except TimeoutError:
-            return await server.reply(peer, NotReady(self.status.fields["doing"]))
-        content = decode_batch(self.run_dir.batch(self.newest).read_bytes(), f"batch {self.newest}")
-        samples = await probe(self.servers, content.batch, self.config.model.max_model_len) if self.loaded == version else []
-        return await server.reply(peer, Probe(samples))
+            self.progress.end(f"solved: the last {len(silent)} rollouts all have the highest reward ({self.signal.histogram()})")
+            log.info(self.progress.end_reason)
 
     # Policy and evals ---------------------------------------------------------------------------------------------------
-
-    def next_version(self) -> WeightVersion | None:
-        """What inference should hold next: first every newer version that waits for an eval, in order, else the newest."""
-        there = {number for number, version in self.versions.items() if Path(version.path).exists()}
-        waiting = [number for number in sorted(there) if number > self.loaded and self.evaluator.due(number, self.final)]
-        newest = max(there, default=0)
-        number = waiting[0] if waiting else newest
-        return self.versions[number] if number > self.loaded and number in there else None
-
-    def oldest_needed(self) -> int:
-        """The oldest version that is loaded, may be loaded again, or waits for its eval."""
-        return min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, self.final))])
-
-    def best_versions(self) -> list[int]:
-        """The versions that an evaluation found best: their weights are kept."""
-        return sorted({version for _, version in self.evaluator.best.values()})
 
     async def follow_policy(self) -> None:
         """Loop. Consumes published versions, loads each into inference and evaluates it if it is due; waits for the trainer.
@@ -331,69 +304,84 @@ class Orchestrator:
         while True:
             await self.evaluate(self.loaded)
             self.show_progress()
-            version = await self._await_version()
-            if version is None and not self.evaluator.due(self.loaded, self.final):
+            if version := await self._await_version():
+                await self.load(version)
+                self.cancel_stale()
+                await self.progress.wake()
+            elif self.loaded >= self.progress.final and not self.evaluator.due(self.loaded, self.progress.final):
                 return
-            if version is None:
-                continue
-            await self.load(version)
-            self.cancel_stale()
-            await self.wake()
+
+    async def keep_in_step(self) -> None:
+        """Loop. Looks now and then whether inference still holds what it should, for servers die and come back with another version."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if await self.policy.settle():
+                self.cancel_stale()
+                await self.progress.wake()
 
     async def catch_up(self) -> None:
         """Evaluates versions that an earlier process left unevaluated. Before any rollout: inference goes back to older versions for it."""
-        newest = self.loaded
-        for number in sorted(number for number, version in self.versions.items() if number < newest and Path(version.path).exists()):
-            if self.evaluator.due(number, self.final):
-                await self.load(self.versions[number])
-                await self.evaluate(number)
+        newest, final = self.loaded, self.progress.final
+        for number in sorted(number for number in self.policy.there() if number < newest and self.evaluator.due(number, final)):
+            try:
+                await self.load(self.policy.versions[number])
+            except RunError as error:
+                if number:
+                    raise
+                log.warning("version 0 is not evaluated: %s", error)  # beside hot adapters it cannot be loaded
+                self.evaluator.passed_over.add(number)
+            await self.evaluate(number)
         if self.loaded != newest:
-            await self.load(self.versions[newest])
+            await self.load(self.policy.versions[newest])
 
     async def load(self, version: WeightVersion) -> None:
         """Has inference hold a version."""
         self.status.doing(f"loading version {version.policy_version} into inference")
-        self.clock.pause_s += await self.servers.load(version)
-        self.loaded = version.policy_version
+        self.clock.pause_s += await self.policy.load(version)
 
     async def _await_version(self) -> WeightVersion | None:
-        """Waits for a version to load; None once there will be no other. The deadline starts anew with every batch: past the next one
-        only a living trainer gets."""
-        deadline_s = self.config.orchestrator.trainer_timeout_s
-        while (version := self.next_version()) is None and self.loaded < self.final:
-            newest = self.newest
+        """Waits for a version to load; None once there will be no other, or inference came back with one. The deadline starts anew
+        with every batch, for past the next one only a living trainer gets, and with every step that a trainer trains again."""
+        deadline_s, held = self.config.orchestrator.trainer_timeout_s, self.loaded
+        while (version := self.policy.next_version(self.progress.final)) is None and held == self.loaded < self.progress.final:
+            seen = self.progress.newest, self.desk.heard
+
+            def news(seen: tuple[int, int] = seen) -> bool:
+                gone_on = seen != (self.progress.newest, self.desk.heard) or self.loaded != held
+                return gone_on or self.loaded >= self.progress.final or self.policy.next_version(self.progress.final) is not None
+
             try:
-                async with asyncio.timeout(deadline_s), self.changed:
-                    await self.changed.wait_for(lambda seen=newest: self.next_version() or self.newest > seen or self.loaded >= self.final)
+                async with asyncio.timeout(deadline_s), self.progress.changed:
+                    await self.progress.changed.wait_for(news)
             except TimeoutError:
-                seen = read_status(self.run_dir.status("trainer"))
-                last = f"{time.time() - seen['heartbeat']:.0f} s ago: {seen['doing']}" if seen else "never"
                 raise RunError(
-                    f"waited {deadline_s:.0f} s for the trainer's version after {self.loaded} or a new batch; last heartbeat of the "
-                    f"trainer: {last}. See logs/trainer*.log; if a step just takes long, raise orchestrator.trainer_timeout_s"
+                    f"waited {deadline_s:.0f} s for the trainer's version after {held} or a new batch; "
+                    f"if a step just takes long, raise orchestrator.trainer_timeout_s. Trainer: {peer(self.run_dir, 'trainer')}"
                 ) from None
         return version
 
     async def evaluate(self, version: int) -> None:
         """Plays what is due at the loaded version. A target that is reached ends the run."""
-        for entry in self.evaluator.due(version, self.final):
+        for entry in self.evaluator.due(version, self.progress.final):
             self.status.doing(f"evaluating {entry.label} at version {version}")
-            reached = await self.evaluator.evaluate(entry, version)
-            if reached and not self.end_reason:
-                self.final, self.end_reason = self.newest, reached
-                log.info(reached)
-                await self.wake()
+            async with self.policy.pin():
+                await self.evaluator.evaluate(entry, version, self.policy.settle)
+            self._check_target()
+            await self.progress.wake()
+
+    def _check_target(self) -> None:
+        """Ends a run in which an evaluation has reached its target."""
+        reached = self.evaluator.reached()
+        if reached and not self.progress.end_reason:
+            self.progress.end(reached)
+            log.info(reached)
 
     # What others see ----------------------------------------------------------------------------------------------------
-
-    async def wake(self) -> None:
-        """Lets every loop look again whether what it waits for has come."""
-        async with self.changed:
-            self.changed.notify_all()
 
     def show_progress(self) -> None:
         size = self.config.orchestrator.batch_size
         done = sum(group.num_episodes for group in self.pending.groups if group.why is None)
-        waits = self.newest >= min(self.loaded + 1 + self.config.max_lag, self.final)
-        doing = f"waiting for the trainer's version {self.loaded + 1}" if waits else f"filling batch {self.newest + 1}"
-        self.status.doing(doing, batch=self.newest + 1, batch_done=min(done, size), batch_size=size, policy_version=self.loaded)
+        waits = self.progress.newest >= min(self.loaded + 1 + self.config.max_lag, self.progress.final)
+        doing = f"waiting for the trainer's version {self.loaded + 1}" if waits else f"filling batch {self.progress.newest + 1}"
+        more = {"batch": self.progress.newest + 1, "batch_done": min(done, size), "batch_size": size, "policy_version": self.loaded}
+        self.status.doing(doing, **more, quarantined=sorted(self.pool.lost))

@@ -1,15 +1,32 @@
 """`batches/pending.log`: finished groups that no batch has used yet, so that an orchestrator's death costs no finished rollout."""
 
-import os
 from pathlib import Path
 
 import msgspec
 
-from rl.files import CorruptFileError, decode_records, encode_record, write_file
+from rl.files import HEADER, MAGIC, CorruptFileError, append_file, decode_records, encode_record, write_file
 from rl.orchestrator.rollouts import Group
 
 ENCODER = msgspec.msgpack.Encoder()
 DECODER = msgspec.msgpack.Decoder(Group)
+
+
+def read_groups(path: Path) -> tuple[list[Group], list[str]]:
+    """The groups of a log, and a remark on each place that is damaged: by a death within a write, at its end, or by a failing disk."""
+    data = path.read_bytes() if path.exists() else b""
+    groups: list[Group] = []
+    remarks: list[str] = []
+    offset = 0
+    while offset < len(data):
+        try:
+            for payload in decode_records(data[offset:], f"{path} from byte {offset}"):
+                groups.append(DECODER.decode(payload))
+                offset += HEADER.size + len(payload)
+        except (CorruptFileError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            following = data.find(MAGIC, offset + 1)
+            offset = following if following > 0 else len(data)
+            remarks.append(f"{error}; what was there is sampled again")
+    return groups, remarks
 
 
 class PendingLog:
@@ -20,28 +37,22 @@ class PendingLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.groups: list[Group] = []
 
-    def load(self, settled: set[int]) -> list[str]:
-        """Reads what is not settled by a batch. A damaged tail is cut off; returns a remark on each thing that was lost."""
-        remarks = []
-        try:
-            for payload in decode_records(self.path.read_bytes() if self.path.exists() else b"", str(self.path)):
-                group = DECODER.decode(payload)
-                if group.group_id not in settled:
-                    self.groups.append(group)
-        except (CorruptFileError, msgspec.DecodeError) as error:
-            remarks.append(f"{error}; what follows is sampled again")
-        self.rewrite(self.groups)
+    def load(self, settled: set[int], newest: int) -> list[str]:
+        """Reads what is not settled by a batch. What is damaged, or sampled by versions after `newest`, the newest batch's, is left out.
+
+        Returns a remark on each such thing. There are such versions no more when the run was taken back.
+        """
+        groups, remarks = read_groups(self.path)
+        unsettled = {group.group_id: group for group in groups if group.group_id not in settled}
+        kept = [group for group in unsettled.values() if group.newest_version <= newest]
+        if dropped := len(unsettled) - len(kept):
+            remarks.append(f"{dropped} finished groups are dropped: versions after {newest}, which were taken back, sampled them")
+        self.rewrite(kept)
         return remarks
 
     def append(self, groups: list[Group]) -> None:
         """Adds finished groups durably."""
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            with open(fd, "ab", closefd=False) as file:  # a plain os.write may write a part
-                file.write(b"".join(encode_record(ENCODER.encode(group)) for group in groups))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        append_file(self.path, b"".join(encode_record(ENCODER.encode(group)) for group in groups))
         self.groups.extend(groups)
 
     def rewrite(self, groups: list[Group]) -> None:

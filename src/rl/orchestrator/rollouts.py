@@ -26,6 +26,15 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     teacher_logprobs: list[float] | None = None
     """Of the completion's tokens under the teacher, nats."""
 
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
+        if self.completion_ids and not self.prompt_ids:
+            raise ValueError("an answer to an empty prompt cannot be trained")
+        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
+            raise ValueError("a teacher's logprobs are as many as the tokens of the answer")
+
 
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One play of a task by one agent, scored. `error` set: it failed, and its reward says nothing."""
@@ -122,6 +131,12 @@ class Group(msgspec.Struct, kw_only=True):
     def oldest_version(self) -> int | None:
         versions = [version for rollout in self.rollouts if (version := rollout.oldest_version) is not None]
         return min(versions, default=None)
+
+    @property
+    def newest_version(self) -> int:
+        """That sampled a token of it; 0 without any."""
+        spans = (span for rollout in self.rollouts for turn in rollout.turns for span in turn.policy_versions)
+        return max((span.policy_version for span in spans), default=0)
 
 
 class EnvSpec(msgspec.Struct, kw_only=True):

@@ -71,6 +71,8 @@ class TaskSource:
         self.noted: list[tuple[str, int, float]] = []
         self.in_flight: dict[int, TaskRef] = {}
         self.again: deque[TaskRef] = deque()
+        self.parked: list[TaskRef] = []
+        """Of environments that are left out until the next start."""
         self.orders: dict[tuple[str, int], list[int]] = {}
         total = sum(env.weight for env in envs.values())
         self.shares = {name: env.weight / total for name, env in envs.items()}
@@ -83,7 +85,7 @@ class TaskSource:
         if self.again:
             task = self.again.popleft()
         else:
-            rollouts = {name: self.issued[name] * env.group_size for name, env in self.envs.items()}
+            rollouts = {name: self.issued[name] * self.envs[name].group_size for name in self.shares}
             total = sum(rollouts.values())
             task = self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
         self.in_flight[task.group_id] = task
@@ -148,12 +150,21 @@ class TaskSource:
         """Puts a group that was cancelled or lost back, first in line."""
         self.again.append(self.in_flight.pop(group_id))
 
+    def quarantine(self, env: str) -> None:
+        """Leaves an environment out: its share goes to the others, its tasks in flight are issued again by the next start."""
+        del self.shares[env]
+        total = sum(self.shares.values())
+        self.shares |= {name: share / total for name, share in self.shares.items()}
+        self.parked += [ref for ref in [*self.in_flight.values(), *self.again] if ref.env == env]
+        self.in_flight = {number: ref for number, ref in self.in_flight.items() if ref.env != env}
+        self.again = deque(ref for ref in self.again if ref.env != env)
+
     def state(self) -> TaskState:
         """To be written with a batch, after `settle`."""
         return TaskState(
             next_group=self.next_group,
             issued=dict(self.issued),
-            in_flight=[*self.in_flight.values(), *self.again],
+            in_flight=[*self.in_flight.values(), *self.again, *self.parked],
             skipped={env: count for env, count in self.skipped.items() if env in self.pooled},
             rates=self.rates,
         )

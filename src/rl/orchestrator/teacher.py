@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from tokenizers import Tokenizer
 
+from rl.credentials import redact
 from rl.orchestrator.config import TeacherConfig
 from rl.orchestrator.rollouts import Group, Rollout
 from rl.orchestrator.samples import is_trained, merge_turns
@@ -149,7 +150,7 @@ class Teacher:
         try:
             scores = await asyncio.gather(*(self.score(chain[-1].prompt_ids + chain[-1].completion_ids) for chain in chains))
         except TeacherError as error:
-            rollout.error, rollout.cause = str(error), "teacher"
+            rollout.error, rollout.cause = redact(str(error)), "teacher"
             return
         for chain, logprobs in zip(chains, scores, strict=True):
             for turn in chain:
@@ -211,7 +212,7 @@ def decode(content: bytes, kind: type[T]) -> T:
     """Raises NonsenseError."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NonsenseError(
             f"the teacher's answer cannot be read ({error}): {content[:200]!r}. Is it vLLM's OpenAI-compatible server?"
         ) from None

@@ -5,12 +5,13 @@ import logging
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from rl.credentials import CredentialError, Redacting, redact, redact_json, resolve
 from rl.orchestrator.env_ids import EnvLoadError
 from rl.orchestrator.rollouts import (
     Cancel,
@@ -33,6 +34,9 @@ ENCODER = msgspec.msgpack.Encoder()
 ORDERS = msgspec.msgpack.Decoder(ToWorker)
 RETRY_PAUSE_S = 1.0
 HEARTBEAT_S = 2.0
+PLAYED = msgspec.msgpack.Decoder(Played)
+MAX_NESTING = 64
+"""Of messages. Decoders go down to several hundred, but not from everywhere."""
 MAX_ERROR = 4000
 """Characters of a failure's text that are kept."""
 
@@ -81,10 +85,11 @@ class Worker:
     def describe(self, question: Describe) -> Description:
         size = self.env.num_tasks(question.split)
         count = question.num_tasks if size is None or question.num_tasks < 0 else min(size, question.num_tasks)
-        return Description(
+        answer = Description(
             about={"kind": self.env.kind, **self.env.describe()},
             tasks=[self.env.task(question.split, i) for i in range(size if count < 0 and size is not None else count)],
         )
+        return msgspec.json.decode(redact_json(msgspec.json.encode(answer)), type=Description)
 
     async def play(self, order: PlayGroup, socket: zmq.asyncio.Socket) -> None:
         """Plays one group and answers."""
@@ -131,18 +136,36 @@ class Worker:
 
 def encoded(order: PlayGroup, rollouts: list[Rollout]) -> bytes:
     """The answer to an order. Messages are the environment's, and may hold what cannot be written: half a surrogate, an object, a huge
-    number."""
+    number; or a secret, which must not be."""
     try:
-        return ENCODER.encode(Played(order.play_id, rollouts))
-    except (TypeError, ValueError, OverflowError) as error:
-        text = f"its messages or metrics cannot be written: {type(error).__name__}: {error}"
+        for rollout in rollouts:
+            rollout.messages = plain(rollout.messages)
+            rollout.error = redact(rollout.error) if rollout.error else rollout.error
+        data = ENCODER.encode(Played(order.play_id, rollouts))
+        PLAYED.decode(data)  # the pool ends a worker whose message it cannot read
+        return data
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.ValidationError) as error:
+        text = redact(f"its messages or metrics cannot be written: {type(error).__name__}: {error}")
         failed = [Rollout(episode=i, stop="error", cause="environment", error=text) for i in range(order.num_episodes)]
         return ENCODER.encode(Played(order.play_id, failed))
 
 
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as they will stand in JSON. Raises ValueError for those nested too deep for whoever writes them there."""
+    written = msgspec.json.decode(redact_json(msgspec.json.encode(messages)), type=list[dict[str, Any]])
+    depth, tables = 0, [written]
+    while tables:
+        depth += 1
+        items = [item for table in tables for item in (table.values() if isinstance(table, dict) else table)]
+        tables = [item for item in items if isinstance(item, (dict, list))]
+    if depth > MAX_NESTING:
+        raise ValueError(f"nested {depth} deep, {MAX_NESTING} are allowed")
+    return written
+
+
 async def refuse(socket: zmq.asyncio.Socket, problem: str) -> NoReturn:
     """Says why the environment cannot be played, and ends the process."""
-    await socket.send(ENCODER.encode(LoadFailed(problem)))
+    await socket.send(ENCODER.encode(LoadFailed(redact(problem))))
     socket.close(linger=5000)
     zmq.asyncio.Context.instance().term()
     raise SystemExit(1)
@@ -174,11 +197,14 @@ def main() -> None:
 
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it tells of every rollout
     setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup)
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # they end in a log
     worker, problem = None, None
     try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other
+        for key, table in (("args", setup.env.args), ("set_kwargs", setup.env.set_kwargs)):
+            setattr(setup.env, key, resolve(table, f"environment {setup.env.name}: {key}"))
         worker = Worker(setup)
         problem = worker.env.check_prompts(setup.max_tokens)
-    except (EnvLoadError, RendererError, ValueError) as error:
+    except (CredentialError, EnvLoadError, RendererError, ValueError) as error:
         problem = str(error)
     use_uvloop()
     with asyncio.Runner() as runner:

@@ -5,29 +5,26 @@ the one that was being played when it dies again is blamed, and given up after M
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
-import sys
 import tempfile
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import zmq
 import zmq.asyncio
 
+from rl import faults
+from rl.credentials import redact
 from rl.orchestrator.rollouts import (
     Cancel,
     Close,
     Describe,
     Description,
-    FromWorker,
     Heartbeat,
     LoadFailed,
     Played,
@@ -38,67 +35,30 @@ from rl.orchestrator.rollouts import (
     ToWorker,
     WorkerSetup,
 )
+from rl.orchestrator.worker_process import (
+    EnvLostError,
+    Play,
+    Worker,
+    WorkerError,
+    end_group,
+    end_leftovers,
+    read_answer,
+    start_worker,
+    verdict,
+)
+from rl.transport import UNREADABLE, Rejected
 
 log = logging.getLogger(__name__)
 
 ENCODER = msgspec.msgpack.Encoder()
-ANSWERS = msgspec.msgpack.Decoder(FromWorker)
 MAX_KILLS = 3
 """A group whose worker died this often is given up: it is what kills them."""
+BARREN_DEATHS = 6
+"""An environment is lost when its workers died this often, each, and finished nothing in between: two tasks in a row were given up."""
+RESTART_S, RESTART_LIMIT_S = 0.5, 10.0
 LOOK_EVERY_S = 2.0
 CLOSE_S = 5.0
 """How long environments may take to end what they have started."""
-GIB = 2**30
-BOOTSTRAP = """
-import importlib.util, runpy, sys
-folder, setup = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("rl", folder + "/__init__.py", submodule_search_locations=[folder])
-sys.modules["rl"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["rl"])
-sys.argv = ["worker", setup]
-runpy.run_module("rl.orchestrator.worker", run_name="__main__")
-"""
-"""Runs the worker in another virtual environment: of ours it sees this package alone, nothing that is installed beside it."""
-
-
-class WorkerError(Exception):
-    """An environment cannot be played; the message names the remedy."""
-
-
-@dataclass
-class Play:
-    """A group at a worker, and who waits for it."""
-
-    order: PlayGroup
-    done: "asyncio.Future[list[Rollout]]"
-    kills: int = 0
-
-
-@dataclass
-class Worker:
-    """One process and what the pool knows of it."""
-
-    setup: WorkerSetup
-    process: asyncio.subprocess.Process
-    log_path: Path
-    ready: "asyncio.Future[Ready]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    sent: dict[int, Play] = field(default_factory=dict)
-    waiting: deque[Play] = field(default_factory=deque)
-    one_by_one: bool = False
-    heard: float = field(default_factory=time.monotonic)
-    verdict: str = ""
-    """Why we ended it."""
-    descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)
-
-    @property
-    def load(self) -> int:
-        return len(self.sent) + len(self.waiting)
-
-
-def end_group(process: asyncio.subprocess.Process) -> None:
-    """Ends a worker and what its environment started: tool servers, sandboxes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 class WorkerPool:
@@ -117,38 +77,51 @@ class WorkerPool:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(self.address)
         self.workers: dict[str, Worker] = {}
-        self.next_play = 0
+        self.next_play = self.num_started = 0
+        self.rejected = Rejected("messages of environments' workers")
         self.deaths = 0
+        self.barren = Counter[str]()
+        """Deaths of an environment's workers since it finished a group."""
+        self.lost: dict[str, str] = {}
+        """Environments that are given up until the next start, and why."""
+        self.on_lost: Callable[[str, str], None] | None = None
+        """Is told of an environment that is lost, and why; what it raises goes to `failed`. By default the loss itself does."""
         self.watchers: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets an exception when a dead worker cannot be brought back."""
+        """Gets an exception when a loss cannot be borne."""
 
     # Processes ----------------------------------------------------------------------------------------------------------
 
     async def start(self, setup: WorkerSetup) -> Worker:
         """Starts a worker process; it is ready when `sizes` says so."""
-        log_path = self.log_dir / f"worker-{setup.worker_id}.log"
-        encoded = msgspec.json.encode(setup).decode()
-        command = [sys.executable, "-m", "rl.orchestrator.worker", encoded]
-        if setup.python:
-            command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), encoded]
-        with log_path.open("ab") as output:
-            try:
-                streams: dict[str, Any] = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
-                process = await asyncio.create_subprocess_exec(*command, **streams, process_group=0)
-            except OSError as error:
-                raise WorkerError(f"environment {setup.env.name}: {setup.python} does not start: {error.strerror}") from None
-        self.workers[setup.worker_id] = Worker(setup, process, log_path)
+        self.num_started += 1
+        marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
+        self.workers[setup.worker_id] = await start_worker(setup, self.log_dir / f"worker-{setup.worker_id}.log", marker)
         return self.workers[setup.worker_id]
 
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         """Waits until every worker has loaded its environment. Raises WorkerError when one cannot."""
         result = {}
-        for worker in list(self.workers.values()):
-            result[worker.setup.env.name] = await self._wait_ready(worker, timeout_s)
-            self._watch(self._revive(worker, timeout_s))
         self._watch(self._look())
+        for worker_id in list(self.workers):
+            ready = await self._first_ready(worker_id, timeout_s)
+            result[self.workers[worker_id].setup.env.name] = ready
+            self._watch(self._revive(self.workers[worker_id], timeout_s))
         return result
+
+    async def _first_ready(self, worker_id: str, timeout_s: float) -> Ready:
+        """Waits for a worker; one that a signal ended is started again, as it would be later on."""
+        for attempt in range(1, MAX_KILLS + 1):
+            worker = self.workers[worker_id]
+            try:
+                return await self._wait_ready(worker, timeout_s)
+            except WorkerError as error:
+                if attempt == MAX_KILLS or (worker.process.returncode or 0) >= 0:
+                    raise
+                log.warning("%s: it is started again", error)
+                end_leftovers(worker)
+                await self.start(worker.setup)
+        raise AssertionError
 
     def _watch(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -171,7 +144,7 @@ class WorkerPool:
         finally:
             ended.cancel()
         name, code = worker.setup.env.name, worker.process.returncode
-        said = "\n".join(worker.log_path.read_text(errors="replace").splitlines()[-5:])
+        said = redact("\n".join(worker.log_path.read_text(errors="replace").splitlines()[-5:]))
         if code is not None:
             raise WorkerError(f"the worker of environment {name} ended with code {code} while loading it; {worker.log_path} ends:\n{said}")
         limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
@@ -180,18 +153,46 @@ class WorkerPool:
     async def _revive(self, worker: Worker, timeout_s: float) -> None:
         """Waits for a worker's death, and starts a new one with its groups."""
         while True:
-            code = await worker.process.wait()
+            code, env = await worker.process.wait(), worker.setup.env.name
             end_group(worker.process)
+            end_leftovers(worker)
+            if env in self.lost:
+                return
             self.deaths += 1
+            self.barren[env] += 1
             why = worker.verdict or f"it ended with code {code}"
+            if self.barren[env] >= BARREN_DEATHS * sum(other.setup.env.name == env for other in self.workers.values()):
+                died = f"its workers died {self.barren[env]} times and finished nothing in between; the last time: {why}"
+                return self._lose(env, f"{died} (output: {worker.log_path})")
             log.warning("worker %s is started anew: %s (its output: %s)", worker.setup.worker_id, why, worker.log_path)
-            await asyncio.sleep(0.5)
-            dead, worker = worker, await self.start(worker.setup)
-            self._inherit(dead, worker, why)
-            ready = await self._wait_ready(worker, timeout_s)
+            await asyncio.sleep(min(RESTART_S * 2 ** (self.barren[env] - 1), RESTART_LIMIT_S))
+            try:
+                dead, worker = worker, await self.start(worker.setup)
+                self._inherit(dead, worker, why)
+                ready = await self._wait_ready(worker, timeout_s)
+            except WorkerError as error:
+                worker.verdict = str(error)
+            if env in self.lost or worker.verdict:
+                end_group(worker.process)
+                continue
             log.info("worker %s is back with %s tasks", worker.setup.worker_id, ready.num_train)
             worker.heard = time.monotonic()
             await self._pump(worker)
+
+    def _lose(self, env: str, why: str) -> None:
+        """Gives an environment up: ends its workers, and fails what waits for them with EnvLostError."""
+        self.lost[env] = why
+        for worker in self.workers.values():
+            if worker.setup.env.name == env:
+                end_group(worker.process)
+                for play in [*worker.sent.values(), *worker.waiting]:
+                    if not play.done.done():
+                        play.done.set_exception(EnvLostError(f"environment {env}: {why}"))
+                worker.sent.clear()
+                worker.waiting.clear()
+        if self.on_lost is None:
+            raise EnvLostError(f"environment {env}: {why}")
+        self.on_lost(env, why)
 
     def _inherit(self, dead: Worker, worker: Worker, why: str) -> None:
         """Gives a dead worker's groups to its successor, but for those that it died of too often."""
@@ -208,36 +209,38 @@ class WorkerPool:
 
     async def _look(self) -> None:
         """Loop. Ends workers whose environment blocks their event loop or eats the machine's memory."""
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            late_s, looked = time.monotonic() - looked - LOOK_EVERY_S, time.monotonic()
             for worker in self.workers.values():
-                if worker.process.returncode is None and worker.ready.done() and not worker.verdict:
-                    worker.verdict = self._verdict(worker)
+                worker.heard += late_s  # we were stopped or busy ourselves, and have not listened
+                if worker.process.returncode is None and not worker.verdict:
+                    worker.verdict = verdict(worker, self.memory_gib, self.silence_s)
                     if worker.verdict:
                         end_group(worker.process)
-
-    def _verdict(self, worker: Worker) -> str:
-        try:
-            memory = psutil.Process(worker.process.pid).memory_info()
-        except psutil.NoSuchProcess:
-            return ""
-        own_gib = (memory.rss - memory.shared) / GIB
-        if own_gib > self.memory_gib:
-            return f"it held {own_gib:.1f} GiB (orchestrator.worker_memory_gib = {self.memory_gib:g})"
-        silent_s = time.monotonic() - worker.heard
-        blocked = f"its environment blocked the event loop for {silent_s:.0f} s"
-        return f"{blocked} (a call that does not return, or time.sleep; orchestrator.worker_silence_s)" if silent_s > self.silence_s else ""
 
     # Groups -------------------------------------------------------------------------------------------------------------
 
     async def receive(self) -> None:
         """Loop. Consumes the workers' messages, produces results for `play`; unblocked by any worker."""
         while True:
-            identity, data = await self.socket.recv_multipart()
-            worker = self.workers[identity.decode()]
+            identity, *frames = await self.socket.recv_multipart()
+            worker = self.workers.get(identity.decode(errors="replace"))
+            if worker is None:
+                self.rejected.note(repr(identity[:100]), "no worker of this pool")
+                continue
             worker.heard = time.monotonic()
-            match ANSWERS.decode(data):
+            try:
+                message = read_answer(frames)
+            except UNREADABLE as error:
+                self.rejected.note(worker.setup.worker_id, error)
+                worker.verdict = worker.verdict or f"it sent what is no message ({error})"
+                end_group(worker.process)
+                continue
+            match message:
                 case Played(play_id, rollouts):
+                    self.barren[worker.setup.env.name] = 0
                     if (play := worker.sent.pop(play_id, None)) and not play.done.done():
                         play.done.set_result(rollouts)
                     await self._pump(worker)
@@ -246,12 +249,15 @@ class WorkerPool:
                 case LoadFailed(message) if not worker.ready.done():
                     worker.ready.set_exception(WorkerError(message))
                 case Description() as description if worker.descriptions:
-                    worker.descriptions.popleft().set_result(description)
+                    if not (answer := worker.descriptions.popleft()).done():
+                        answer.set_result(description)
                 case Heartbeat():
                     pass
 
     async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
-        """Plays a group on the environment's least busy worker."""
+        """Plays a group on the environment's least busy worker. Raises EnvLostError."""
+        if env in self.lost:
+            raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server)
         play = Play(order, asyncio.get_running_loop().create_future())
@@ -291,6 +297,7 @@ class WorkerPool:
             return await answer
 
     async def _send(self, worker: Worker, message: ToWorker) -> None:
+        faults.point(f"pool.{type(message).__name__}")
         await self.socket.send_multipart([worker.setup.worker_id.encode(), ENCODER.encode(message)])
 
     async def close(self) -> None:

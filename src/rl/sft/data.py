@@ -239,7 +239,12 @@ def prepare_with_status(config: RLConfig, base: str) -> None:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """What `data/` was made of."""
-    return json.loads((directory / "manifest.json").read_text())
+    path = directory / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        return manifest | {"train": manifest["train"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptFileError(f"{path}: missing or damaged ({type(error).__name__}: {error}); start over with --clean") from None
 
 
 def open_examples(folder: Path, sizes: dict[str, Any]) -> Examples:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.batch_log import check_rollouts
 from rl.chat import Message, Tool
+from rl.files import CorruptFileError
 from rl.sft.config import SftConfig
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -107,6 +109,11 @@ def files_of(source: Source) -> list[Path] | None:
 def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, row) of every line that is not blank. Lines are split as bytes: text has line ends inside JSON strings."""
     for path in files:
+        try:
+            if path.parent.name == "rollouts":
+                check_rollouts(path)
+        except CorruptFileError as error:
+            raise DataError(str(error)) from None
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():

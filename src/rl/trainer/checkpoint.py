@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from rl import faults
+from rl.digests import MANIFEST, checksum, newest_sound_checkpoint, read_manifest
 from rl.files import CorruptFileError, commit_directory, remove_directory
 from rl.run_dir import numbered
 from rl.trainer.config import CheckpointConfig
 from rl.trainer.distributed import World
 from rl.trainer.space import require_space
-
-MANIFEST = "manifest.json"
-READ_BYTES = 1 << 22
 
 
 class CheckpointMismatchError(Exception):
@@ -54,83 +56,84 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def save(path: Path, step: int, model: PreTrainedModel, optimizer: Optimizer, world: World) -> None:
     """Writes the checkpoint of `step`. Every rank calls this and returns when it is complete under its final name."""
+    write(path, step, tensors_of(model, optimizer, world), fingerprint(model), world)
+
+
+def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
+    """A copy of the state in the CPU's memory, to be written while the model trains on: of 4 bytes a weight and twice that for Adam."""
+    return {name: value.to("cpu", copy=True) for name, value in tensors_of(model, optimizer, world).items()}
+
+
+def write(path: Path, step: int, state: dict[str, Tensor], model: str, world: World, group: dist.ProcessGroup | None = None) -> None:
+    """Writes a state, of the model with the fingerprint `model`, as the checkpoint of `step`. Every rank calls this with its part.
+
+    `group`: the ranks' own for the purpose, when this runs in a thread beside the training. Raises OSError for a full disk.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    state = tensors_of(model, optimizer, world)
     if world.is_main:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         require_space(temporary, state.values())
-    world.barrier()
+    world.barrier(group)
     torch.serialization.set_crc32_options(False)  # a third of the time of a save; the manifest's checksums are stronger
-    dcp.save(state, checkpoint_id=temporary, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+    try:
+        dcp.save(state, checkpoint_id=temporary, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), process_group=group)
+    except CheckpointException as error:  # no Exception: a thread pool would lose it
+        raise cause_of(error, temporary, state) from error
+    faults.point("checkpoint.saved")
     sums = {file.name: checksum(file) for file in temporary.glob(f"__{world.rank}_*")}
     (temporary / f".sums.{world.rank}").write_text(json.dumps(sums))
-    world.barrier()
+    world.barrier(group)
     if world.is_main:
         write_manifest(temporary, step, model, world)
+        faults.point("checkpoint.manifest")
         commit_directory(temporary, path)
-    world.barrier()
+    world.barrier(group)
 
 
-def write_manifest(folder: Path, step: int, model: PreTrainedModel, world: World) -> None:
+def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor]) -> Exception:
+    """What kept a checkpoint from being written: torch reports a disk that is full by now in ways that nobody recognises."""
+    for failure, _ in error.failures.values():
+        if isinstance(failure, OSError):
+            return failure
+    try:
+        require_space(folder, state.values())
+    except OSError as full:
+        return full
+    return RuntimeError(f"{folder}: the checkpoint could not be written: {error}")
+
+
+def write_manifest(folder: Path, step: int, model: str, world: World) -> None:
     """Gathers the checksums that each rank left for its own files."""
     files = {".metadata": checksum(folder / ".metadata")}
     for rank in range(world.size):
         sums = folder / f".sums.{rank}"
         files |= json.loads(sums.read_text())
         sums.unlink()
-    manifest = {"step": step, "world_size": world.size, "model": fingerprint(model), "files": files}
+    manifest = {"step": step, "world_size": world.size, "model": model, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def checksum(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()  # processors have instructions for it: more than twice as fast as BLAKE2b here
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+Found = tuple[int, dict[int, str]]
+"""What `newest_sound_checkpoint` says."""
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises CorruptFileError when it cannot be read."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        return {key: manifest[key] for key in ("step", "world_size", "model", "files")}
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
-        raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """The manifest, after every file has been found to be what was written. Raises CorruptFileError naming the first that is not."""
-    manifest = read_manifest(path)
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file() or checksum(file) != expected:
-            raise CorruptFileError(f"{file}: {'damaged' if file.is_file() else 'missing'}")
-    return manifest
-
-
-def newest_sound(directory: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
+def newest_sound(directory: Path, world: World, found: Found | None = None) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is intact, with a loud word about each damaged one; None when there is none at all.
 
-    Rank 0 verifies, the others follow. Raises CorruptFileError when there are checkpoints and none is intact.
+    Rank 0 verifies, unless that was done before and this is what was `found`; the others follow. Raises CorruptFileError when there are
+    checkpoints and none is intact.
     """
-    found, faults = 0, []
-    checkpoints = numbered(directory)
-    for step in reversed(checkpoints if world.is_main else ()):
-        try:
-            verify(checkpoints[step])
-            found = step
-            break
-        except CorruptFileError as error:
-            faults.append(str(error))
-            print(f"WARNING: checkpoint {step} is damaged and is passed over ({error})", file=sys.stderr, flush=True)
-    found = world.broadcast_int(-1 if faults and not found else found)
-    if found < 0:
+    step, damaged = (found or newest_sound_checkpoint(directory)) if world.is_main else (0, {})
+    for number, fault in damaged.items():
+        print(f"WARNING: checkpoint {number} is damaged and is passed over ({fault})", file=sys.stderr, flush=True)
+    step = world.broadcast_int(-1 if damaged and not step else step)
+    if step < 0:
         raise CorruptFileError(
-            f"no intact checkpoint in {directory}: {'; '.join(faults)}. Move them away to start from the base model and the logged batches"
+            f"no intact checkpoint in {directory}: {'; '.join(damaged.values())}. "
+            "Move them away to start from the base model and the logged batches"
         )
-    return (directory / f"{found:06d}", read_manifest(directory / f"{found:06d}")) if found else None
+    return (directory / f"{step:06d}", read_manifest(directory / f"{step:06d}")) if step else None
 
 
 def load(path: Path, manifest: dict[str, Any], model: PreTrainedModel, optimizer: Optimizer, world: World) -> int:
@@ -163,6 +166,19 @@ def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel) ->
             f"{path} was written by another model than model.name: its parameters have other names or shapes; "
             "use the run's own model, or another name for a new run"
         )
+
+
+def differing(path: Path, model: PreTrainedModel, optimizer: Optimizer, world: World) -> list[str]:
+    """Names of the tensors of this rank's state that are others than those of a verified checkpoint. Every rank calls this."""
+    ours = snapshot(model, optimizer, world)
+    theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
+    dcp.load(theirs, checkpoint_id=path, planner=DefaultLoadPlanner())
+    return [name for name, value in ours.items() if not torch.equal(local(value), local(theirs[name]))]
+
+
+def local(value: Tensor) -> Tensor:
+    """This rank's part."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def delete_old(directory: Path, config: CheckpointConfig) -> None:

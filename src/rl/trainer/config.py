@@ -82,11 +82,26 @@ class FakeDataConfig(Settings):
     """Length of an answer."""
 
 
+class ReplayConfig(Settings):
+    """Retrain a run from its logged batches and compare with what it has kept: `rl replay RUN` sets this."""
+
+    run: str
+    """Directory of the run; nothing is written there."""
+    weights: str
+    """Directory of its versions."""
+    start: int = Field(0, ge=0)
+    """The checkpoint to start from; 0: the base model."""
+    until: int = Field(ge=1)
+    """The last step."""
+
+
 class DataConfig(Settings):
     """Where batches come from."""
 
     fake: Annotated[FakeDataConfig | None, BeforeValidator(switch)] = None
     """`--trainer.data.fake`: random samples."""
+    replay: ReplayConfig | None = None
+    """The batches of another run."""
 
 
 def checkpointing_switch(value: object) -> object:
@@ -122,6 +137,9 @@ class TrainerConfig(Settings):
     """How attention over prefix trees is computed. auto: `blocks` on CPUs, `flex` (compiled) on GPUs; `eager` for models that need it."""
     compile: bool = False
     """torch.compile for the layers: a minute or more at the start, faster steps on GPUs."""
+    deterministic: bool | None = None
+    """The same batches give the same bits, as long as machine, threads, ranks and torch are the same; `rl replay` proves it. On CPUs it
+    costs nothing that can be measured; on GPUs some operations get slower. Default: true on CPUs, false on GPUs."""
     strict_parity: bool = False
     """End the run, instead of warning, when trainer and inference disagree on tokens of the same policy version. `--strict-parity`."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,5 +1,6 @@
 """Where batches come from: each source gives the batch of a step, the same on every rank."""
 
+import json
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Protocol
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from rl.batch_log import decode_batch
 from rl.messages import RunEnded, TrainBatch
+from rl.run_dir import RunDir, numbered
 from rl.trainer.distributed import World
 from rl.transport import OrchestratorClient, Wait
 
@@ -41,12 +43,39 @@ class FromOrchestrator:
         data = self.world.broadcast_bytes(b"" if ended else answer, self.group)
         if not data:
             return None
-        batch = decode_batch(data, f"batch {step} from the orchestrator").batch
-        if batch.step != step:
-            raise ValueError(f"asked the orchestrator for batch {step} and got batch {batch.step}: do two runs share this directory?")
-        if not batch.num_loss_tokens:
-            raise ValueError(f"batch {step} has no token to train on")
-        return batch
+        return batch_of(step, data, f"batch {step} from the orchestrator")
 
     def validation(self, step: int) -> list[TrainBatch]:
         return []
+
+
+class FromLog:
+    """The batches that a run has kept, read by every rank."""
+
+    def __init__(self, run_dir: RunDir, until: int):
+        self.run_dir, self.until = run_dir, until
+
+    def receive(self, step: int) -> TrainBatch | None:
+        if step > self.until:
+            return None
+        path = self.run_dir.batch(step)
+        return batch_of(step, path.read_bytes(), str(path))
+
+    def validation(self, step: int) -> list[TrainBatch]:
+        return []
+
+
+def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
+    """The checked content of a batch's file. Raises CorruptFileError, and ValueError for what is no batch of this step."""
+    batch = decode_batch(data, name).batch
+    if batch.step != step:
+        raise ValueError(f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?")
+    if not batch.num_loss_tokens:
+        raise ValueError(f"{name}: has no token to train on")
+    return batch
+
+
+def quarantined_steps(run_dir: RunDir, world: World) -> frozenset[int]:
+    """Steps whose batch is not to be read, as rank 0 sees them. `rl` marks them while no trainer runs."""
+    steps = list(numbered(run_dir.batches, run_dir.quarantined(0).suffix))
+    return frozenset(json.loads(world.broadcast_bytes(json.dumps(steps).encode())))

@@ -57,9 +57,9 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def barrier(self) -> None:
+    def barrier(self, group: dist.ProcessGroup | None = None) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group)
 
     def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """Rank 0's value on every rank. A thread beside the training needs a `group` of its own, or its messages meet the training's."""

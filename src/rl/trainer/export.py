@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from rl.digests import verify_checkpoint
 from rl.files import CorruptFileError, write_directory
 from rl.trainer import checkpoint, lora
 from rl.trainer.config import LoraConfig
@@ -64,7 +65,7 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
     if not origin.checkpoint:
         return None
     try:
-        return origin.checkpoint, checkpoint.verify(origin.checkpoint)
+        return origin.checkpoint, verify_checkpoint(origin.checkpoint)
     except CorruptFileError as error:
         if not origin.version:
             raise
@@ -75,7 +76,7 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
 def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
     """Fills `folder` with the weights as `dtype` and the base model's tokenizer; a model with adapters is written as these."""
     if lora.has_adapters(model):
-        tensors = {name: parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
+        tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
         require_space(folder, tensors.values())
         lora.write_adapters(folder, tensors, model, base)
         copy_small_files(base, folder)

@@ -122,12 +122,12 @@ def name_in_file(name: str) -> str:
 
 
 def write_adapters(folder: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel, base: Path) -> None:
-    """Writes whole tensors, by the names of the model's parameters, as peft does: adapter_model.safetensors and adapter_config.json."""
+    """Writes whole tensors, by their names in the file, as peft does: adapter_model.safetensors and adapter_config.json."""
     config = copy.copy(model.peft_config[ADAPTER])  # type: ignore[attr-defined, operator]
     config.base_model_name_or_path, config.inference_mode = str(base.absolute()), True
     config.target_modules = sorted(config.target_modules)  # a set: its order would differ from process to process
     config.save_pretrained(str(folder))
-    save_file({name_in_file(name): tensor for name, tensor in tensors.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(dict(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 @torch.no_grad()

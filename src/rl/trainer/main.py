@@ -1,20 +1,26 @@
 """`trainer`: one rank of the trainer. `torchrun ... -m rl.trainer.main @ outputs/x/config.toml`, or without torchrun a single rank."""
 
+import contextlib
 import ctypes
 import errno
 import os
 import signal
 import sys
 import threading
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import NoReturn
 
 from rl.cli import load_config, to_toml
 from rl.config import RLConfig
-from rl.files import CorruptFileError
+from rl.digests import newest_sound_checkpoint
+from rl.files import CorruptFileError, clean_leftovers
 from rl.functions import FunctionError
 from rl.metrics import read_metrics
 from rl.models import ModelError, resolve_model
+from rl.processes import DAMAGED, GIVE_UP
+from rl.run_dir import RunDir
 from rl.sft.rows import DataError
-from rl.status import AlreadyRunningError, Status, hold_role
+from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
 from rl.transport import OrchestratorLostError
 
 PR_SET_PDEATHSIG = 1
@@ -24,24 +30,33 @@ def main() -> None:
     """The console script."""
     config, _ = load_config(sys.argv[1:], "trainer")
     exit_on_sigterm()
+    run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:
-        run(config)
-    except (AlreadyRunningError, CorruptFileError, DataError, FunctionError, ModelError, OrchestratorLostError) as error:
-        fail(str(error))
+        run(config, rank)
+    except (AlreadyRunningError, OrchestratorLostError) as error:
+        fail(run_dir, str(error), 1)
+    except (DataError, FunctionError, ModelError) as error:
+        fail(run_dir, str(error), GIVE_UP)
+    except CorruptFileError as error:
+        fail(run_dir, str(error), DAMAGED)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise
-        fail(f"{error}; free space or change output_dir or trainer.weights.dir, then start again: the run goes on from its last checkpoint")
+        remedy = "free space or change output_dir or trainer.weights.dir, then start again: the run goes on from its last checkpoint"
+        fail(run_dir, f"{error}; {remedy}", GIVE_UP)
 
 
-def run(config: RLConfig) -> None:
+def run(config: RLConfig, rank: int) -> None:
     """Holds the role, brings the ranks up, trains, and takes everything down again."""
-    is_main = int(os.environ.get("RANK", 0)) == 0
-    status = None
-    if is_main:
-        hold_role(config.run_dir.lock("trainer"), "trainer")
-        status = Status(config.run_dir.status("trainer"), "trainer")
-        status.doing("loading the model")
+    name = f"trainer-{rank}" if rank else "trainer"
+    checkpoints: AsyncResult | None = None
+    if rank == 0:
+        hold_role(config.run_dir.lock("trainer"), "trainer", ROLE_WAIT_S)
+        clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests(0).parent)
+        # Reading them takes about as long as to import torch: both at once.
+        checkpoints = ThreadPool(1).apply_async(newest_sound_checkpoint, (config.run_dir.checkpoints,))
+    status = Status(config.run_dir.status(name), name)
+    status.doing("loading the model")
     base = resolve_model(config.model, needs_template=config.sft is None)  # before torch is imported: a missing model is said at once
     from transformers.utils.logging import disable_progress_bar
 
@@ -50,31 +65,35 @@ def run(config: RLConfig) -> None:
     from rl.trainer.fake import summary
     from rl.trainer.memory import OutOfMemoryError
     from rl.trainer.nodes import WorldError
-    from rl.trainer.sft import open_source
-    from rl.trainer.train import NotFiniteError, start, train
+    from rl.trainer.parity import ParityError
+    from rl.trainer.replay import open_log
+    from rl.trainer.sft import FromExamples, open_source
+    from rl.trainer.start import start
+    from rl.trainer.train import NotFiniteError, train
 
     disable_progress_bar()
-
-    if status:
-        status.doing("waiting for the other ranks of the trainer")
+    status.doing("waiting for the other ranks of the trainer")
     settings = config.trainer
     try:
         world = start_world(uses_gpus(config), settings.rank_timeout_s, settings.dp_replicate, settings.context_parallel)
         check_nodes(world, config.run_dir.root, to_toml(config).encode())
         source = None
-        if config.sft:
+        if settings.data.replay:
+            source = open_log(config, settings.data.replay)
+        elif config.sft:
             source = open_source(config, base, world, status)
+        if isinstance(source, FromExamples):
             config = config.model_copy(update={"max_steps": source.num_steps})
-        if status:
-            status.doing("loading the model", max_steps=config.max_steps)
-        train(start(config, world, base, status, source))
-    except (CheckpointMismatchError, NotFiniteError, OutOfMemoryError, WorldError) as error:
-        fail(str(error))
+        status.doing("loading the model", max_steps=config.max_steps)
+        train(start(config, world, base, status, source, checkpoints.get() if checkpoints else None))
+    except (CheckpointMismatchError, OutOfMemoryError, ParityError, WorldError) as error:
+        fail(config.run_dir, str(error), GIVE_UP)
+    except NotFiniteError as error:
+        fail(config.run_dir, str(error), 1)
     stop_world()
-    if status:
-        status.close()
-        if settings.data.fake:
-            print(summary(read_metrics(config.run_dir.metrics).values()))
+    status.close()
+    if rank == 0 and settings.data.fake:
+        print(summary(read_metrics(config.run_dir.metrics).values()))
 
 
 def uses_gpus(config: RLConfig) -> bool:
@@ -84,10 +103,16 @@ def uses_gpus(config: RLConfig) -> bool:
     return config.trainer.gpus != 0 and torch.cuda.is_available()
 
 
-def fail(message: str) -> None:
-    """Ends this rank with one line; os._exit, because other ranks may hold the process group in a collective."""
+def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
+    """Ends this rank with one line; os._exit, because other ranks may hold the process group in a collective.
+
+    torchrun ends with 1 whatever the ranks' codes are: the first one's is left in a file, for others fail because of it.
+    """
     print(f"trainer: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    if "RANK" in os.environ:
+        with contextlib.suppress(OSError), run_dir.exit_code("trainer").open("x") as file:
+            file.write(str(code))
+    os._exit(code)
 
 
 def exit_on_sigterm() -> None:

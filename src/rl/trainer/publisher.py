@@ -1,14 +1,18 @@
 """Policy versions are written, announced and cleared away in a thread, while the next step trains."""
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
+from rl.digests import first_difference, read_digests, verify_version
+from rl.files import CorruptFileError
 from rl.messages import Acknowledged, WeightVersion
 from rl.run_dir import RunDir
 from rl.trainer.config import WeightsConfig
-from rl.trainer.weights import delete_old_versions
+from rl.trainer.determinism import unlike
+from rl.trainer.weights import Version, delete_old_versions
 from rl.transport import OrchestratorClient, Wait
 
 
@@ -23,24 +27,48 @@ class Publisher:
         self.latency_s: float | None = None
         """Of the version published last: from `start` until the orchestrator knew of it."""
 
-    def start(self, version: int, write: Callable[[Path], None] | None, checkpoint_step: int) -> None:
-        """Publishes `version` in the background: `write` makes its folder (None: it is there), then it is announced.
+    def start(self, number: int, version: Version | None, checkpoints: Collection[int]) -> None:
+        """Publishes version `number` in the background: it is written and announced. Rank 0 alone has its content.
 
-        `checkpoint_step`: of the newest checkpoint, whose version is kept. Waits for the version before, see `finish`.
+        `checkpoints`: the newest one, and the one on its way; their versions are kept. Waits for the version before, see `finish`.
         """
         self.finish()
-        self.coming = self.pool.apply_async(self._publish, (version, write, checkpoint_step, time.monotonic()))
+        if version:
+            self.coming = self.pool.apply_async(self._publish, (number, version, checkpoints, time.monotonic()))
 
-    def _publish(self, version: int, write: Callable[[Path], None] | None, checkpoint_step: int, since: float) -> None:
-        path = self.run_dir.weights(version).absolute()
-        if write:
-            self.wait.about(f"publishing version {version}: writing it")
-            write(path)
-        needed = Acknowledged(version)
+    def _publish(self, number: int, version: Version, checkpoints: Collection[int], since: float) -> None:
+        path = self.run_dir.weights(number).absolute()
+        self.wait.about(f"publishing version {number}: writing it")
+        if not self._is_there(number, path, version):
+            version.write(path, self.run_dir.digests(number))
+        needed = Acknowledged(number)
         if self.client:
-            needed = self.client.published(WeightVersion(version, str(path)), self.wait)
+            needed = self.client.published(WeightVersion(number, str(path)), self.wait)
         self.latency_s = time.monotonic() - since
-        delete_old_versions(self.run_dir.weights_dir, self.config, needed, checkpoint_step)
+        delete_old_versions(self.run_dir.weights_dir, self.config, needed, checkpoints)
+
+    def _is_there(self, number: int, path: Path, version: Version) -> bool:
+        """Whether the same version is on disk already, sound: after a kill it is trained again, and need not be written again.
+
+        A loud word if it was another one: then the run is not exact, and what is trained now counts.
+        """
+        record = self.run_dir.digests(number)
+        if not record.exists():
+            return False
+        try:
+            before = read_digests(record)
+            tensor = first_difference(before["tensors"], version.digests)
+            if tensor is None:
+                return path.exists() and verify_version(path)["tensors"] == version.digests
+        except CorruptFileError as error:
+            print(f"WARNING: {error}; version {number} is written anew", file=sys.stderr, flush=True)
+            return False
+        made_by, now = before.get("made_by", {}), version.made_by
+        if made_by.get("deterministic") and now.get("deterministic"):
+            why = unlike(made_by, now) or "on the same machine with the same settings: please report this"
+            message = f"trained again, version {number} is another than before, first in {tensor} ({why}). The new one counts"
+            print(f"WARNING: {message}", file=sys.stderr, flush=True)
+        return False
 
     def metrics(self) -> dict[str, float]:
         """Of the newest version that is published by now, mostly the one before the step's."""

@@ -7,6 +7,7 @@ a batch depends on the data, the seed and N alone: every rank makes the same one
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -75,16 +76,17 @@ def make_batch(step: int, examples: Examples, places: Sequence[int] | np.ndarray
 class FromExamples:
     """Batches out of `data/` of the run directory."""
 
-    def __init__(self, config: RLConfig) -> None:
-        """Raises DataError and CorruptFileError."""
+    def __init__(self, config: RLConfig, data: Path | None = None) -> None:
+        """`data`: of another place than the run's. Raises DataError and CorruptFileError."""
         assert config.sft
         self.sft, self.seed = config.sft, config.seed
-        manifest = read_manifest(config.run_dir.data)
-        self.examples = open_examples(config.run_dir.data / "train", manifest["train"])
+        data = data or config.run_dir.data
+        manifest = read_manifest(data)
+        self.examples = open_examples(data / "train", manifest["train"])
         self.places, self.held_out_places = split(self.examples, self.sft.validation_fraction, config.seed)
         self.held_out = self.examples
         if "validation" in manifest:
-            self.held_out = open_examples(config.run_dir.data / "validation", manifest["validation"])
+            self.held_out = open_examples(data / "validation", manifest["validation"])
             self.held_out_places = np.arange(len(self.held_out))
         passes = self.sft.epochs
         self.num_examples = max(1, round(passes * len(self.places))) if passes else config.max_steps * self.sft.batch_size

@@ -1,9 +1,7 @@
 """The training loop. `train` is the life of a run, `train_step` is the algorithm."""
 
 import math
-import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,28 +11,26 @@ from transformers import PreTrainedModel
 from rl.config import RLConfig
 from rl.messages import TrainBatch
 from rl.metrics import MetricsLog
-from rl.parity import run_limit
 from rl.status import Status
-from rl.trainer import checkpoint, weights
+from rl.trainer import weights
 from rl.trainer.config import TrainerConfig
-from rl.trainer.data import BatchSource, FromOrchestrator
+from rl.trainer.determinism import conditions
 from rl.trainer.distributed import World
-from rl.trainer.fake import FakeBatches, full_batch, step_line
-from rl.trainer.loss import LossInputs, compute_loss, custom_function, sample_weights
-from rl.trainer.loss_config import CustomConfig
+from rl.trainer.fake import full_batch, step_line
+from rl.trainer.loss import LossInputs, compute_loss, sample_weights
 from rl.trainer.memory import explained
-from rl.trainer.model import DTYPES, Scores, load_policy, score
-from rl.trainer.optim import clip_gradients, gradient_norm, lr_at, make_optimizer
+from rl.trainer.model import DTYPES, Scores, score
+from rl.trainer.optim import clip_gradients, gradient_norm, lr_at
 from rl.trainer.packing import Layout, MicroBatch, Packed, pack
 from rl.trainer.parallel import localise, reduce_replicas, sum_over_context
 from rl.trainer.parity import ParityWatch
-from rl.trainer.performance import Timer, Work, performance, work_of
-from rl.trainer.prefetch import Prefetch, Ready
+from rl.trainer.performance import Timer, Work, performance
+from rl.trainer.prefetch import Prefetch, Ready, Skipped
 from rl.trainer.publisher import Publisher
-from rl.trainer.reference import Reference, load_reference
+from rl.trainer.reference import Reference
+from rl.trainer.saver import Saver
 from rl.trainer.sft import meaningful, validate
 from rl.trainer.statistics import Statistics
-from rl.transport import OrchestratorClient, Wait
 
 
 class NotFiniteError(Exception):
@@ -52,24 +48,25 @@ class Learner:
     reference: Reference | None = None
     parity: ParityWatch | None = None
     """None where nothing samples."""
+    status: Status | None = None
+    """Where progress is counted."""
 
 
 @dataclass
 class Trainer:
-    """The live objects of one rank. `metrics` and `status` are rank 0's."""
+    """The live objects of one rank. `metrics` is rank 0's."""
 
     config: RLConfig
     base: Path
     learner: Learner
     step: int
     """Optimizer steps done: the policy version of the weights in `model`."""
-    checkpoint_step: int
-    checkpoint_time: float
     batches: Prefetch
     publisher: Publisher
+    saver: Saver
     work: Work
     metrics: MetricsLog | None
-    status: Status | None
+    status: Status
 
     @property
     def world(self) -> World:
@@ -80,8 +77,12 @@ class Trainer:
         return self.learner.model
 
     def doing(self, what: str) -> None:
-        if self.status:
-            self.status.doing(what, step=self.step)
+        self.status.doing(what, step=self.step)
+
+    def look(self) -> None:
+        """Raises the error of a thread that has ended with one."""
+        self.publisher.look()
+        self.saver.look()
 
     def log(self, metrics: dict[str, float]) -> None:
         """Writes the line of this step."""
@@ -91,62 +92,34 @@ class Trainer:
                 print(step_line(self.step, metrics), flush=True)
 
 
-def start(config: RLConfig, world: World, base: str, status: Status | None, source: BatchSource | None = None) -> Trainer:
-    """Loads the model, and the newest intact checkpoint if there is one. Batches come from `source`, by default the orchestrator."""
-    settings, run_dir = config.trainer, config.run_dir
-    if isinstance(settings.loss, CustomConfig):
-        custom_function(settings.loss.function)  # what is wrong with it is said before a model is loaded
-    torch.manual_seed(config.seed)
-    model = load_policy(base, config.model, settings, world)
-    reference = load_reference(config, base, model, world)
-    optimizer = make_optimizer(model, settings.optim)
-    found = checkpoint.newest_sound(run_dir.checkpoints, world)
-    step = checkpoint.load(*found, model, optimizer, world) if found else 0
-    if settings.data.fake:
-        source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
-    doing = status.doing if status else lambda what: None
-    waits = [Wait(settings.batch_timeout_s, doing) for _ in range(2)]
-    client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, doing) if status and not source else None
-    parity = None if source else ParityWatch(run_limit(config.model.dtype), settings.strict_parity, client)
-    source = source or FromOrchestrator(client, waits[0], world)
-    packing = partial(prepare, config=config, world=world, hidden_size=model.config.get_text_config().hidden_size)
-    batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s)
-    publisher = Publisher(run_dir, settings.weights, client, waits[1])
-    metrics = MetricsLog(run_dir.metrics, "trainer") if status else None
-    learner = Learner(model, optimizer, settings, world, reference, parity)
-    return Trainer(config, Path(base), learner, step, step, time.monotonic(), batches, publisher, work_of(model), metrics, status)
-
-
 def train(trainer: Trainer) -> None:
     """Receive, step, publish, checkpoint, log: until max_steps or until the source of batches says that the run has ended.
 
-    Consumes: batches, made ready by a thread while the step before trains. Produces: policy versions, which a thread writes and announces
-    while the next step trains; checkpoints; metric lines. Waits for: the two threads, and so for orchestrator and disk.
+    Consumes: batches, made ready by a thread while the step before trains. Produces: policy versions and checkpoints, which two threads
+    write while the next steps train; metric lines. Waits for: the three threads, and so for orchestrator and disk.
     """
     config, world, fake = trainer.config, trainer.world, trainer.config.trainer.data.fake
-    sampled = not (config.sft or fake)  # each version is what rollouts are sampled from
+    # Each version is what rollouts are sampled from, or what a replay compares.
+    sampled = not (config.sft or fake) or bool(config.trainer.data.replay)
     first = trainer.step + 1
     if first <= config.max_steps:
         trainer.batches.ask(first)
         try_largest(trainer)
     if trainer.step and not fake:
-        publish(trainer, only_missing=True)
+        publish(trainer)  # a kill may have come before; what is there already is not written again
     elif before := validation(trainer):
         trainer.log(before)
     for step in range(first, config.max_steps + 1):
         timer = Timer()
-        ready = trainer.batches.take(step, trainer.publisher.look)
+        ready = trainer.batches.take(step, trainer.look)
         timer.lap("wait_for_batch")
         if ready is None:
             break
         if step < config.max_steps:
             trainer.batches.ask(step + 1)
         if step == first:
-            trainer.checkpoint_time = time.monotonic()  # the interval counts training, not the wait for inference to come up
-        trainer.doing(f"training step {step}")
-        lr = lr_at(step, config.trainer.optim, config.max_steps)
-        with explained(trainer.model, ready.packed.micro_batches, config, world):
-            metrics = train_step(trainer.learner, ready, lr, timer)
+            trainer.saver.start_clock()  # the interval counts training, not the wait for inference to come up
+        metrics = {"quarantined": 1.0} if isinstance(ready, Skipped) else train_batch(trainer, step, ready, timer)
         trainer.step = step
         due = checkpoint_is_due(trainer)
         if sampled or (due and not fake):
@@ -158,16 +131,27 @@ def train(trainer: Trainer) -> None:
         if due and (parity := trainer.learner.parity) and step < config.max_steps:
             metrics |= parity.at_checkpoint(step, trainer.model, trainer.batches.pack, world)
             timer.lap("parity")
-        metrics = meaningful(metrics, trainer.batches.source, step)
+        if isinstance(ready, Ready):
+            metrics = meaningful(metrics, trainer.batches.source, step)
         if held_out := validation(trainer):
             metrics |= held_out
             timer.lap("validation")
-        trainer.log(
-            metrics | timer.metrics() | trainer.publisher.metrics() | performance(ready, timer, trainer.work, config.model.dtype, world)
-        )
-    if trainer.step > trainer.checkpoint_step and not fake:
+        speed = performance(ready, timer, trainer.work, config.model.dtype, world) if isinstance(ready, Ready) else {}
+        trainer.log(metrics | timer.metrics() | trainer.publisher.metrics() | speed)
+    if trainer.step > trainer.saver.began and not fake:
         save_checkpoint(trainer)
     trainer.publisher.finish()
+    trainer.doing(f"writing checkpoint {trainer.saver.began}")
+    trainer.saver.finish()
+
+
+def train_batch(trainer: Trainer, step: int, ready: Ready, timer: Timer) -> dict[str, float]:
+    """One optimizer step, with what surrounds it. Returns the metrics."""
+    config = trainer.config
+    trainer.doing(f"training step {step}")
+    lr = lr_at(step, config.trainer.optim, config.max_steps)
+    with explained(trainer.model, ready.packed.micro_batches, config, trainer.world):
+        return train_step(trainer.learner, ready, lr, timer)
 
 
 def try_largest(trainer: Trainer) -> None:
@@ -220,6 +204,8 @@ def train_step(learner: Learner, ready: Ready, lr: float, timer: Timer) -> dict[
         reduce_replicas(model, micro_batch is micro_batches[-1], world)
         loss.backward()
         statistics.add(batch, loss.detach(), scores, terms)
+        if learner.status:
+            learner.status.advance()
     metrics = statistics.metrics(world)
     if learner.parity:
         metrics |= learner.parity.judge(statistics.agreement.total(world))
@@ -227,7 +213,8 @@ def train_step(learner: Learner, ready: Ready, lr: float, timer: Timer) -> dict[
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
     if not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"])):
-        raise NotFiniteError(f"loss {metrics['loss/mean']}, gradient norm {norm}")
+        found = f"step {ready.batch.step}: loss {metrics['loss/mean']}, gradient norm {norm}"
+        raise NotFiniteError(f"{found}; nothing of the step was applied. Its file in rollouts/ shows what the batch was made of")
     clip_gradients(parameters, norm, settings.optim.max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -256,39 +243,26 @@ def loss_inputs(batch: MicroBatch, scores: Scores, world: World, reference_logpr
     )
 
 
-def publish(trainer: Trainer, only_missing: bool = False) -> None:
+def publish(trainer: Trainer) -> None:
     """Copies the weights of version `step`; the publisher's thread writes and announces them while training goes on."""
-    config, version = trainer.config, trainer.step
+    config, world = trainer.config, trainer.world
+    trainer.doing(f"publishing version {trainer.step}")
     trainer.publisher.finish()  # before the copy: two of them would take twice the memory
-    there = trainer.world.broadcast_int(config.run_dir.weights(version).is_dir())
-    write = None
-    if not (only_missing and there):
-        trainer.doing(f"publishing version {version}")
-        dtype = DTYPES[config.model.dtype]
-        tensors = weights.gather_weights(trainer.model, dtype, trainer.world)
-        write = partial(weights.write_version, tensors=tensors, model=trainer.model, base=trainer.base, dtype=dtype)
-    if trainer.world.is_main:
-        trainer.publisher.start(version, write, trainer.checkpoint_step)
+    dtype = DTYPES[config.model.dtype]
+    tensors = weights.gather_weights(trainer.model, dtype, world)
+    made_by = conditions(config.trainer, world)
+    version = weights.Version(tensors, trainer.model, trainer.base, dtype, made_by) if world.is_main else None
+    trainer.publisher.start(trainer.step, version, {trainer.saver.step, trainer.saver.began})
 
 
 def checkpoint_is_due(trainer: Trainer) -> bool:
-    """Rank 0's clock decides for all ranks."""
-    settings = trainer.config.trainer.checkpoint
-    if trainer.config.trainer.data.fake and settings.interval is None:
+    settings = trainer.config.trainer
+    if settings.data.fake and settings.checkpoint.interval is None:
         return False  # a benchmark writes what is asked for
-    if settings.interval is not None:
-        due = trainer.step % settings.interval == 0
-    else:
-        due = time.monotonic() - trainer.checkpoint_time >= settings.interval_s
-    return bool(trainer.world.broadcast_int(due or trainer.step == trainer.config.max_steps))
+    return trainer.saver.due(trainer.step, trainer.config.max_steps)
 
 
 def save_checkpoint(trainer: Trainer) -> None:
-    """Saves the state after `step`, whose weights are on disk by then; the interval in seconds counts from the end of the save."""
-    run_dir, step = trainer.config.run_dir, trainer.step
-    trainer.publisher.finish()
-    trainer.doing(f"writing checkpoint {step}")
-    checkpoint.save(run_dir.checkpoint(step), step, trainer.model, trainer.learner.optimizer, trainer.world)
-    if trainer.world.is_main:
-        checkpoint.delete_old(run_dir.checkpoints, trainer.config.trainer.checkpoint)
-    trainer.checkpoint_step, trainer.checkpoint_time = step, time.monotonic()
+    """Copies the state after `step`; the saver's thread writes it while training goes on."""
+    trainer.doing(f"copying the state of step {trainer.step} for a checkpoint")
+    trainer.saver.save(trainer.step, trainer.model, trainer.learner.optimizer)

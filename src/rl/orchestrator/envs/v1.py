@@ -6,8 +6,10 @@ place of its own. A seat's own limits (`args.agent = {max_turns = 4, timeout = {
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
@@ -16,6 +18,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
+from rl import guard
 from rl.orchestrator.env_ids import Blame, EnvLoadError
 from rl.orchestrator.envs.environment import Limits, RolloutError, phase
 from rl.orchestrator.envs.policy import OVERRIDABLE, Policy
@@ -30,6 +33,7 @@ log = logging.getLogger(__name__)
 START_S = 300.0
 """For the tool servers that all tasks share; verifiers itself waits 180 s for one."""
 STOP_S = 30.0
+LOOK_S = 2.0
 CHECKED_PROMPTS = 64
 """So many prompts are measured against the context before the run starts."""
 KEPT_TASKS = 4096
@@ -93,6 +97,7 @@ class V1Environment:
         self.client = PolicyClient()
         self.client_config = PolicyClientConfig.of(self.client)
         self.serving: Serving | None = None
+        self.watching: asyncio.Task[None] | None = None
         with self._blame("loading it"):
             self.config = V1Config(spec, policy.endpoint is not None)
             self.env = vf.load_environment(self.config.env)
@@ -212,12 +217,28 @@ class V1Environment:
             self.serving = None
             with self._blame("starting its servers"):
                 task.result()
+        self.watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Loop. verifiers does not bring a tool server that died back: then this worker ends, and its successor starts all of them."""
+        modules = {type(toolset).__module__ for toolset in self.env.taskset.toolsets(self.env.taskset.config)}
+        processes = guard.table()
+        servers = {pid: processes[pid].start for pid in guard.below(processes, [os.getpid()]) if modules & set(command_line(pid))}
+        while servers:
+            await asyncio.sleep(LOOK_S)
+            for pid, start in servers.items():
+                line = guard.entry(pid)
+                if line is None or line.start != start or line.state == "Z":
+                    print(f"environment {self.spec.name}: its tool server (pid {pid}) died: the worker ends, to start anew", flush=True)
+                    os._exit(1)
 
     async def close(self) -> None:
         """Ends the servers; those that do not end in time are left to die with this process."""
         if self.serving is None:
             return
         serving, self.serving = self.serving, None
+        if self.watching:
+            self.watching.cancel()
         serving.end.set()
         done, _ = await asyncio.wait([serving.task], timeout=STOP_S)
         if not done:
@@ -267,6 +288,14 @@ class V1Environment:
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
         return Seat(self.policy.conversation(order.server, order.sampling | pinned))
+
+
+def command_line(pid: int) -> list[str]:
+    """Words of a process's command; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def listed(taskset: vf.Taskset) -> Sequence[vf.Task]:

@@ -1,0 +1,441 @@
+"""A real run under a kill schedule, and then the promise checked.
+
+    python scripts/chaos.py @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
+
+The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
+back. At the end: exactly once, equal to `rl replay` bit for bit, no orphan, nothing left behind, lag bounds; and a table.
+Exit code 1 if any of it is broken.
+"""
+
+import argparse
+import getpass
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import promises
+import psutil
+
+from rl.cli import load_config
+from rl.metrics import MetricsReader
+from rl.run_dir import numbered
+from rl.status import read_status
+
+TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "rl", "guard")
+LOOK_S = 0.2
+FRESH_S = 6.0
+"""A heartbeat comes every 2 s; one that is older than this is not there."""
+PATIENCE_S = 120.0
+"""A kill waits so long for its target to be there."""
+RL_STOPPED_S = 8.0
+"""A stopped `rl` is let go on after this: nobody is above it to notice."""
+ORPHAN_S = 60.0
+"""What a dead `rl` left must be gone by then."""
+ORPHANS_EVERY_S = 2.0
+UP_S = 900.0
+"""The first start (vLLM's cold one) and any recovery may take this long at most."""
+
+
+@dataclass
+class Kill:
+    """One signal, and what came of it."""
+
+    at_s: float
+    target: str
+    signal: str
+    phase: str
+    pid: int
+    recovered_s: float | None = None
+    """Until every process was up again; None: the run ended before."""
+    overlapped: bool = False
+    """Another kill came before the recovery."""
+
+
+@dataclass
+class Report:
+    """What is printed."""
+
+    kills: list[Kill] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Run:
+    """The command `rl`, started anew with --resume when it is killed, and everything below it."""
+
+    def __init__(self, args: list[str], folder: Path):
+        self.args, self.folder = args, folder
+        self.config, _ = load_config(args, "rl")
+        self.run_dir = self.config.run_dir
+        self.word = f"chaos-{os.getpid()}-{time.time_ns()}"
+        self.temporary = Path(tempfile.mkdtemp(prefix="rlc-"))
+        self.attempt, self.output = 0, folder / "rl.log"
+        self.rl: subprocess.Popen[bytes] | None = None
+        self.doomed: list[tuple[float, str]] = []
+        """(when, word of a killed attempt): nothing of it may be alive a while later."""
+        self.not_before: dict[str, float] = {}
+        """When a role was last killed, by the clock of its status."""
+
+    def environment(self) -> dict[str, str]:
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        return os.environ | {
+            "RL_CHAOS": f"{self.word}:{self.attempt}.",
+            "TMPDIR": str(self.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": compiled,  # what vLLM compiled for itself before: half a minute of a first step
+            "PYTHONUNBUFFERED": "1",  # what was said before a SIGKILL is in the log
+        }
+
+    def start(self) -> None:
+        self.attempt += 1
+        command = [str(Path(sys.executable).parent / "rl"), *self.args, *(["--resume"] if self.run_dir.config.exists() else [])]
+        with self.output.open("ab") as output:
+            self.rl = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+    def status(self, role: str) -> dict[str, Any]:
+        return read_status(self.run_dir.status(role)) or {}
+
+    def up(self, role: str) -> bool:
+        """The process lives, is younger than the last kill that it does not outlive, shows its heartbeat, and is past its start."""
+        status = self.status(role)
+        if status.get("started", 0) < self.not_before.get(role, 0):
+            return False
+        fresh = time.time() - status.get("heartbeat", 0) < FRESH_S and psutil.pid_exists(status.get("pid", 0))
+        if role == "trainer":
+            return fresh and bool(re.search(r"training step|waiting for batch|publishing|checkpoint|validating", status["doing"]))
+        return fresh and bool(status.get("address")) and "loading environments" not in status["doing"]
+
+    def roles(self) -> list[str]:
+        if self.config.sft:
+            return ["trainer"]
+        return ["trainer", "orchestrator", *([] if self.config.orchestrator.inference_urls else ["inference"])]
+
+    def all_up(self) -> bool:
+        return all(map(self.up, self.roles()))
+
+    def find(self, target: str) -> tuple[int, str] | None:
+        """(pid, what it is doing) of a target, if it is there now."""
+        assert self.rl
+        role = {"rank": "trainer-1", "engine": "inference", "worker": "orchestrator"}.get(target, target)
+        status = self.status(role)
+        pid, doing = status.get("pid", 0), phase(status.get("doing", ""))
+        if target in ("rl", "guard"):
+            pid = self.rl.pid
+            doing = phase(self.status("trainer").get("doing", "starting"))
+        if not pid or not psutil.pid_exists(pid):
+            return None
+        if target in ("engine", "worker", "guard"):
+            word = {"engine": "EngineCore", "worker": "rl.orchestrator.worker", "guard": "guard.py"}[target]
+            found = [process.pid for process in below(pid) if word in title(process)]
+            return (min(found), doing) if found else None
+        return pid, doing
+
+
+def phase(doing: str) -> str:
+    """What a process does, without its numbers and details."""
+    return re.sub(r"\d+", "N", doing.split(":")[0])[:60] or "?"
+
+
+def below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return f"{process.name()} {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return ""
+
+
+class Chaos:
+    """The schedule, and the looks in between."""
+
+    def __init__(self, run: Run, options: argparse.Namespace):
+        self.run, self.options = run, options
+        self.random = random.Random(options.seed)
+        self.report = Report()
+        self.began = time.monotonic()
+        self.queue: list[str] = []
+        self.open: list[Kill] = []
+        self.seen: set[int] = set()
+        self.segments: set[str] = set()
+        self.pending_stamp = (0, 0)
+        self.reader = MetricsReader(run.run_dir.metrics)
+        self.step_times: dict[int, float] = {}
+        self.down_s = 0.0
+        self.wake_rl_at = 0.0
+        self.orphans_at = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    def look(self) -> None:
+        """Notes what is new; starts a dead `rl` again; raises EndedError when it ended by itself."""
+        time.sleep(LOOK_S)
+        run, now = self.run, self.now()
+        self.note_pending()
+        for line in self.reader.new():
+            if line["source"] == "trainer":
+                self.step_times.setdefault(line["step"], now)
+        if self.wake_rl_at and now > self.wake_rl_at:
+            self.wake_rl_at = 0.0
+            run.rl.send_signal(signal.SIGCONT)
+        if (code := run.rl.poll()) is not None:
+            if code not in (-signal.SIGKILL, -signal.SIGSEGV):
+                raise EndedError(code)
+            run.doomed.append((now, f"{run.word}:{run.attempt}."))
+            run.start()
+        self.note_orphans(now)
+        if self.open and not self.wake_rl_at and run.all_up() and not any(alive(kill) for kill in self.open):
+            self.down_s += now - self.open[0].at_s
+            for kill in self.open:
+                kill.recovered_s, kill.overlapped = now - kill.at_s, len(self.open) > 1
+            print(f"{now:7.0f} s  all up again after {now - self.open[0].at_s:.1f} s", flush=True)
+            self.open = []
+        if self.open and now - self.open[-1].at_s > UP_S:
+            raise EndedError(None)
+
+    def note_pending(self) -> None:
+        """Which groups have ever been finished."""
+        path = self.run.run_dir.pending
+        if path.exists() and (stamp := (path.stat().st_mtime_ns, path.stat().st_size)) != self.pending_stamp:
+            self.pending_stamp = stamp
+            self.seen |= promises.pending_groups(path)
+
+    def note_orphans(self, now: float) -> None:
+        """What a dead `rl` leaves ends by itself: its successor does not know of it."""
+        if now - self.orphans_at < ORPHANS_EVERY_S:
+            return
+        self.orphans_at = now
+        for when, word in list(self.run.doomed):
+            left = promises.told(promises.processes_with(word))
+            if not left or now - when > ORPHAN_S:
+                self.run.doomed.remove((when, word))
+                self.report.broken += [f"{ORPHAN_S:.0f} s after the death of `rl` there is still {line}" for line in left]
+
+    def until(self, what: str, reached: Callable[[], bool], limit_s: float) -> None:
+        since = self.now()
+        while not reached():
+            self.look()
+            if self.now() - since > limit_s:
+                raise TimeoutError(f"waited {limit_s:.0f} s for {what}; see {self.run.output} and {self.run.run_dir.logs}")
+
+    def kill(self) -> None:
+        """One random target gets one random signal, as soon as it is there. One that is never there leaves its turn to another."""
+        if not self.queue:
+            self.queue = self.random.sample(self.options.targets, len(self.options.targets))
+        target, _, name = self.queue.pop().partition(":")
+        number = getattr(signal, f"SIG{name or self.random.choice(self.options.signals)}")
+        since = self.now()
+        while not (found := self.run.find(target)):
+            self.look()
+            if self.now() - since > PATIENCE_S:
+                print(f"{self.now():7.0f} s  there is no {target} to kill", flush=True)
+                return
+        pid, doing = found
+        self.segments |= promises.shared_memory_of(promises.processes_with(self.run.word))
+        os.kill(pid, number)
+        if target == "rl" and number == signal.SIGSTOP:
+            self.wake_rl_at = self.now() + RL_STOPPED_S
+        elif target == "rl":
+            self.run.not_before = dict.fromkeys(self.run.roles(), time.time())
+        elif target not in ("worker", "guard"):
+            role = {"engine": "inference", "rank": "trainer"}.get(target, target)
+            self.run.not_before[role] = time.time()
+        kill = Kill(self.now(), target, number.name.removeprefix("SIG"), doing, pid)
+        self.report.kills.append(kill)
+        self.open.append(kill)
+        print(f"{kill.at_s:7.0f} s  SIG{kill.signal:<4} to {target} ({pid}), while the run is {doing}", flush=True)
+
+    def steps_done(self) -> int:
+        return max(self.step_times, default=0)
+
+    def go(self) -> None:
+        """Start, undisturbed steps, kills, a few steps more, end."""
+        options, run = self.options, self.run
+        run.start()
+        try:
+            self.until("the first start", lambda: run.all_up() and self.steps_done() >= options.undisturbed, UP_S)
+            pace = self.pace()
+            first, since = self.steps_done(), self.now()
+            for _ in range(options.kills):
+                due = self.now() + options.every * self.random.uniform(0.5, 1.5)
+                while self.now() < due:
+                    self.look()
+                self.kill()
+            self.until("the recovery of the last kill", lambda: not self.open, UP_S)
+            self.pace_under_kills(pace, first, since)
+            last = self.steps_done() + options.settle
+            self.until(f"step {last}", lambda: self.steps_done() >= last, UP_S)
+            self.until("word on orphans", lambda: not run.doomed, 2 * ORPHAN_S)
+            run.rl.terminate()
+            code = run.rl.wait(90)
+            self.report.figures["ended"] = f"stopped by SIGTERM: {code}"
+            self.report.broken += [] if code in (0, 143) else [f"`rl` ended with {code} after SIGTERM, not with 143"]
+        except EndedError as end:
+            self.report.figures["ended"] = f"by itself: {end.code}"
+            if end.code != 0:
+                self.report.broken.append(f"`rl` ended with {end.code}" if end.code is not None else f"no recovery within {UP_S:.0f} s")
+        except TimeoutError as error:
+            self.report.broken.append(str(error))
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Whatever happened: nothing of ours is left; what is, is noted by `check` before."""
+        rl = self.run.rl
+        if rl and rl.poll() is None:
+            rl.send_signal(signal.SIGCONT)
+            rl.terminate()
+            try:
+                rl.wait(90)
+            except subprocess.TimeoutExpired:
+                self.report.broken.append("`rl` does not end on SIGTERM within 90 s")
+                rl.kill()
+        self.note_pending()
+
+    def pace(self) -> float:
+        """Seconds a step of the undisturbed run."""
+        times = [self.step_times[step] for step in sorted(self.step_times)]
+        return median(b - a for a, b in itertools.pairwise(times)) if len(times) > 2 else 0.0
+
+    def pace_under_kills(self, pace: float, first: int, since: float) -> None:
+        """Effective training time, in two ways that docs/reliability.md defines."""
+        wall, steps = self.now() - since, self.steps_done() - first
+        repeated, repeated_s = promises.repeated_steps(self.run.run_dir)
+        self.report.figures |= {
+            "wall_s": wall,
+            "steps": steps,
+            "undisturbed_step_s": pace,
+            "steps_repeated": repeated,
+            "downtime_s": self.down_s,
+            "effective_by_downtime": max(0.0, 1 - (self.down_s + repeated_s) / wall) if wall else None,
+            "effective_by_pace": steps * pace / wall if wall and pace else None,
+        }
+
+    def check(self) -> None:
+        """The promise."""
+        run, report = self.run, self.report
+        report.broken += promises.nothing_left(run.run_dir, run.temporary, self.segments, run.word)
+        for process in promises.processes_with(run.word):
+            process.kill()
+        if not run.config.sft:
+            broken, lost = promises.exactly_once(run.run_dir, self.seen)
+            report.figures["rollouts_lost"] = lost
+            report.broken += broken
+            broken, mean, largest = promises.lag(run.run_dir, run.config)
+            report.figures |= {"lag_mean": mean, "lag_max": largest, "groups_seen": len(self.seen)}
+            report.broken += broken + promises.every_step_trained(run.run_dir)
+        report.figures |= events(run.run_dir.root / "events.jsonl")
+        if not self.options.no_replay:
+            broken, said = promises.replay_equal(run.run_dir, run.environment(), self.options.replay_timeout)
+            report.figures["replay"] = said.splitlines()[-1] if said else ""
+            report.broken += broken
+        shutil.rmtree(run.temporary, ignore_errors=True)
+
+
+class EndedError(Exception):
+    """`rl` ended by itself; None: it does not come up again."""
+
+    def __init__(self, code: int | None):
+        self.code = code
+        super().__init__(str(code))
+
+
+def events(path: Path) -> dict[str, Any]:
+    """What `rl` noted of the run, by kind; and for each process how long it took from a death until it worked again."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    back: dict[str, list[float]] = {}
+    for line in lines:
+        if line["event"] == "ready" and line["attempt"] > 1:
+            back.setdefault(line["process"], []).append(line["seconds"])
+    counts = dict(sorted(Counter(line["event"] for line in lines).items()))
+    return {"events": counts} | {f"{name}_back_s": f"median {median(each):.1f}, max {max(each):.1f}" for name, each in sorted(back.items())}
+
+
+def alive(kill: Kill) -> bool:
+    """Whether the victim is still there. One that got SIGCONT afterwards is not meant to go."""
+    return not (kill.target == "rl" and kill.signal == "STOP") and psutil.pid_exists(kill.pid)
+
+
+def table(report: Report) -> str:
+    """Markdown: kills by target and phase, recovery, figures, what is broken."""
+    lines = ["| target | kills | recovery median s | recovery max s |", "|---|---|---|---|"]
+    for target in [*sorted({kill.target for kill in report.kills}), "all"]:
+        kills = [kill for kill in report.kills if target in (kill.target, "all")]
+        times = [kill.recovered_s for kill in kills if kill.recovered_s is not None]
+        shown = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
+        lines.append(f"| {target} | {len(kills)} | {shown} |")
+    lines += ["", "| target | signal | while | kills |", "|---|---|---|---|"]
+    for (target, name, doing), count in sorted(Counter((kill.target, kill.signal, kill.phase) for kill in report.kills).items()):
+        lines.append(f"| {target} | {name} | {doing} | {count} |")
+    lines += ["", "| figure | |", "|---|---|"]
+    lines += [f"| {name} | {f'{value:.3g}' if isinstance(value, float) else value} |" for name, value in report.figures.items()]
+    lines += ["", "every promise was kept" if not report.broken else "BROKEN:"]
+    return "\n".join([*lines, *(f"- {sentence}" for sentence in report.broken)])
+
+
+def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--every", type=float, default=60.0, help="seconds between two kills, on average; each is between a half and one and a half"
+    )
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument(
+        "--targets",
+        default=",".join(TARGETS),
+        help=f"trainer or trainer:STOP, ...; out of {', '.join(TARGETS)}; one that is not there is passed over",
+    )
+    parser.add_argument("--signals", default="KILL", help="KILL, STOP, SEGV: one of these a kill")
+    parser.add_argument("--undisturbed", type=int, default=4, help="steps before the first kill: the pace to compare with")
+    parser.add_argument("--settle", type=int, default=2, help="steps after the last recovery")
+    parser.add_argument("--out", type=Path, help="folder of run, log and report; default: a new one under outputs/")
+    parser.add_argument("--no-replay", action="store_true")
+    parser.add_argument("--replay-timeout", type=float, default=7200.0)
+    options, rest = parser.parse_known_args(args)
+    options.targets, options.signals = options.targets.split(","), options.signals.split(",")
+    if unknown := {target.partition(":")[0] for target in options.targets} - set(TARGETS):
+        parser.error(f"--targets: {', '.join(sorted(unknown))} is none of {', '.join(TARGETS)}")
+    return options, rest
+
+
+def main() -> int:
+    options, rest = options_of(sys.argv[1:])
+    folder = options.out or Path("outputs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder.mkdir(parents=True)
+    flags = ["--output_dir", str(folder), "--name", "run"]
+    if not any(word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps=")) for word in rest):
+        flags += ["--max_steps", "999999"]  # the schedule ends the run
+    run = Run([*rest, *flags], folder)
+    if (run.config.trainer.ranks or 1) == 1:
+        options.targets = [target for target in options.targets if not target.startswith("rank")]
+    chaos = Chaos(run, options)
+    chaos.go()
+    chaos.check()
+    report = chaos.report
+    report.figures["versions"] = max(numbered(run.run_dir.weights_dir), default=0)
+    (folder / "chaos.json").write_text(json.dumps(asdict(report) | {"command": sys.argv[1:]}, indent=1))
+    (folder / "chaos.md").write_text(table(report) + "\n")
+    print(table(report))
+    return 1 if report.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What every HTTP request passes before anything else sees it: the run's token, and a limit on the size of its body."""
+
+import hashlib
+import secrets
+import sys
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY_BYTES = 16 << 20
+"""A prompt of a million token ids takes 7 MB."""
+
+
+def error_body(kind: str, message: str, **more: Any) -> bytes:
+    """Every error that is ours has this form."""
+    return msgspec.json.encode({"error": {"type": kind, "message": message, **more}})
+
+
+async def refuse(send: Send, status: int, kind: str, message: str) -> None:
+    """Answers and has the connection closed: what the client still sends is not read."""
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": error_body(kind, message)})
+
+
+class Gate:
+    """ASGI middleware in front of all routes, vLLM's own included: its `api_key` leaves /metrics, /health and others open.
+
+    Outermost, so that nothing of a request that is refused is parsed but its headers.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None):
+        self.app = app
+        self.expected = hashlib.sha256(token.encode()).digest() if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif not self.admits(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                message = "this server wants the run's token: send `Authorization: Bearer TOKEN`, TOKEN from RL_TOKEN or status/token"
+                await refuse(send, 401, "unauthorized", message)
+        elif scope["type"] == "websocket":
+            await self.app(scope, receive, send)
+        else:
+            await self.limited(scope, receive, send)
+
+    def admits(self, scope: Scope) -> bool:
+        """Whether the request shows the token. Digests are compared, in constant time, so that neither content nor length leaks."""
+        if self.expected is None:
+            return True
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, token = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(hashlib.sha256(token.strip()).digest(), self.expected)
+
+    async def limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on; one whose body gets too long looks to the app as if its client had gone."""
+        body_bytes, too_long, answered = announced_length(scope), False, False
+        if body_bytes > MAX_BODY_BYTES:
+            await refuse(send, 413, "too_large", f"the body has {body_bytes} bytes, {MAX_BODY_BYTES} are allowed")
+            return
+        body_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal body_bytes, too_long
+            message = await receive()
+            body_bytes += len(message.get("body", b""))
+            too_long = too_long or body_bytes > MAX_BODY_BYTES
+            return {"type": "http.disconnect"} if too_long else message
+
+        async def send_unless_too_long(message: Message) -> None:
+            nonlocal answered
+            if not too_long:
+                answered = True
+                await send(message)
+
+        try:
+            await self.app(scope, receive_counted, send_unless_too_long)
+        except ClientDisconnect:
+            if not too_long:
+                return
+        if too_long and not answered:
+            await refuse(send, 413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes")
+
+
+def announced_length(scope: Scope) -> int:
+    """What the request says of its body; 0 if nothing that is a number."""
+    values = [value for name, value in scope["headers"] if name == b"content-length"]
+    digits = values[0] if values and values[0].isdigit() else b"0"
+    return int(digits) if len(digits) < 19 else sys.maxsize

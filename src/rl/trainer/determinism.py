@@ -1,0 +1,48 @@
+"""The same batches give the same bits: what that depends on, and what torch is told for it."""
+
+import os
+from typing import Any
+
+import torch
+
+from rl.trainer.config import TrainerConfig
+from rl.trainer.distributed import World
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def is_deterministic(settings: TrainerConfig, device: torch.device) -> bool:
+    """trainer.deterministic, or its default for the device."""
+    return device.type == "cpu" if settings.deterministic is None else settings.deterministic
+
+
+def apply(settings: TrainerConfig, device: torch.device) -> None:
+    """Has torch choose only operations whose result does not depend on the order in which threads get to it, or leaves it as it is.
+
+    On GPUs an operation that has no such form raises, and names itself. Before the first product on a GPU.
+    """
+    if not is_deterministic(settings, device):
+        return
+    if device.type == "cuda":
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")  # cuBLAS's own workspaces would be shared between streams
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # that finds bugs, and costs a write of every buffer
+
+
+def conditions(settings: TrainerConfig, world: World) -> dict[str, Any]:
+    """What the bits of a version depend on beside base model, configuration and batches. Recorded with each version's digests."""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "ranks": world.size,
+        "micro_batch_tokens": settings.micro_batch_tokens,
+        "deterministic": is_deterministic(settings, world.device),
+    }
+
+
+def unlike(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """In words, in what two conditions differ; empty when they are equal."""
+    return ", ".join(f"{key} {there[key]} there and {here.get(key)} here" for key in there if there[key] != here.get(key))

@@ -1,0 +1,143 @@
+"""`rl replay` as a user starts it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from rl.batch_log import write_batch
+from rl.cli import to_toml
+from rl.commands.replay import Verdict, main
+from rl.config import RLConfig
+from rl.files import write_file
+from rl.processes import Children
+from rl.trainer.config import ReplayConfig
+from tests.tiny_model import make_tiny_model
+from tests.trainer.samples import make_batch
+from tests.trainer.stub_orchestrator import StubOrchestrator
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of three steps on two ranks, of whose versions only the last two are kept."""
+    root = tmp_path_factory.mktemp("run")
+    model = make_tiny_model(root / "model")
+    settings = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "float32"}}
+    settings |= {"orchestrator": {"environment": [{"id": "test"}]}}
+    trainer = {"gpus": 0, "ranks": 2, "checkpoint": {"interval": 2}, "weights": {"keep_last": 2}, "optim": {"lr": 1e-3}}
+    config = RLConfig.model_validate(settings | {"trainer": trainer})
+    write_file(config.run_dir.config, to_toml(config).encode())
+    batches = [make_batch(step) for step in range(1, STEPS + 1)]
+    for batch in batches:
+        write_batch(config.run_dir.batch(batch.step), batch, {})
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rl.trainer.main"]
+    with StubOrchestrator(config.run_dir, batches):
+        command = [sys.executable, *ranks, f"@{config.run_dir.config}"]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return config.run_dir
+
+
+def rl_replay(*args):
+    command = [sys.executable, "-m", "rl.main", "replay", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_two_ranks_are_replayed_as_two_ranks(run_dir):
+    done = rl_replay(run_dir.root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[:-1] == [
+        "version 1: equal to its digests",
+        "version 2: equal to its digests and weights",
+        "checkpoint 2: equal (float32 weights, optimizer, random numbers)",
+        "version 3: equal to its digests and weights",
+        "checkpoint 3: equal (float32 weights, optimizer, random numbers)",
+    ]
+    last = r"EQUAL: versions 1-3, trained again from the base model in \d+ s \(.*\), are those of the run, bit for bit; .* checkpoint 2-3"
+    assert re.fullmatch(last, done.stdout.splitlines()[-1])
+
+
+EQUAL = {"kept": ["digests"], "tensor": None, "max_difference": None, "fault": None, "unlike": "", "deterministic": True}
+DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weight", "max_difference": 0.00123}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            {"version": 3, **DIFFERENT},
+            "version 3 is not what the run made of batch 3: first in model.norm.weight, by at most 0.00123; versions 1-2 are equal",
+        ),
+        (
+            {"version": 3, **DIFFERENT, "max_difference": None, "unlike": "threads 2 there and 1 here"},
+            "first in model.norm.weight, (the weights are no longer there to say by how much); versions 1-2 are equal\n"
+            "  it was made under other conditions, which can be the reason: threads 2 there and 1 here",
+        ),
+        ({"version": 3, **EQUAL, "fault": "x: cut"}, "version 3: what was trained again fits, but a file of the run is damaged: x: cut"),
+        (
+            {"checkpoint": 2, "tensor": "optimizer.exp_avg.x", "ranks": [0], "fault": None},
+            "of its checkpoint, first in optimizer.exp_avg.x",
+        ),
+        (
+            {"checkpoint": 2, "tensor": None, "ranks": [1], "fault": None},
+            "the state after step 2 is not that of its checkpoint, on ranks [1]",
+        ),
+        ({"checkpoint": 2, "tensor": None, "ranks": [], "fault": "x: damaged"}, "DIFFERENT: checkpoint 2 is damaged: x: damaged"),
+    ],
+)
+def test_what_differs_is_named(run_dir, tmp_path, found, said):
+    config = RLConfig(name="scratch", output_dir=str(tmp_path))
+    verdict = Verdict(run_dir, config, ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=3))
+    for version in (1, 2):
+        assert verdict.tell({"version": version, **EQUAL}) is None
+    assert said in verdict.tell(found)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "which run? Give its directory and nothing else"),
+        (["{root}", "--until", "9"], "--until 9: the newest version of {root} is 3; give at most that"),
+        (["{root}", "--from", "3"], "--from 3: leaves no step to train before --until 3; give a smaller one"),
+        (["{root}"], "{root}: batches 1-2 are missing (there are 3; what is kept is a setting of the run): give --from 2"),
+        (["{root}x"], "there is no such run and no such model folder; in "),
+        (["{root}/empty"], "{root}/empty: has made no version yet; there is nothing to compare with"),
+    ],
+)
+def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
+    root = tmp_path / "run"
+    shutil.copytree(run_dir.root, root)
+    for step in (1, 2):
+        (root / "batches" / f"{step:06d}.batch").unlink()
+    (root / "empty").mkdir()
+    shutil.copy(root / "config.toml", root / "empty")
+    with pytest.raises(SystemExit) as end:
+        main([arg.replace("{root}", str(root)) for arg in args], Children())
+    assert end.value.code == 2 and said.replace("{root}", str(root)) in capsys.readouterr().err
+
+
+def test_notes(run_dir, tmp_path, capsys):
+    """A damaged checkpoint on the way, and settings that were changed in the middle."""
+    from rl.cli import from_toml
+    from rl.commands.replay import changes_within, plan
+    from rl.run_dir import RunDir
+
+    shutil.copytree(run_dir.root, tmp_path / "run")
+    copy = RunDir(tmp_path / "run", tmp_path / "run" / "weights")
+    (copy.checkpoint(2) / "__0_0.distcp").write_bytes(b"")
+    config = from_toml(copy.config)
+    replay, notes = plan(copy, config, 2, None)
+    assert (replay.start, replay.until) == (0, 3)
+    assert "checkpoint 2 is damaged and is passed over" in notes[0]
+    assert notes[1] == "there is no sound checkpoint 2: starting at the base model"
+    line = {"time": 0, "step": 2, "key": "trainer.micro_batch_tokens", "old": 64, "new": 128}
+    (copy.root / "changes.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"key": "max_steps"}) + "\n")
+    assert changes_within(copy, replay, config) == [
+        "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it may differ; --from 2 trains those behind it"
+    ]

@@ -1,0 +1,196 @@
+"""The orchestrator dies between any two steps of writing, again and again: every finished group counts exactly once."""
+
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl import faults
+from rl.batch_log import check_rollouts, decode_batch
+from rl.cli import build, parse_args
+from rl.files import clean_leftovers
+from rl.messages import VersionSpan
+from rl.metrics import read_metrics
+from rl.orchestrator import batches
+from rl.orchestrator.admission import InFlight
+from rl.orchestrator.clock import StepClock
+from rl.orchestrator.evaluation import Evaluator
+from rl.orchestrator.orchestrator import Orchestrator
+from rl.orchestrator.pending import read_groups
+from rl.orchestrator.rollouts import Group, Rollout, Turn
+from rl.orchestrator.served import ServedPolicy
+from rl.orchestrator.signal import Signal
+from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskSource
+from rl.run_dir import numbered
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda fd: None)  # nothing here outlives a power cut
+
+
+class KilledError(BaseException):
+    """In place of SIGKILL: no `except OSError` sees it."""
+
+
+class Dying:
+    """In place of faults.Plan: the k-th point that is reached is the last."""
+
+    def __init__(self, points: int):
+        self.left = points
+
+    def reach(self, name: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KilledError(name)
+
+
+class Nothing:
+    """A pool, servers and a status of which nothing is wanted."""
+
+    lost: dict[str, str] = {}
+    fields = {"doing": ""}
+
+    def advance(self, count: int = 1) -> None: ...
+
+
+class World:
+    """A run whose orchestrator lives several times, and what it is known to have finished."""
+
+    def __init__(self, root: Path, dice: random.Random):
+        flags = ["--name", "r", "--output_dir", str(root), "--max_steps", str(STEPS), "--max_lag", "1"]
+        envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
+        flags += ["--orchestrator.environment", envs, "--orchestrator.batch_size", "4", "--orchestrator.group_size", "2"]
+        self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2"]))
+        self.run_dir, self.dice = self.config.run_dir, dice
+        self.published, self.nonces = 0, 0
+        self.durable: dict[float, Group] = {}
+        self.asked: dict[float, Group] = {}
+
+    def orchestrator(self) -> Orchestrator:
+        pool = Nothing()
+        evaluator = Evaluator(self.config, pool, {}, StepClock())
+        policy = ServedPolicy(pool, self.run_dir, "/base", evaluator)
+        source = TaskSource({"a": EnvTasks(7, 2.0, 2, self.config.orchestrator.environment[0].difficulty), "b": EnvTasks(None, 1.0, 2)}, 3)
+        one = Orchestrator(self.config, pool, policy, source, evaluator, Nothing(), {})
+        policy.loaded = self.published
+        evaluator.clock.start()
+        return one
+
+    def live(self, points: int) -> None:
+        """A life until the run is over or the process dies at the given point."""
+        clean_leftovers(*self.run_dir.folders)
+        faults.plan = Dying(points) if points else None
+        try:
+            one = self.orchestrator()
+            one.restore()
+            assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(numbered(self.run_dir.batches, ".batch"))
+            one._complete_batches()
+            for _ in range(200):
+                if one.progress.newest == STEPS:
+                    return
+                self.play(one)
+            raise AssertionError("the run does not get on")
+        except KilledError:
+            pass
+        finally:
+            faults.plan = None
+
+    def play(self, one: Orchestrator) -> None:
+        """Groups start as admission lets them, some finish, and the trainer publishes."""
+        while envs := one.eligible(one.places()):
+            ref = one.source.next(envs)
+            one.in_flight[ref.group_id] = InFlight(ref, 2, one.loaded, time.monotonic(), NoTask())
+        refs = [play.ref for play in one.in_flight.values()]
+        done = [self.group(ref, one.in_flight[ref.group_id].start_version) for ref in refs if self.dice.random() < 0.5]
+        for group in done:
+            self.asked[nonce(group)] = group
+        if done:
+            one.keep(done)
+            self.durable |= {nonce(group): group for group in done}
+        if self.published < one.progress.newest and self.dice.random() < 0.5:
+            self.published += 1
+            one.policy.loaded = self.published
+            one.cancel_stale()
+
+    def group(self, ref, version: int) -> Group:
+        self.nonces += 1
+        turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
+        metrics = {"nonce": float(self.nonces)}
+        rollouts = [Rollout(turns=[turn], reward=self.dice.choice([0.0, 1.0]), episode=i, metrics=metrics) for i in range(2)]
+        if not self.dice.randrange(9):
+            rollouts[1].error, rollouts[1].cause = "failed", "environment"
+        return Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts)
+
+
+class NoTask:
+    """Of a group in flight."""
+
+    def cancel(self) -> None: ...
+
+
+def nonce(group: Group) -> float:
+    return group.rollouts[0].metrics["nonce"]
+
+
+def check(world: World) -> None:
+    """What is promised, whatever deaths there were."""
+    run_dir = world.run_dir
+    assert list(numbered(run_dir.batches, ".batch")) == list(numbered(run_dir.rollouts(0).parent, ".jsonl")) == [1, 2, 3, 4]
+    said, trained = [], []
+    for step in range(1, STEPS + 1):
+        check_rollouts(run_dir.rollouts(step))
+        content = decode_batch(run_dir.batch(step).read_bytes(), "x")
+        lines = [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()]
+        said += [line["metrics"]["nonce"] for line in lines if line["rollout_id"] == 0]
+        in_words = {(line["group_id"], line["rollout_id"]) for line in lines if line["trained"]}
+        assert content.batch.step == step and in_words == {(s.group_id, s.rollout_id) for s in content.batch.samples}
+        trained += in_words
+        lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.policy_versions]
+        assert min(lags) >= 0 and max(lags) <= 2
+    waiting, remarks = read_groups(run_dir.pending)
+    said += [nonce(group) for group in waiting]
+    assert not remarks and len(set(said)) == len(said) and len(set(trained)) == len(trained)  # nothing twice
+    assert set(world.durable) <= set(said) <= set(world.asked)  # nothing lost, nothing made up
+    metrics = read_metrics(run_dir.metrics)
+    assert [metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)] == [
+        len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples) for step in range(1, STEPS + 1)
+    ]
+    once, rates = Signal(), dict[int, float]()
+    for number in sorted(said):  # groups become durable in the order in which they were made
+        group = batches.judge(world.asked[number], batches.Rules())
+        once.note(group)
+        if group.env == "a" and group.rewards:
+            reward = sum(group.rewards) / len(group.rewards)
+            rates[group.task] = MEMORY * rates.get(group.task, reward) + (1 - MEMORY) * reward
+    last = world.orchestrator()
+    last.restore()
+    last.source.settle()
+    assert sorted(last.signal.silent) == sorted(once.silent) and last.signal.ranges == once.ranges
+    assert last.source.rates["a"] == rates
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**20), st.lists(st.integers(1, 70), max_size=5))
+def test_whatever_point_is_the_last_every_group_counts_once(seed, deaths):
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), random.Random(seed))
+        for points in deaths:
+            world.live(points)
+        world.live(0)
+        check(world)
+
+
+def test_a_death_at_each_point_in_turn(tmp_path):
+    for points in range(1, 60):
+        world = World(tmp_path / str(points), random.Random(points % 3))
+        world.live(points)
+        world.live(0)
+        check(world)

@@ -1,0 +1,75 @@
+"""What may arrive at the pool of workers: garbage ends the worker that sends it, and nothing else."""
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from rl.orchestrator.rollouts import EnvSpec, Heartbeat, Played, PolicySpec, Ready, Rollout, Turn, WorkerSetup
+from rl.orchestrator.workers import Worker, WorkerPool
+
+GARBAGE = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 5000], [b"\x82\xa4type\xaaLone\x85"], [b"\xdd\xff\xff\xff\xff"]]
+
+
+async def told(pool: WorkerPool, count: int) -> None:
+    while pool.rejected.count < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("frames", GARBAGE)
+def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path, frames):
+    async def main() -> tuple[int | None, str, int, bool]:
+        pool = WorkerPool(tmp_path)
+        receiver = asyncio.create_task(pool.receive())
+        sockets = {}
+        try:
+            for worker_id in ("a-0", "b-0"):
+                process = await asyncio.create_subprocess_exec("sleep", "60", process_group=0)
+                setup = WorkerSetup(
+                    env=EnvSpec(name=worker_id), policy=PolicySpec(), orchestrator="", worker_id=worker_id, max_tokens=1, retries=0
+                )
+                pool.workers[worker_id] = Worker(setup, process, tmp_path / "log")
+            for identity in ("a-0", "b-0", "nobody", "\xff"):
+                sockets[identity] = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+                sockets[identity].setsockopt(zmq.IDENTITY, identity.encode("latin-1"))
+                sockets[identity].connect(pool.address)
+            async with asyncio.timeout(20):
+                for identity in ("nobody", "\xff"):
+                    await sockets[identity].send(msgspec.msgpack.encode(Heartbeat()))
+                await told(pool, 2)
+                assert [worker.process.returncode for worker in pool.workers.values()] == [None, None]
+                await sockets["a-0"].send_multipart(frames)
+                code = await pool.workers["a-0"].process.wait()
+                await sockets["b-0"].send(msgspec.msgpack.encode(Ready(3, None)))
+                ready = await pool.workers["b-0"].ready
+            return code, pool.workers["a-0"].verdict, pool.rejected.count, ready == Ready(3, None)
+        finally:
+            receiver.cancel()
+            for socket in sockets.values():
+                socket.close(linger=0)
+            await pool.close()
+
+    code, verdict, count, others_are_heard = asyncio.run(main())
+    assert code == -9 and verdict.startswith("it sent what is no message (") and count == 3 and others_are_heard
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"logprobs": [-1.0]}, r"differ in number: \[1, 2\]"),
+        ({"policy_versions": [[0, 3]]}, r"differ in number: \[2, 3\]"),
+        ({"policy_versions": [[0, -1], [0, 3]]}, "Expected `int` >= 0"),
+        ({"prompt_ids": []}, "an answer to an empty prompt"),
+        ({"teacher_logprobs": [0.0]}, "a teacher's logprobs are as many"),
+        ({"completion_ids": [1, "x"]}, "Expected `int`, got `str`"),
+    ],
+)
+def test_answers_of_the_policy_that_do_not_fit_together_are_no_message(changes, what):
+    """They would end the orchestrator when the batch is made."""
+    turn = {"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [-1.0, -2.0], "policy_versions": [[0, 2]], "finish_reason": "stop"}
+    played = {"type": "Played", "play_id": 1, "rollouts": [{"turns": [turn | changes]}]}
+    with pytest.raises(msgspec.ValidationError, match=what):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(played), type=Played)
+    assert msgspec.convert(turn, Turn) and Rollout(turns=[])

@@ -1,0 +1,43 @@
+"""A pool without worker processes: the orchestrator plays by itself, over the real HTTP client."""
+
+from pathlib import Path
+from typing import Any
+
+from rl.orchestrator.inference_client import InferenceServers
+from rl.orchestrator.rollouts import Ready, Rollout, Split, Turn, WorkerSetup
+from rl.orchestrator.workers import WorkerPool
+
+TASKS = 24
+
+
+class StubPool(WorkerPool):
+    """Every rollout is one call of /generate. Tasks that divide by 5 give no signal."""
+
+    setup: WorkerSetup
+
+    async def start(self, setup: WorkerSetup) -> None:  # type: ignore[override]
+        self.setup = setup
+        self.servers = InferenceServers([], Path(setup.policy.inference_status), 30.0)
+
+    async def sizes(self, timeout_s: float) -> dict[str, Ready]:
+        return {self.setup.env.name: Ready(TASKS, 2)}
+
+    async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
+        rollouts = []
+        for episode in range(num_episodes):
+            prompt = [10 + task, 100 + episode]
+            answer = await self.servers.generate(0, prompt, sampling)
+            turn = Turn(
+                prompt_ids=prompt,
+                completion_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                policy_versions=answer.policy_versions,
+                finish_reason=answer.finish_reason,
+            )
+            reward = 0.5 if task % 5 == 0 else float((task + episode + sum(answer.token_ids)) % 3 == 0) + 0.01 * episode
+            rollouts.append(Rollout(turns=[turn], reward=reward, stop="stop", episode=episode))
+        return rollouts
+
+    async def close(self) -> None:
+        await self.servers.close()
+        await super().close()

@@ -1,0 +1,428 @@
+"""What users get wrong and what disks do, in one table: each case with the message that names it and the remedy."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from rl.batch_log import decode_batch, encode_batch
+from rl.cli import build, from_toml, load_config, parse_args
+from rl.cli_help import COMMANDS
+from rl.commands.export import check_target
+from rl.commands.options import CONCURRENCY, take
+from rl.commands.policy import resolve
+from rl.config import ModelConfig, RLConfig
+from rl.digests import read_digests, read_manifest, tensors_of_file
+from rl.files import encode_record
+from rl.functions import load_function
+from rl.main import subcommand
+from rl.messages import TrainBatch
+from rl.models import resolve_model
+from rl.orchestrator.batches import decode_state
+from rl.orchestrator.env_ids import check_installed
+from rl.orchestrator.pending import PendingLog
+from rl.prepare import prepare, with_absolute_paths
+from rl.processes import Children
+from rl.sft.rows import Source, files_of, json_rows
+from rl.status import hold_role
+
+ENV = ["--orchestrator.environment.id", "e"]
+LONG = "x" * 300
+
+
+class Case(NamedTuple):
+    """Something bad, and what must be said about it. `{tmp}` in a message is the test's directory."""
+
+    do: Callable[[Path], object]
+    message: str
+
+
+def args(*given: str, message: str) -> Case:
+    """A command line."""
+    return Case(lambda _: build(parse_args([*ENV, *given])), message)
+
+
+def run_args(*given: str, message: str) -> Case:
+    """A command line, as `rl` itself takes it."""
+    return Case(lambda _: load_config([*ENV, *given]), message)
+
+
+def toml(content: str | bytes, *given: str, message: str) -> Case:
+    """A configuration file."""
+
+    def do(tmp: Path) -> None:
+        (tmp / "run.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
+        build(parse_args(["@", str(tmp / "run.toml"), *given]))
+
+    return Case(do, message)
+
+
+def the_run(tmp: Path, *given: str) -> RLConfig:
+    words = [word.replace("{tmp}", str(tmp)) for word in given]
+    return with_absolute_paths(build(parse_args([*ENV, "--name", "r", "--output_dir", str(tmp), *words])))
+
+
+def start(tmp: Path, *given: str, resume: int | None = None, clean: bool = False) -> None:
+    os.close(prepare(the_run(tmp, *given), resume=resume, clean=clean).lock)
+
+
+def second_start(*given: str, resume: int | None = None, clean: bool = False, batches: tuple[int, ...] = (), message: str) -> Case:
+    """A run that exists, of so many batches, and what is asked of it."""
+
+    def do(tmp: Path) -> None:
+        start(tmp)
+        run_dir = the_run(tmp).run_dir
+        run_dir.batches.mkdir(exist_ok=True)
+        for step in batches:
+            run_dir.batch(step).write_bytes(encode_batch(TrainBatch(step=step, samples=[]), {}))
+        start(tmp, *given, resume=resume, clean=clean)
+
+    return Case(do, message)
+
+
+def first_start(prepare_it: Callable[[Path], object], message: str, *given: str, resume: int | None = None) -> Case:
+    """A new run in a directory where something is amiss."""
+
+    def do(tmp: Path) -> None:
+        prepare_it(tmp)
+        start(tmp, *given, resume=resume)
+
+    return Case(do, message)
+
+
+def written(name: str, content: str | bytes, read: Callable[[Path], object], message: str) -> Case:
+    """A file with this content, read by what reads it."""
+
+    def do(tmp: Path) -> None:
+        path = tmp / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        read(path)
+
+    return Case(do, message)
+
+
+def batch(change: Callable[[bytes], bytes], message: str) -> Case:
+    whole = encode_batch(TrainBatch(step=3, samples=[]), {"some": "state"})
+    return Case(lambda _: decode_batch(change(whole), "batches/000003.batch"), message)
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+
+
+class RemarkError(Exception):
+    """What is no error, but is said."""
+
+
+def remarks_of(path: Path) -> None:
+    raise RemarkError("; ".join(PendingLog(path).load(set(), 9)))
+
+
+def policy(spec: str, message: str) -> Case:
+    return Case(lambda tmp: resolve(spec.replace("{tmp}", str(tmp)), RLConfig(), None, None), message)
+
+
+def run_with(files: dict[str, str], spec: str, message: str) -> Case:
+    """A policy out of a run that has these files beside its configuration."""
+
+    def do(tmp: Path) -> None:
+        start(tmp)
+        for name, content in files.items():
+            (tmp / "r" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp / "r" / name).write_text(content)
+        resolve(f"{tmp}/r{spec}", RLConfig(), None, None)
+
+    return Case(do, message)
+
+
+def model(files: dict[str, str], message: str, **settings: str) -> Case:
+    """A folder with these files as the model."""
+
+    def do(tmp: Path) -> None:
+        for name, content in files.items():
+            (tmp / name).write_text(content)
+        resolve_model(ModelConfig(name=str(tmp), **{key: value.format(tmp=tmp) for key, value in settings.items()}))
+
+    return Case(do, message)
+
+
+WHOLE_MODEL = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "", "tokenizer_config.json": "{}"}
+
+
+def rows(content: str | bytes, message: str) -> Case:
+    return written("data.jsonl", content, lambda path: list(json_rows([path])), message)
+
+
+def locked(tmp: Path) -> None:
+    hold_role(the_run(tmp).run_dir.lock("rl"), "rl")
+
+
+def of_another_run(tmp: Path) -> None:
+    (tmp / "memory" / "r" / "000002").mkdir(parents=True)
+
+
+def old_configuration(tmp: Path) -> None:
+    (tmp / "r").mkdir()
+    (tmp / "r" / "config.toml").write_text("a_key_of_the_past = 1\n")
+
+
+KEYS = [
+    args("--bogus", "1", message="bogus = 1 (--bogus)\n    unknown key; see --help for all keys"),
+    args(
+        "--trainer.optim.lrr", "1", message="trainer.optim.lrr = 1 (--trainer.optim.lrr)\n    unknown key; did you mean trainer.optim.lr?"
+    ),
+    args("--group_size", "4", message="unknown key; did you mean orchestrator.group_size or orchestrator.environment.group_size?"),
+    args("--max-step", "4", message="max_step = 4 (--max-step)\n    unknown key; did you mean max_steps?"),
+    args("--temperature", "1", message="did you mean orchestrator.sampling.temperature or orchestrator.environment"),
+    args("--seed.x", "1", message="seed = {'x': 1} (--seed.x)\n    Input should be a valid integer"),
+    args("--seed", "1", "--seed.x", "1", message="seed.x = 1 (--seed.x)\n    `seed` is a value, not a table"),
+    args("--\x1b[31mred", "1", message="'\\x1b[31mred' = 1 (--'\\x1b[31mred')\n    unknown key"),
+    args(
+        "--wandb.api_key", "literal-key-1", message="wandb.api_key = '(hidden)' (--wandb.api_key)\n    unknown key; secrets are read from"
+    ),
+    args("--orchestrator.environment.args.api_key", "literal-key-1", message='an environment variable and write "env:NAME" here'),
+    args(
+        "--max_steps",
+        "5",
+        "--steps",
+        "6",
+        message="max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    are one setting with two values",
+    ),
+    args("--trainer.max_steps", "5", "--max_steps", "6", message="trainer.max_steps = 5 (--trainer.max_steps) and max_steps = 6"),
+    args("--learning_rate", "1", "--trainer.optim.lr", "2", message="learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2"),
+]
+VALUES = [
+    args("--max_steps", "0", message="max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1"),
+    args("--max_steps", "many", message="max_steps = 'many' (--max_steps)\n    Input should be a valid integer"),
+    args("--max_steps", "1000000", message="max_steps = 1000000 (--max_steps)\n    Input should be less than or equal to 999999"),
+    args("--max_steps", "nan", message="max_steps = nan (--max_steps)\n    Input should be a finite number"),
+    args("--steps", "0", message="max_steps = 0 (--steps)"),
+    args("--seed", "-1", message="seed = -1 (--seed)\n    Input should be greater than or equal to 0"),
+    args("--seed", "4294967296", message="seed = 4294967296 (--seed)\n    Input should be less than 4294967296"),
+    args("--seed", message="seed (--seed)\n    needs a value: int"),
+    args("--name", "--seed", "1", message="name (--name)\n    needs a value: str"),
+    args("--trainer-gpus", message="trainer.gpus (--trainer-gpus)\n    needs a value: int|list[int]"),
+    args("--trainer-gpus", "a,b", message="trainer.gpus = 'a,b' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")"),
+    args("--trainer-gpus", "²,1", message="trainer.gpus = '²,1' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")"),
+    args("--learning_rate", "-1", message="trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0"),
+    args("--model.dtype", "int4", message="model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'"),
+    args("--trainer.optim.schedule", "step", message="Input should be 'constant', 'linear' or 'cosine'"),
+    args("--trainer.optim.betas", "[0.9]", message="trainer.optim.betas.1 (--trainer.optim.betas)\n    is missing; set it"),
+    args("--orchestrator.group_size", "1", message="orchestrator.group_size = 1 (--orchestrator.group_size)"),
+    args("--orchestrator.sampling.temperature", "0", message="orchestrator.sampling.temperature = 0"),
+    args("--orchestrator.sampling.top_p", "1.5", message="orchestrator.sampling.top_p = 1.5"),
+    args("--inference.port", "70000", message="inference.port = 70000 (--inference.port)\n    Input should be less than or equal to 65535"),
+    args("--trainer.checkpoint.interval", "0", message="trainer.checkpoint.interval = 0"),
+    args("--trainer.weights.keep_last", "1", message="trainer.weights.keep_last = 1"),
+    args("--supervisor.quarantine_after", "0", message="supervisor.quarantine_after = 0 (--supervisor.quarantine_after)"),
+    args("--trainer.loss.type", "dpo", message="trainer.loss.type = 'dpo'\n    give one of "),
+    args(
+        "--orchestrator.environment",
+        "3",
+        message="orchestrator.environment = 3 (--orchestrator.environment.id)\n    Input should be a valid list",
+    ),
+    args("--output_dir", "a\0b", message="output_dir = 'a\\x00b'\n    has a NUL character in it; remove it"),
+    args("--output_dir", "a\udcffb", message="output_dir = 'a\\udcffb'\n    is not valid UTF-8; spell it in UTF-8"),
+]
+COMBINATIONS = [
+    args("--orchestrator.batch_size", "7", message="orchestrator.batch_size = 7\n    is less than one group of 8 rollouts (group_size)"),
+    args("--max_lag", "9", message="lets rollouts get too old for orchestrator.max_off_policy_steps = 8; lower it or raise that"),
+    args("--orchestrator.sampling.max_tokens", "2048", message="leaves no room for a prompt in model.max_model_len = 2048"),
+    args("--trainer.optim.offload", "--trainer.gpus", "0", message="trainer.gpus = 0 trains on the CPU: leave it out"),
+    args("--trainer.loss.token_mask", "[2, 8]", message="trainer.loss.token_mask = [2.0, 8.0]\n    leaves out r = 1"),
+    args("--trainer-gpus", "0,1", "--inference-gpus", "1,2", message="inference.gpus = [1, 2]\n    shares [1] with trainer.gpus"),
+    args(
+        "--trainer.lora.targets",
+        "[]",
+        message='trainer.lora.targets = []\n    names no layer; give some ("q_proj", "v_proj"), or all-linear',
+    ),
+    args(
+        "--orchestrator.environment.dataset",
+        "d",
+        message="orchestrator.environment.0.id = 'e'\n    give either id (an installed environment)",
+    ),
+    args("--orchestrator.host", "", message="orchestrator.host = ''\n    is no address; give 127.0.0.1"),
+    args("--inference.host", "http://a", message="inference.host = 'http://a'\n    is no address"),
+    args(
+        "--orchestrator.inference_urls",
+        "['10.0.0.1:8000']",
+        message="orchestrator.inference_urls = '10.0.0.1:8000'\n    give addresses like",
+    ),
+]
+NAMES = [
+    args("--name", "a/b", message="name = 'a/b'\n    is a directory's name: no slash, no leading dot; use output_dir for the place"),
+    args("--name", "..", message="name = '..'\n    is a directory's name"),
+    args("--name", ".hidden", message="name = '.hidden'\n    is a directory's name: no slash, no leading dot"),
+    args("--name", "a\\b", message="name = 'a\\\\b'\n    is a directory's name: no backslash"),
+    args("--name= a", message="name = ' a'\n    is a directory's name: no backslash, no dash in front, no space at its ends"),
+    args("--name=-rf", message="name = '-rf'\n    is a directory's name: no backslash, no dash in front"),
+    args("--name", "a\nb", message="name = 'a\\nb'\n    is a directory's name: only letters that can be seen and told apart"),
+    args("--name", "a\u202eb", message="name = 'a\\u202eb'\n    is a directory's name: only letters that can be seen"),
+    args("--name", "a\uff0fb", message="only letters that can be seen and told apart: no control characters, no look-alikes"),
+    args("--name", "a\0b", message="name = 'a\\x00b'\n    is a directory's name"),
+    args("--name", LONG, message="300 bytes long, 200 are allowed; use output_dir for the place"),
+    args("--orchestrator.environment.name", "a/b", message="orchestrator.environment.0.name = 'a/b'\n    is part of file names: no slash"),
+    args("--orchestrator.environment.name", LONG, message="is part of file names: 300 bytes long, 100 are allowed"),
+    args("--orchestrator.environment.id", "..", message="orchestrator.environment.0.name = '..'\n    is part of file names: is no name"),
+    args(
+        "--orchestrator.environment.id", "a/..@1", message="orchestrator.environment.0.name = '..'\n    is part of file names: is no name"
+    ),
+    args("--orchestrator.environment.id=@1", message="orchestrator.environment.0.name = ''\n    is part of file names: is no name"),
+    args(
+        "--orchestrator.environment.id",
+        "a\nb",
+        message="orchestrator.environment.0.name = 'a\\nb'\n    is part of file names: only letters",
+    ),
+    args(
+        "--orchestrator.eval",
+        "{ id = 'x', name = '../../etc/passwd' }",
+        message="orchestrator.eval.0.name = '../../etc/passwd'\n    is part",
+    ),
+    Case(lambda tmp: check_target(tmp / "r" / "x" / ".." / "weights", None, tmp / "r"), "lies in the run's own directory"),
+]
+COMMAND_LINES = [
+    args("stray", message="stray: not understood; give files as `@ file.toml` and settings as `--key value`"),
+    args("--", message="--: not understood"),
+    args("--=1", message="--=1: not understood"),
+    args("@", message="@ needs a file behind it"),
+    args("--trainer", "@", message="--trainer @ needs a file behind it"),
+    args("--resume", "1000000", message="--resume 1000000: there is no such step; the last possible one is 999999"),
+    args("--resume", "²", message="²: not understood"),
+    args("--x", "[" * 20000, message="unknown key"),
+    run_args("--bogus", "1", message="rl: 1 fault in the configuration\n  bogus = 1 (--bogus)"),
+    Case(lambda _: subcommand("trian", [], Children()), "rl: trian: no such command; "),
+    Case(lambda _: subcommand("evl", [], Children()), "did you mean `rl eval`? "),
+    Case(lambda _: subcommand("run.toml", [], Children()), "did you mean `rl @ run.toml`?"),
+    Case(lambda _: take("rl eval", ["--concurrency", "0"], (CONCURRENCY,)), "rl eval: --concurrency 0: needs a number from 1"),
+    Case(lambda _: take("rl eval", ["--concurrency", "²"], (CONCURRENCY,)), "rl eval: --concurrency ²: needs a number from 1"),
+    Case(lambda _: take("rl eval", ["--concurrency"], (CONCURRENCY,)), "rl eval: --concurrency needs a value: N"),
+    Case(lambda _: subcommand("export", [], Children()), "rl export: which run? Give its directory first"),
+    Case(lambda _: subcommand("export", ["x"], Children()), "rl export: where to? Give a directory: rl export x --to DIR"),
+]
+FILES = [
+    args("@", "/nowhere/x.toml", message="/nowhere/x.toml: no such file"),
+    args("@/tmp", message="/tmp: not readable as TOML: [Errno 21] Is a directory"),
+    args("@/dev/zero", message="/dev/zero: is no configuration: larger than 16 MiB"),
+    args("@", "a\0b", message="not readable as TOML: embedded null byte"),
+    toml("max_steps = \n", message="{tmp}/run.toml: not readable as TOML: Invalid value (at line 1"),
+    toml(b"name = '\xff'", message="{tmp}/run.toml: not readable as TOML: 'utf-8' codec can't decode"),
+    toml("a = 1\na = 2", message="{tmp}/run.toml: not readable as TOML: Cannot overwrite a value"),
+    toml("a = " + "[" * 20000, message="{tmp}/run.toml: not readable as TOML: nested too deep"),
+    toml("seed = " + "1" * 5000, message="{tmp}/run.toml: not readable as TOML: Exceeds the limit"),
+    toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    Input should be a valid dictionary"),
+    toml("", message="orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name"),
+    toml('[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n', message="is taken by another one"),
+    toml("[[orchestrator.environment]]\n", message="give either id (an installed environment), or dataset (rows)"),
+    toml('[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = "y"\n', "--orchestrator.environment.weight", "2",
+         message="which of the 2 is meant? Put its number before `weight`: 0 to 1"),
+]  # fmt: skip
+RUNS = [
+    second_start(message="{tmp}/r exists: continue that run with --resume, delete it with --clean, or choose another --name"),
+    second_start(resume=-1, clean=True, message="--clean deletes the run and --resume continues it: give one of them"),
+    second_start("--seed", "1", resume=-1, message="{tmp}/r was made with another configuration, 1 setting differs:\n  seed: 0 -> 1"),
+    second_start(
+        resume=7, batches=(1, 2, 4), message="--resume 7: needs batches 1 to 7 of {tmp}/r, 3, 5-7 missing; there are batches 1-2, 4"
+    ),
+    first_start(lambda tmp: (tmp / "r").write_text("x"), "{tmp}/r"),
+    first_start(lambda tmp: (tmp / "r" / "thesis").mkdir(parents=True), "{tmp}/r is not a run directory: it has no config.toml but thesis"),
+    first_start(
+        of_another_run,
+        "{tmp}/memory/r holds versions 2 to 2 of another run; delete them with --clean",
+        "--trainer.weights.dir",
+        "{tmp}/memory",
+    ),
+    first_start(locked, "{tmp}/r: rl of this run is already running (pid "),
+    first_start(old_configuration, "{tmp}/r/config.toml was not written by this version of rl:\n1 fault", resume=-1),
+]
+RECORDS = [
+    batch(lambda data: data[:-1], "batches/000003.batch: damaged record at byte 0 (magic, length or checksum does not fit)"),
+    batch(lambda data: data[:10], "batches/000003.batch: cut short at byte 0"),
+    batch(lambda data: b"", "batches/000003.batch: holds 0 records instead of one"),
+    batch(lambda data: data + data, "batches/000003.batch: holds 2 records instead of one"),
+    batch(lambda data: flipped(data, 0), "batches/000003.batch: damaged record at byte 0"),
+    batch(lambda data: flipped(data, len(data) - 1), "batches/000003.batch: damaged record at byte 0"),
+    batch(lambda _: encode_record(b"\x80"), "batches/000003.batch: not a batch of this version of rl: Object missing required field"),
+    batch(lambda _: encode_record(b"\x91" * 99_999), "batches/000003.batch: not a batch of this version of rl"),
+    Case(lambda _: decode_state(msgspec.Raw(b"\x81\xa5tasks\x01")), "the orchestrator's state in the newest batch is not of this version"),
+    written("batches/pending.log", encode_record(b"\x80"), remarks_of, "sampled again"),
+    written("batches/pending.log", encode_record(b"\x80")[:-1], remarks_of, "damaged record at byte 0"),
+    written("checkpoints/000001/manifest.json", "{}", lambda path: read_manifest(path.parent), "manifest.json: missing or damaged"),
+    written("checkpoints/000001/manifest.json", '{"step": 1, "world_size": 1, "model": "", "files": {"../../x": {}}}',
+            lambda path: read_manifest(path.parent), "manifest.json: missing or damaged"),
+    written("weights/000001/digests.json", '{"tensors": [', read_digests, "{tmp}/weights/000001/digests.json: missing or damaged"),
+    written("x.safetensors", b"\xff" * 100, lambda path: list(tensors_of_file(path)), "x.safetensors: cut short, or its header is damaged"),
+    rows("{}\n[1]\n", "{tmp}/data.jsonl:2: a list; write one object a line"),
+    rows(b'{"a": "\xff"}\n', "{tmp}/data.jsonl:1: not JSON ("),
+]  # fmt: skip
+MODELS_AND_ENVIRONMENTS = [
+    Case(
+        lambda _: resolve_model(ModelConfig(name="/nowhere/model")), "model.name = '/nowhere/model': no such folder; give an existing one"
+    ),
+    Case(lambda _: resolve_model(ModelConfig(name="a b c")), "model.name = 'a b c': neither a folder nor an id on the hub (owner/name)"),
+    model({}, "is not a complete Hugging Face model, it lacks config.json, a tokenizer (one of"),
+    model(WHOLE_MODEL | {"model.safetensors.index.json": "{"}, "model.safetensors.index.json: not readable as JSON"),
+    model(WHOLE_MODEL | {"tokenizer_config.json": "[]"}, "tokenizer_config.json: is no table but a list; copy the model again"),
+    model(WHOLE_MODEL, "its tokenizer has no chat template; name a file with one: --model.chat_template"),
+    model(WHOLE_MODEL, "model.chat_template = '{tmp}/t.jinja': no such file", chat_template="{tmp}/t.jinja"),
+    Case(lambda _: check_installed("nobody-has-this"), "environment nobody-has-this is not installed; `uv pip install nobody-has-this`"),
+    Case(lambda _: check_installed("owner/nobody-has-this"), "`prime env install owner/nobody-has-this`"),
+    Case(lambda _: check_installed("a b\0c"), "is not installed"),
+    Case(lambda _: check_installed("./nowhere"), "environment nowhere: the folder does not exist; give the folder"),
+    Case(lambda _: load_function("reward", "here.py"), "reward here.py names no function; write file.py:function or module:function"),
+    Case(lambda _: load_function("reward", "/nowhere.py:f"), "reward /nowhere.py:f names no file: there is no file /nowhere.py"),
+    Case(lambda _: load_function("reward", "nobody_has.this:f"), "names no module that is installed"),
+    Case(
+        lambda _: files_of(Source("/nowhere.jsonl", "train", "sft.dataset")), "sft.dataset = '/nowhere.jsonl': there is no /nowhere.jsonl"
+    ),
+    policy("{tmp}/nowhere", "nowhere"),
+    run_with({}, "@x", "r@x: give a version's number, or best"),
+    run_with({}, "@7", "version 7 is not in {tmp}/r/weights; there are none (and 0, the base model)"),
+    run_with({}, "@best", "the run has no finished evaluation ({tmp}/r/evals/best.json); name a version"),
+    run_with({"evals/best.json": "{"}, "@best", "{tmp}/r/evals/best.json: not readable as JSON"),
+    run_with({"evals/best.json": '{"e": {"policy_version": "x"}}'}, "@best", "{tmp}/r/evals/best.json: names no version"),
+    written("adapter_config.json", "[]", lambda path: resolve(str(path.parent), RLConfig(), None, None), "is no table but a list"),
+]
+CASES = [*KEYS, *VALUES, *COMBINATIONS, *NAMES, *COMMAND_LINES, *FILES, *RUNS, *RECORDS, *MODELS_AND_ENVIRONMENTS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.message[:60].splitlines()[0])
+def test_what_is_said_about(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rl.prepare.ROLE_WAIT_S", 0.1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((Exception, SystemExit)) as caught:
+        case.do(tmp_path)
+    error = caught.value
+    if isinstance(error, SystemExit):
+        assert error.code == 2
+        said = capsys.readouterr().err
+    elif isinstance(error, OSError):
+        said = f"{error.filename}: {error.strerror}"  # as `rl` shows it
+    else:
+        # Whatever is not one of our own would show the user a traceback.
+        assert type(error).__module__.startswith("rl.") or isinstance(error, RemarkError), repr(error)
+        said = str(error)
+    assert case.message.replace("{tmp}", str(tmp_path)) in said
+
+
+def test_there_are_many_and_they_differ():
+    assert len(CASES) >= 60 and len({case.message for case in CASES}) > 100
+
+
+def test_every_command_says_what_it_misses_without_a_traceback(capsys):
+    """With an argument that none of them knows."""
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            subcommand(name, ["--no-such-key", "1"], Children())
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"rl {name}: "), said
+
+
+def test_a_stored_configuration_is_checked_as_any_other(tmp_path):
+    (tmp_path / "config.toml").write_text('name = "../x"\n[orchestrator.environment]\nid = "e"\n')
+    with pytest.raises(Exception, match=r"name = '\.\./x'\n    is a directory's name"):
+        from_toml(tmp_path / "config.toml")

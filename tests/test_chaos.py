@@ -1,0 +1,155 @@
+"""The chaos script on the tiny model: real processes, a few kills, every promise. And that its checks see a promise that is broken."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import promises
+import pytest
+import soak
+
+from rl.batch_log import write_batch
+from rl.config import RLConfig
+from rl.files import append_file, encode_record, write_file
+from rl.messages import TrainBatch
+from rl.metrics import MetricsLog
+from rl.orchestrator.rollouts import Group, Rollout
+from rl.run_dir import RunDir
+from tests.tiny_model import make_tiny_model
+from tests.trainer.samples import make_sample
+
+CONFIG = """
+max_steps = 999999
+max_lag = 1
+[model]
+name = "model"
+dtype = "float32"
+max_model_len = 128
+[orchestrator]
+batch_size = 16
+group_size = 4
+worker_silence_s = 8
+[orchestrator.environment]
+id = "first-half"
+[orchestrator.sampling]
+max_tokens = 16
+[trainer]
+learning_rate = 3e-3
+[trainer.checkpoint]
+interval = 5
+[supervisor]
+silence_s = 10
+max_restarts = 100
+backoff_s = 0.1
+"""
+
+
+def run_chaos(folder: Path, *flags: str) -> tuple[int, dict, str]:
+    (folder / "run.toml").write_text(CONFIG)
+    script = Path(__file__).parent.parent / "scripts" / "chaos.py"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "environments"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(script), "@", "run.toml", "--out", "out", *flags]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    report = folder / "out" / "chaos.json"
+    return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout
+
+
+@pytest.mark.timeout(450)
+def test_a_run_under_kills_keeps_every_promise(tmp_path):
+    """Trainer (stopped, not killed), orchestrator, worker, engine and `rl` itself."""
+    make_tiny_model(tmp_path / "model")
+    flags = ["--kills", "5", "--every", "4", "--undisturbed", "3", "--targets", "trainer:STOP,orchestrator,worker,engine,rl"]
+    code, report, output = run_chaos(tmp_path, *flags)
+    log = (tmp_path / "out" / "rl.log").read_text()
+    assert code == 0, output + log[-3000:]
+    assert {kill["target"] for kill in report["kills"]} == {"trainer", "orchestrator", "worker", "engine", "rl"}
+    assert all(kill["recovered_s"] is not None for kill in report["kills"])
+    assert report["figures"]["rollouts_lost"] == 0 and report["figures"]["versions"] >= 8
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Two batches of two groups each, a third group that waits."""
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    trainer, orchestrator = MetricsLog(run_dir.metrics, "trainer"), MetricsLog(run_dir.metrics, "orchestrator")
+    for step in (1, 2):
+        groups = (2 * step - 1, 2 * step)
+        samples = [make_sample([5, 6], [7, 8], group=group, rollout=i) for group in groups for i in range(2)]
+        for sample in samples:
+            sample.policy_versions[:] = [msgspec.structs.replace(span, policy_version=step - 1) for span in sample.policy_versions]
+        lines = [{"group_id": group, "rollout_id": i, "trained": True, "why": None} for group in groups for i in range(2)]
+        write_file(run_dir.rollouts(step), b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        write_batch(run_dir.batch(step), TrainBatch(step=step, samples=samples), {})
+        run_dir.weights(step).mkdir(parents=True)
+        for log in (trainer, orchestrator):
+            log.write(step, {"time/step": 2.0})
+    group = Group(group_id=5, env="e", task=0, rollouts=[Rollout(), Rollout()])
+    append_file(run_dir.pending, encode_record(msgspec.msgpack.encode(group)))
+    return run_dir
+
+
+def config(**orchestrator) -> RLConfig:
+    environment = [{"id": "x"}]
+    return RLConfig.model_validate({"max_lag": 1, "orchestrator": {"environment": environment, "max_off_policy_steps": 1} | orchestrator})
+
+
+def test_a_sound_run_has_nothing_broken(run_dir):
+    assert promises.exactly_once(run_dir, {1, 2, 3, 4, 5}) == ([], 0)
+    assert promises.lag(run_dir, config()) == ([], 0.0, 0)
+    assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (0, 0.0)
+
+
+def test_a_lost_group_and_one_used_twice_are_told(run_dir):
+    broken, lost = promises.exactly_once(run_dir, {4, 5, 6})
+    assert broken == ["groups finished and lost: [6]"] and lost == 2
+    lines = run_dir.rollouts(1).read_bytes() + run_dir.rollouts(2).read_bytes().splitlines(keepends=True)[0]
+    write_file(run_dir.rollouts(1), lines)
+    broken, _ = promises.exactly_once(run_dir, set())
+    assert broken == ["batch 1 trains other rollouts than rollouts/000001.jsonl says", "groups in several batches: {3: [1, 2]}"]
+    run_dir.batch(1).unlink()
+    assert promises.exactly_once(run_dir, set())[0][0] == "batches are missing: there are [2]"
+
+
+def test_lag_repeated_steps_and_missing_lines_are_told(run_dir):
+    samples = [make_sample([5], [6], group=9)]
+    write_batch(run_dir.batch(3), TrainBatch(step=3, samples=samples), {})
+    assert promises.lag(run_dir, config()) == (["a token lags 0 to 2 versions; allowed are 0 to 1"], 2 / 17, 2)
+    MetricsLog(run_dir.metrics, "trainer").write(1, {"time/step": 3.0})
+    assert promises.repeated_steps(run_dir) == (1, 2.0)
+    run_dir.weights(4).mkdir()
+    told = promises.every_step_trained(run_dir)
+    assert told == ["no line of the trainer in metrics.jsonl for steps [3]", "version 4 has no batch"]
+
+
+def test_what_is_left_behind_is_told(run_dir, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    assert promises.nothing_left(run_dir, tmp_path / "tmp", set(), "nobody") == []
+    (tmp_path / "tmp" / "socket").touch()
+    for name, age_s in ((".000003.tmp", 120), (".000004.tmp", 5)):  # the second: the stop interrupted it
+        (run_dir.weights_dir / name).mkdir()
+        os.utime(run_dir.weights_dir / name, (time.time() - age_s,) * 2)
+    word = f"word-{time.time_ns()}"
+    with subprocess.Popen(["sleep", "60"], env={"RL_CHAOS": f"{word}:1."}, start_new_session=True) as orphan:
+        told = promises.nothing_left(run_dir, tmp_path / "tmp", {str(tmp_path / "gone")}, word)
+        orphan.kill()
+    assert told == [
+        f"an orphan is left: {orphan.pid} sleeping sleep 60",
+        f"{tmp_path}/tmp/socket is left",
+        f"{tmp_path}/weights/.000003.tmp is left",
+    ]
+
+
+def test_a_slope_is_told_from_noise():
+    def samples(growth):
+        rows = [(float(step), {"trainer": dict.fromkeys(soak.MEASURES, 100 + growth * step / 100 + step % 3)}) for step in range(1, 300)]
+        return soak.judge(rows)["trainer"]["rss_mib"]
+
+    flat, growing = samples(0.0), samples(5.0)
+    assert abs(flat.per_100) < 0.2 and not soak.grows("rss_mib", flat)
+    assert growing.per_100 == pytest.approx(5.0, abs=0.2) and soak.grows("rss_mib", growing)
+    jump = soak.judge([(1.0 if i < 500 else 100.0, {"rl": dict.fromkeys(soak.MEASURES, 500.0 if i < 500 else 100.0)}) for i in range(600)])
+    assert jump["rl"]["rss_mib"].mean == 100.0  # the start is left out

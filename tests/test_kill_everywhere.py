@@ -1,0 +1,302 @@
+"""Kills orchestrator, trainer and `rl`'s preparation at every fault point that they come by, one death after the other, and resumes.
+
+A chain of lives: each is killed at the next point, and the next one goes on from what it left. At the end nothing is lost, nothing is
+there twice, and what the trainer made equals a run without any death, bit for bit.
+"""
+
+import asyncio
+import itertools
+import json
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from rl.batch_log import decode_batch, write_batch
+from rl.cli import build, parse_args, to_toml
+from rl.files import CorruptFileError, decode_records, write_directory, write_file
+from rl.messages import RunEnded, WeightVersion
+from rl.metrics import read_metrics
+from rl.orchestrator.rollouts import Group
+from rl.run_dir import numbered
+from rl.status import write_status
+from rl.transport import OrchestratorClient
+from tests.tiny_model import make_tiny_model
+from tests.trainer.samples import make_batch
+from tests.trainer.stub_orchestrator import StubOrchestrator
+from tests.zygote import Zygote
+
+pytestmark = pytest.mark.timeout(300)
+KILLED = -9
+SILENT = ("ask.GetProbe", "answer.Probe")
+"""Needs no chain of its own: nothing durable hangs on it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory):
+    temporary = str(tmp_path_factory.mktemp("t"))  # of what a killed one leaves there
+    zygote = Zygote(TMPDIR=temporary, PYTHONPATH=str(Path(__file__).parent / "environments"), HF_HUB_OFFLINE="1")
+    yield zygote
+    zygote.close()
+
+
+def make_config(root: Path, model: Path, *flags: str):
+    base = [
+        "--name",
+        "r",
+        "--output_dir",
+        str(root),
+        "--model.name",
+        str(model),
+        "--model.dtype",
+        "float32",
+        "--model.max_model_len",
+        "128",
+    ]
+    base += ["--orchestrator.environment.id", "say-digit", "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"]
+    base += ["--orchestrator.sampling.max_tokens", "8", "--max_lag", "0", "--learning_rate", "1e-3"]
+    config = build(parse_args([*base, *flags]))
+    write_file(config.run_dir.config, to_toml(config).encode())
+    return config
+
+
+def end_at(config, step: int) -> None:
+    """Sets the last step, now that the deaths are over."""
+    config.max_steps = step
+    write_file(config.run_dir.config, to_toml(config).encode())
+
+
+def points_of(trace: Path) -> list[tuple[str, int]]:
+    """Distinct points in the order in which a process first came by, with how often it did."""
+    names = [line.split()[1] for line in trace.read_text().splitlines()]
+    return [(name, count) for name, count in Counter(names).items() if not name.startswith(SILENT)]
+
+
+def chain_of(trace: Path) -> list[tuple[str, int]]:
+    """(point, which time) to die at: each point at its first time, and then those next to a commit, if they come again, at their second."""
+    points = points_of(trace)
+    return [(name, 1) for name, _ in points] + [(name, 2) for name, count in points if count > 2 and name.endswith(("rename", "done"))]
+
+
+def leftovers(root: Path) -> list[Path]:
+    return [path for path in root.rglob(".*") if path.name.endswith(("tmp", "old", "replaced"))]
+
+
+# The orchestrator -----------------------------------------------------------------------------------------------------------
+
+
+class Inference:
+    """Our HTTP protocol in a thread. What it samples is a function of the prompt and the version alone."""
+
+    def __init__(self, status_path: Path):
+        self.status_path, self.version = status_path, 0
+        self.started = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_until_complete, args=(self.serve(),), daemon=True)
+
+    def __enter__(self) -> "Inference":
+        self.thread.start()
+        assert self.started.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.stop.set)
+        self.thread.join(30)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        ids = (await request.json())["token_ids"]
+        said = [(7 * sum(ids) + self.version + i) % 200 + 10 for i in range(3)]
+        spans = [[self.version, 3]]
+        return web.json_response({"token_ids": said, "logprobs": [-1.0] * 3, "policy_versions": spans, "finish_reason": "stop"})
+
+    async def load(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["policy_version"]
+        return web.json_response({"policy_version": self.version})
+
+    async def status(self, _: web.Request) -> web.Response:
+        return web.json_response({"policy_version": self.version, "max_model_len": 128})
+
+    async def serve(self) -> None:
+        self.stop = asyncio.Event()
+        app = web.Application()
+        app.add_routes([web.post("/generate", self.generate), web.post("/load_weights", self.load), web.get("/status", self.status)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        write_status(self.status_path, {"address": f"http://127.0.0.1:{runner.addresses[0][1]}", "ready": True})
+        self.started.set()
+        await self.stop.wait()
+        await runner.cleanup()
+
+
+def train(config) -> None:
+    """A trainer without a model: asks for one batch after the other, publishes versions without content."""
+    client = OrchestratorClient(config.run_dir.status("orchestrator"), 120.0, lambda _: None)
+    for step in itertools.count(1):
+        answer = client.get_batch(step)
+        if isinstance(answer, RunEnded):
+            return
+        assert decode_batch(answer, "wire").batch.step == step
+        if not config.run_dir.weights(step).exists():
+            write_directory(config.run_dir.weights(step), lambda folder: (folder / "x").write_text(""))
+        client.published(WeightVersion(step, str(config.run_dir.weights(step))))
+
+
+def pending_groups(path: Path) -> dict[int, Group]:
+    """The whole groups of pending.log, as the next orchestrator will find them."""
+    groups, decoder = {}, msgspec.msgpack.Decoder(Group)
+    try:
+        for payload in decode_records(path.read_bytes() if path.exists() else b"", str(path)):
+            group = decoder.decode(payload)
+            groups[group.group_id] = group
+    except CorruptFileError as error:
+        assert "cut short" in str(error) or "damaged record" in str(error)  # the torn tail
+    return groups
+
+
+def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -> dict[int, Group]:
+    """The orchestrator, killed at each point in turn and then left alone. Returns every group that was ever seen finished."""
+    log, finished = config.run_dir.root / "orchestrator.log", {}
+    trainer = threading.Thread(target=train, args=(config,), daemon=True)
+    with Inference(config.run_dir.status("inference")):
+        trainer.start()
+        for name, count in lives:
+            code = zygote.live("orchestrator", config.run_dir.config, log, f"orchestrator:{name}:{count}")
+            assert code == KILLED, f"{name} was not reached for the {count}. time: code {code}\n{log.read_text()[-3000:]}"
+            config.run_dir.status("orchestrator").unlink(missing_ok=True)  # as the supervisor does
+            finished |= pending_groups(config.run_dir.pending)
+        if lives:
+            end_at(config, config.run_dir.newest_batch() + 2)
+        assert zygote.live("orchestrator", config.run_dir.config, log, trace=trace) == 0, log.read_text()[-3000:]
+        trainer.join(30)
+    return finished
+
+
+def check_exactly_once(config, finished: dict[int, Group]) -> None:
+    """Every group in one place, every batch complete, nothing half left."""
+    run_dir, steps = config.run_dir, range(1, config.max_steps + 1)
+    assert list(numbered(run_dir.batches, ".batch")) == list(steps)
+    rollouts = {step: [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()] for step in steps}
+    places = Counter(group for lines in rollouts.values() for group in {line["group_id"] for line in lines})
+    assert set(places.values()) == {1}, "a group stands in two batches"
+    waiting = pending_groups(run_dir.pending)
+    lost = {group for group in finished if group not in places and group not in waiting}
+    assert not lost and not places.keys() & waiting.keys()
+    for step, lines in rollouts.items():
+        batch = decode_batch(run_dir.batch(step).read_bytes(), "batch").batch
+        trained = {(line["group_id"], line["rollout_id"]) for line in lines if line["trained"]}
+        assert trained == {(sample.group_id, sample.rollout_id) for sample in batch.samples} and len(trained) == len(batch.samples) == 8
+        assert all(line["why"] for line in lines if not line["trained"])
+        assert {span.policy_version for sample in batch.samples for span in sample.policy_versions} <= set(range(step))
+        for line in lines:
+            if line["group_id"] in finished:
+                assert line["reward"] == finished[line["group_id"]].rollouts[line["rollout_id"]].reward
+    metrics = read_metrics(run_dir.metrics)
+    assert [step for step, source in sorted(metrics) if source == "orchestrator"] == list(steps)
+    for version in [version for version in (0, *steps) if version % 2 == 0 or version == config.max_steps]:
+        assert len(run_dir.eval(version, "say-digit").read_bytes().splitlines()) == 2 * 2
+    assert leftovers(run_dir.root) == []
+
+
+def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeypatch):
+    monkeypatch.setattr("rl.transport.ATTEMPT_S", 0.5)
+    flags = ["--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "2"]
+    traced = make_config(tmp_path / "traced", model, "--max_steps", "4", *flags)
+    orchestrate(zygote, traced, [], str(tmp_path / "trace"))
+    check_exactly_once(traced, {})
+    names = {name for name, _ in points_of(tmp_path / "trace")}
+    for kind in ("batch", "pending", "rollouts", "eval", "best"):
+        assert {f"{kind}.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
+    assert {"metrics.write", "metrics.torn", "metrics.done", "http/load_weights", "http/load_weights.answered", "http/status"} <= names
+    assert {"answer.BatchBytes", "answered.BatchBytes", "answer.Acknowledged", "answered.RunEnded"} <= names
+    lives = [(name, count) for name, count in chain_of(tmp_path / "trace") if not name.endswith(".RunEnded")]
+    config = make_config(tmp_path / "killed", model, "--max_steps", "1000", *flags)
+    check_exactly_once(config, orchestrate(zygote, config, lives))
+
+
+# The trainer ----------------------------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
+    flags = ["--trainer.checkpoint.interval", "2", "--trainer.weights.keep_last", "1000", "--trainer.micro_batch_tokens", "128"]
+    traced = make_config(tmp_path / "traced", model, "--max_steps", "6", *flags)
+    with StubOrchestrator(traced.run_dir, [make_batch(step) for step in range(1, 7)]):
+        log = tmp_path / "log"
+        assert zygote.live("trainer", traced.run_dir.config, log, trace=str(tmp_path / "trace")) == 0, log.read_text()[-3000:]
+    names = {name for name, _ in points_of(tmp_path / "trace")}
+    assert {f"weights.{place}" for place in ("fill", "saved", "fsync", "rename", "fsync_dir", "done")} <= names
+    assert {f"checkpoint.{place}" for place in ("saved", "manifest", "fsync", "rename", "done", "remove", "removed")} <= names
+    assert {f"digests.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
+    assert {"metrics.torn", "ask.GetBatch", "asked.GetBatch", "ask.Published", "asked.Published"} <= names
+    lives = chain_of(tmp_path / "trace")
+    batches = [make_batch(step) for step in range(1, 2 * len(lives))]
+    killed, straight = (make_config(tmp_path / name, model, "--max_steps", "1000", *flags) for name in ("killed", "straight"))
+    with StubOrchestrator(killed.run_dir, batches):
+        for name, count in lives:
+            code = zygote.live("trainer", killed.run_dir.config, log, f"trainer:{name}:{count}")
+            assert code == KILLED, f"{name} was not reached for the {count}. time: code {code}\n{log.read_text()[-3000:]}"
+        steps = max(numbered(killed.run_dir.weights_dir)) + 1
+        for config in (killed, straight):
+            end_at(config, steps)
+        assert zygote.live("trainer", killed.run_dir.config, log) == 0, log.read_text()[-3000:]
+    with StubOrchestrator(straight.run_dir, batches):
+        assert zygote.live("trainer", straight.run_dir.config, log) == 0, log.read_text()[-3000:]
+    for version in range(1, steps + 1):
+        ours, theirs = (contents(config.run_dir.weights(version)) for config in (killed, straight))
+        assert ours == theirs, f"version {version}"
+    ours, theirs = (contents(config.run_dir.checkpoint(steps)) for config in (killed, straight))
+    assert ours.keys() == theirs.keys() and all(ours[name] == theirs[name] for name in ours if name.endswith(".distcp"))
+    assert list(read_metrics(killed.run_dir.metrics)) == [(step, "trainer") for step in range(1, steps + 1)]
+    assert leftovers(killed.run_dir.root) == []
+
+
+# `rl` -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_preparation_of_a_resume_killed_at_every_point(tmp_path, model, zygote):
+    """`--resume 2` of a run with 4 steps: whatever it is killed at, the same command again ends where it would have ended at once."""
+    made = make_config(tmp_path / "made", model, "--max_steps", "4").run_dir
+    for step in range(1, 5):
+        write_batch(made.batch(step), make_batch(step), {})
+        write_file(made.rollouts(step), b"{}\n")
+        write_directory(made.weights(step), lambda folder: (folder / "x").write_text("x"))
+        write_file(made.eval(step, "say-digit"), b"{}\n")
+    made.metrics.write_text("".join(json.dumps({"step": step, "source": "trainer", "a": 1}) + "\n" for step in range(1, 5)))
+    write_file(made.pending, b"")
+
+    def resume(name: str, fault: str = "", trace: str = "") -> tuple[int, Path]:
+        return zygote.live("prepare", tmp_path / name / "wanted.toml", tmp_path / "log", fault, trace), tmp_path / name / "r"
+
+    def copy(name: str) -> None:
+        shutil.copytree(made.root, tmp_path / name / "r")
+        wanted = build(parse_args(["@", str(made.config), "--output_dir", str(tmp_path / name), "--max_steps", "5"]))  # and one change
+        write_file(tmp_path / name / "wanted.toml", to_toml(wanted).encode())
+
+    def state(root: Path) -> dict[str, bytes]:
+        return {name: data for name, data in contents(root).items() if not name.startswith(("discarded", "status", "changes", "config"))}
+
+    copy("straight")
+    code, straight = resume("straight", trace=str(tmp_path / "trace"))
+    assert code == 0, (tmp_path / "log").read_text()
+    lives = [(name, nth + 1) for name, count in points_of(tmp_path / "trace") for nth in range(count)]
+    assert {"config.rename", "metrics.rename"} <= {name for name, _ in lives}
+    for i, (name, count) in enumerate(lives):
+        copy(str(i))
+        code, root = resume(str(i), f"prepare:{name}:{count}")
+        assert code == KILLED, name
+        assert resume(str(i))[0] == 0, (tmp_path / "log").read_text()
+        assert state(root) == state(straight), f"{name} {count}"
+        assert leftovers(root) == []

@@ -1,0 +1,191 @@
+"""What replay stands on: digests, quarantine, and training the same batches again in another directory."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl.batch_log import decode_batch, write_batch
+from rl.cli import to_toml
+from rl.config import RLConfig
+from rl.digests import digest, first_difference, read_digests, verify_version
+from rl.files import CorruptFileError, write_file
+from rl.metrics import read_metrics
+from rl.run_dir import RunDir, numbered
+from rl.status import Status
+from rl.trainer.replay import FOUND, compare, open_log
+from rl.trainer.start import start
+from rl.trainer.train import train
+from tests.trainer.samples import make_batch
+from tests.trainer.stub_orchestrator import StubOrchestrator
+
+STEPS, QUARANTINED = 4, 3
+
+
+def make_config(root, model, **trainer) -> RLConfig:
+    settings = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "bfloat16"}}
+    settings["orchestrator"] = {"environment": [{"id": "test"}]}
+    optim, weights = {"lr": 1e-3, "schedule": "cosine"}, {"keep_last": 2}
+    settings["trainer"] = {"optim": optim, "micro_batch_tokens": 128, "checkpoint": {"interval": 2}, "weights": weights} | trainer
+    return RLConfig.model_validate(settings)
+
+
+def train_here(config, world, source=None):
+    """The trainer's life in this process."""
+    status = Status(config.run_dir.status("trainer"), "trainer")
+    trainer = start(config, world, config.model.name, status, source)
+    train(trainer)
+    status.close()
+    return trainer
+
+
+def record(config, world, batches):
+    """A run with its log, and what it asked for."""
+    for batch in batches:
+        write_batch(config.run_dir.batch(batch.step), batch, {})
+    write_file(config.run_dir.config, to_toml(config).encode())
+    with StubOrchestrator(config.run_dir, batches) as orchestrator:
+        trainer = train_here(config, world)
+    return trainer, orchestrator
+
+
+def replay(run_dir, config, root, world, **more):
+    """What a replay finds: its lines for the versions, and those for the checkpoints."""
+    settings = {"run": str(run_dir.root), "weights": str(run_dir.weights_dir), "start": 0, "until": STEPS} | more
+    config = make_config(root, config.model.name, **config.trainer.model_dump() | {"data": {"replay": settings}})
+    trainer = train_here(config, world, open_log(config, config.trainer.data.replay))
+    lines = [json.loads(line) for line in (config.run_dir.root / FOUND).read_text().splitlines()]
+    return trainer, [line for line in lines if "version" in line], [line for line in lines if "checkpoint" in line]
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [make_batch(step) for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope="module", params=["whole", "lora"])
+def recorded(request, batches, tied_folder, world, tmp_path_factory):
+    more = {"lora": {"rank": 4}} if request.param == "lora" else {}
+    config = make_config(tmp_path_factory.mktemp(request.param), tied_folder, **more)
+    write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
+    return config, *record(config, world, batches)
+
+
+def test_a_quarantined_step_changes_nothing(recorded):
+    config, trainer, orchestrator = recorded
+    run_dir = config.run_dir
+    assert [version for version, _ in orchestrator.published] == [1, 2, 3, 4] and QUARANTINED not in orchestrator.asked
+    of = {step: read_digests(run_dir.digests(step))["tensors"] for step in range(1, STEPS + 1)}
+    assert of[2] == of[3] and first_difference(of[1], of[2]) and first_difference(of[3], of[4])
+    assert list(numbered(run_dir.weights_dir)) == [2, 3, 4]  # 2 is a checkpoint's
+    assert verify_version(run_dir.weights(3))["tensors"] == of[2]
+    lines = read_metrics(run_dir.metrics)
+    assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [None, None, 1.0, None]
+    steps = {int(values["step"]) for values in trainer.learner.optimizer.state.values()}
+    assert steps == {STEPS - 1}
+
+
+def test_digests_are_those_of_the_bytes_in_the_file(recorded):
+    folder = recorded[0].run_dir.weights(STEPS)
+    tensors = load_file(next(folder.glob("*.safetensors")))
+    content = read_digests(folder / "digests.json")
+    assert content["tensors"] == {name: digest(tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
+    assert content["made_by"] | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__} == content["made_by"]
+    assert "files" in content and "files" not in read_digests(recorded[0].run_dir.digests(STEPS))
+
+
+def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_path):
+    config = recorded[0]
+    before = {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
+    _, versions, checkpoints = replay(config.run_dir, config, tmp_path, world)
+    assert [line["version"] for line in versions] == [1, 2, 3, 4] and [line["checkpoint"] for line in checkpoints] == [2, 4]
+    assert not any(line["tensor"] or line["fault"] or line["unlike"] for line in versions)
+    assert [line["kept"] for line in versions] == [["digests"], *[["digests", "weights"]] * 3]
+    assert not any(line["ranks"] or line["fault"] for line in checkpoints)
+    assert before == {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
+
+
+def test_a_replay_starts_at_a_checkpoint_and_stops_where_it_is_told(recorded, world, tmp_path):
+    trainer, versions, checkpoints = replay(recorded[0].run_dir, recorded[0], tmp_path, world, start=2, until=3)
+    assert [line["version"] for line in versions] == [2, 3] and checkpoints == [] and trainer.step == 3
+    assert not any(line["tensor"] or line["fault"] for line in versions)
+
+
+def copy_of(run_dir, root) -> RunDir:
+    shutil.copytree(run_dir.root, root)
+    return RunDir(root, root / "weights")
+
+
+def test_another_batch_is_found_at_its_step(recorded, world, tmp_path):
+    config = recorded[0]
+    run_dir = copy_of(config.run_dir, tmp_path / "copy")
+    batch = decode_batch(run_dir.batch(4).read_bytes(), "").batch
+    for sample in batch.samples:
+        sample.advantages[:] = [-advantage for advantage in sample.advantages]
+    write_batch(run_dir.batch(4), batch, {})
+    _, versions, checkpoints = replay(run_dir, config, tmp_path, world)
+    assert [bool(line["tensor"]) for line in versions] == [False, False, False, True]
+    assert 0 < versions[3]["max_difference"] < 0.01 and versions[3]["fault"] is None
+    assert [bool(line["ranks"]) for line in checkpoints] == [False, True] and checkpoints[1]["tensor"]
+
+
+def test_damage_is_told_from_difference(recorded, world, tmp_path):
+    """A flipped bit of the weights, of their digests, and of the record."""
+    config, *_ = recorded
+    version = SimpleNamespace(named={}, made_by={}, digests=read_digests(config.run_dir.digests(STEPS))["tensors"])
+    first = next(iter(version.digests))
+
+    def found(name, change):
+        run_dir = copy_of(config.run_dir, tmp_path / name)
+        change(run_dir)
+        return compare(run_dir, STEPS, version)
+
+    def flip(run_dir):
+        path = next(run_dir.weights(STEPS).glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    def change(path):
+        content = json.loads(path.read_text())
+        content["tensors"][first] = "0" * 64
+        path.write_text(json.dumps(content))
+
+    assert found("whole", lambda run_dir: None)["fault"] is None
+    flipped = found("flipped", flip)
+    assert flipped["tensor"] is None and "safetensors: tensor " in flipped["fault"] and flipped["fault"].endswith("is not what was written")
+    damaged = found("record", lambda run_dir: change(run_dir.digests(STEPS)))
+    assert damaged["tensor"] == first and "weights/000004/digests.json and" in damaged["fault"]
+    assert "damaged" in found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))["fault"]
+    with pytest.raises(CorruptFileError, match=f"tensor {first} is not what was written"):
+        run_dir = copy_of(config.run_dir, tmp_path / "own")
+        change(run_dir.weights(STEPS) / "digests.json")
+        verify_version(run_dir.weights(STEPS))
+
+
+def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tmp_path, capsys):
+    """After the loss of the newest checkpoint: version 3 is there, 4 is damaged; then a run whose record says something else."""
+    config = recorded[0]
+    run_dir = copy_of(config.run_dir, tmp_path / "run")
+    config = make_config(tmp_path, config.model.name, **config.trainer.model_dump())
+    shutil.rmtree(run_dir.checkpoint(4))
+    (run_dir.weights(4) / "digests.json").write_text("{")
+    before = run_dir.weights(3).stat().st_ino
+    with StubOrchestrator(run_dir, batches) as orchestrator:
+        train_here(config, world)
+    assert [version for version, _ in orchestrator.published] == [2, 3, 4] and run_dir.weights(3).stat().st_ino == before
+    assert verify_version(run_dir.weights(4))["tensors"] == read_digests(recorded[0].run_dir.digests(4))["tensors"]
+    assert "000004/digests.json: missing or damaged; version 4 is written anew" in capsys.readouterr().err
+    for name in ("checkpoints/000004", "weights"):
+        shutil.rmtree(run_dir.root / name)
+    content = read_digests(run_dir.digests(3))
+    content["tensors"] = dict.fromkeys(content["tensors"], "0" * 64)
+    run_dir.digests(3).write_text(json.dumps(content | {"made_by": content["made_by"] | {"threads": 7}}))
+    with StubOrchestrator(run_dir, batches):
+        train_here(config, world)
+    said = capsys.readouterr().err
+    assert f"WARNING: trained again, version 3 is another than before, first in {next(iter(content['tensors']))} (threads 7 there" in said
+    assert said.count("WARNING") == 1 and read_digests(run_dir.digests(3))["tensors"] == verify_version(run_dir.weights(3))["tensors"]
