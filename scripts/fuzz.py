@@ -106,7 +106,7 @@ def pending_log(data: bytes, folder: Path) -> None:
     for content in (data, encode_record(data), encode_record(data) + data):
         (folder / "pending.log").write_bytes(content)
         log = PendingLog(folder / "pending.log")
-        log.load(set())
+        log.load(set(), 1 << 62)
         again = PendingLog(folder / "pending.log")
         assert again.load(set()) == [] and len(again.groups) == len(log.groups)
 

@@ -20,9 +20,10 @@ class InferenceConfig(Settings):
     """CPU cores of the server: a count, or a list of ids. Default: all cores, shared with the trainer."""
     startup_timeout_s: float = Field(900.0, gt=0)
     """How long the server may take until it answers."""
-    engine_timeout_s: float = Field(60.0, gt=0)
-    """vLLM's engine answers between two steps. One that leaves a question unanswered for so long (stopped, or hanging) is killed, and the
-    server ends with it, to be started again. While it puts new weights in place it has ten times as long."""
+    engine_timeout_s: float = Field(300.0, gt=0)
+    """vLLM's engine answers between two steps, which take long on a CPU. One that leaves a question unanswered for so long is killed, and
+    the server ends with it, to be started again. While it puts new weights in place it has ten times as long. `rl` notices one that is
+    stopped by supervisor.silence_s."""
     adapters: Literal["auto", "merge", "hot"] = "auto"
     """How versions of a run with trainer.lora are served. hot: adapters beside the model, loaded without a pause; requests in flight keep
     theirs. merge: added to the model's weights, as fast as the model alone. auto: hot on GPUs; merge on the CPU, where hot takes 5 times
