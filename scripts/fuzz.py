@@ -108,7 +108,7 @@ def pending_log(data: bytes, folder: Path) -> None:
         log = PendingLog(folder / "pending.log")
         log.load(set(), 1 << 62)
         again = PendingLog(folder / "pending.log")
-        assert again.load(set()) == [] and len(again.groups) == len(log.groups)
+        assert again.load(set(), 1 << 62) == [] and len(again.groups) == len(log.groups)
 
 
 def status_file(data: bytes, folder: Path) -> None:
