@@ -67,7 +67,7 @@ def find_run(name: str) -> Path:
             return place.absolute()
     if name.endswith(".toml"):
         fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
-    fail("rl doctor", f"{name}: no run; neither {places[0]} nor {places[1]} has a config.toml")
+    fail("rl doctor", f"{name}: no run; there is no config.toml in {' or '.join(dict.fromkeys(map(str, places)))}")
 
 
 def run(name: str, *, verify: bool, as_json: bool) -> int:
