@@ -196,7 +196,7 @@ def test_the_tiny_model_is_always_the_same(tmp_path):
 def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args, said in [
-        (["nowhere"], "nowhere: no run; neither nowhere nor outputs/nowhere has a config.toml"),
+        (["nowhere"], "nowhere: no run; there is no config.toml in nowhere or outputs/nowhere"),
         (["x.toml"], "a file is given as `@ FILE`: rl doctor @ x.toml"),
         (["nowhere", "--seed", "1"], "give RUN alone"),
         (["--sed", "1"], "did you mean seed?"),
