@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,17 @@ def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> s
     return None
 
 
-def tensors_of_file(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each tensor in a safetensors file. Raises CorruptFileError for a file whose header does not fit its size.
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a safetensors file, in bytes, and its shape."""
+
+    start: int
+    end: int
+    shape: list[int]
+
+
+def places_of_tensors(path: Path) -> dict[str, Place]:
+    """Name -> place of each tensor of a safetensors file. Raises CorruptFileError for a file whose header does not fit its size.
 
     The format: 8 bytes little-endian header length, JSON header with byte ranges, data (huggingface.co/docs/safetensors).
     """
@@ -103,15 +113,26 @@ def tensors_of_file(path: Path) -> Iterator[tuple[str, bytes]]:
         with path.open("rb") as file:
             length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
             header = json.loads(file.read(length)) if length <= size else {}
-            header.pop("__metadata__", None)
-            ranges = {name: entry["data_offsets"] for name, entry in header.items()}
-            if size != 8 + length + max((end for _, end in ranges.values()), default=0):
-                raise CorruptFileError(f"{path}: cut short, or its header is damaged")
-            for name, (start, end) in ranges.items():
-                file.seek(8 + length + start)
-                yield name, file.read(end - start)
+        header.pop("__metadata__", None)
+        data = 8 + length
+        places = {name: Place(*(data + offset for offset in entry["data_offsets"]), entry["shape"]) for name, entry in header.items()}
+        if size != max((place.end for place in places.values()), default=data):
+            raise CorruptFileError(f"{path}: cut short, or its header is damaged")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CorruptFileError(f"{path}: missing, or damaged in its header") from None
+    return places
+
+
+def tensors_of_file(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of each tensor in a safetensors file. Raises CorruptFileError as `places_of_tensors` does."""
+    places = places_of_tensors(path)
+    try:
+        with path.open("rb") as file:
+            for name, place in places.items():
+                file.seek(place.start)
+                yield name, file.read(place.end - place.start)
+    except (OSError, ValueError, OverflowError):
+        raise CorruptFileError(f"{path}: cannot be read, or is damaged in its header") from None
 
 
 def weights_file(folder: Path) -> Path:

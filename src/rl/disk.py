@@ -1,12 +1,12 @@
 """How much disk a run will use, said before it starts: policy versions, checkpoints, batches, rollouts."""
 
-import json
 import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import RLConfig
+from rl.digests import places_of_tensors
 from rl.run_dir import RunDir, numbered
 from rl.trainer.config import CheckpointConfig, LoraConfig, WeightsConfig
 
@@ -74,13 +74,8 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
 
 
 def tensor_shapes(folder: Path) -> list[list[int]]:
-    """Of all tensors of a model, from the headers of its safetensors files."""
-    shapes = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes += [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-    return shapes
+    """Of all tensors of a model, from the headers of its safetensors files. Raises CorruptFileError."""
+    return [place.shape for path in sorted(folder.glob("*.safetensors")) for place in places_of_tensors(path).values()]
 
 
 def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:

@@ -8,6 +8,7 @@ child left is told from what the others need; and if `rl` is killed with SIGKILL
 
 import contextlib
 import ctypes
+import errno
 import getpass
 import os
 import re
@@ -39,6 +40,10 @@ SHOW_CURSOR = b"\x1b[?25h"
 GIVE_UP, DAMAGED = 3, 4
 """Exit codes of our processes, beside 2 (wrong settings): a diagnosis that starting again does not change (a missing model, a full disk);
 a damaged file in the run directory, to be repaired before the next start. Anything else is worth another start."""
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of a disk that is full or not to be written."""
+LASTING = (*CANNOT_WRITE, errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+"""Errors of the system that another start does not mend."""
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -264,7 +264,9 @@ class TrainerServer:
             self.socket.bind(f"{PLAIN}{brackets}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise OSError(f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+            raise OSError(
+                error.errno, f"orchestrator.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
+            ) from None
         bound_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         name = reachable(host)
         self.address = f"{GUARDED if token else PLAIN}{f'[{name}]' if ':' in name else name}:{bound_port}"

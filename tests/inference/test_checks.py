@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from rl.inference.engine_args import EngineArgsError, parse_engine_args
-from rl.inference.main import LASTING, newest_sound_version
+from rl.inference.main import newest_sound_version
 from rl.inference.server import bind
 from rl.inference.weight_files import WeightsError, check_weights, read_tensors
 from rl.messages import WeightVersion
+from rl.processes import LASTING
 from rl.run_dir import RunDir
 from tests.tiny_model import make_tiny_model
 

@@ -1,6 +1,5 @@
 """`inference`: one vLLM server at the newest policy version of the run. Also `python -m rl.inference.main`."""
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -12,16 +11,12 @@ from rl.config import RLConfig
 from rl.credentials import CredentialError, redact, resolve
 from rl.messages import WeightVersion
 from rl.models import ModelError, resolve_model
-from rl.processes import GIVE_UP, die_with_parent
+from rl.processes import GIVE_UP, LASTING, die_with_parent
 from rl.run_dir import RunDir, numbered
 from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM lays its buffers out for; a smaller one fits into the next."""
-
-
-LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-"""Errors of the system that another start does not mend."""
 
 
 def main() -> None:

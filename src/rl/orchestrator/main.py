@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import sys
-import time
 from pathlib import Path
 
 from rl.access import AccessError, run_token
@@ -15,7 +14,7 @@ from rl.models import ModelError, resolve_model
 from rl.orchestrator.clock import StepClock
 from rl.orchestrator.config import EnvSource
 from rl.orchestrator.env_ids import EnvLoadError, check_installed
-from rl.orchestrator.errors import RunError, code_of
+from rl.orchestrator.errors import RunError
 from rl.orchestrator.evaluation import EvalEnv, Evaluator
 from rl.orchestrator.inference_client import InferenceLostError, InferenceServers, TokenRefusedError
 from rl.orchestrator.orchestrator import Orchestrator
@@ -24,8 +23,7 @@ from rl.orchestrator.served import ServedPolicy
 from rl.orchestrator.tasks import EnvTasks, TaskSource
 from rl.orchestrator.teacher import TeacherError, make_teachers
 from rl.orchestrator.workers import WorkerError, WorkerPool
-from rl.processes import DAMAGED, GIVE_UP, die_with_parent
-from rl.run_dir import RunDir
+from rl.processes import DAMAGED, GIVE_UP, LASTING, die_with_parent
 from rl.status import AlreadyRunningError, Status, hold_role
 from rl.transport import TrainerServer
 
@@ -159,19 +157,7 @@ def exit_code(errors: list[BaseException]) -> int:
         return DAMAGED
     if any(isinstance(error, GIVES_UP) for error in errors):
         return GIVE_UP
-    return max([code_of(error) for error in errors if isinstance(error, OSError)], default=1)
-
-
-def own_role(run_dir: RunDir) -> int:
-    """The lock of the role. Raises AlreadyRunningError when its holder does not end."""
-    deadline = time.monotonic() + ROLE_WAIT_S
-    while True:
-        try:
-            return hold_role(run_dir.lock("orchestrator"), "orchestrator")
-        except AlreadyRunningError as error:
-            if time.monotonic() > deadline:
-                raise AlreadyRunningError(f"waited {ROLE_WAIT_S:.0f} s: {error}") from None
-            time.sleep(0.2)
+    return GIVE_UP if any(isinstance(error, OSError) and error.errno in LASTING for error in errors) else 1
 
 
 def main() -> None:
@@ -184,7 +170,7 @@ def main() -> None:
             if entry.id and not entry.python:
                 check_installed(entry.id)
         run_dir = config.run_dir
-        _lock = own_role(run_dir)
+        _lock = hold_role(run_dir.lock("orchestrator"), "orchestrator", ROLE_WAIT_S)
         clean_leftovers(run_dir.batches, run_dir.rollouts(0).parent, run_dir.evals, *run_dir.evals.glob("*/"))
         if not config.run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_file(config.run_dir.config, to_toml(config).encode())

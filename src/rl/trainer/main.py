@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import errno
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from rl.files import CorruptFileError, clean_leftovers
 from rl.functions import FunctionError
 from rl.metrics import read_metrics
 from rl.models import ModelError, resolve_model
-from rl.processes import DAMAGED, GIVE_UP
+from rl.processes import CANNOT_WRITE, DAMAGED, GIVE_UP
 from rl.run_dir import RunDir
 from rl.sft.rows import DataError
 from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
@@ -40,7 +39,7 @@ def main() -> None:
     except CorruptFileError as error:
         fail(run_dir, str(error), DAMAGED)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in CANNOT_WRITE:
             raise
         remedy = "free space or change output_dir or trainer.weights.dir, then start again: the run goes on from its last checkpoint"
         fail(run_dir, f"{error}; {remedy}", GIVE_UP)
