@@ -64,7 +64,7 @@ def go(run: FaultyRun) -> list[str]:
         if time.monotonic() - since > UP_S:
             return [f"not reached: {sorted(set(run.faults) - set(died))}"]
     newest, deadline = run.run_dir.newest_batch(), time.monotonic() + UP_S
-    while run.run_dir.newest_batch() < newest + 2 and time.monotonic() < deadline:
+    while run.run_dir.newest_batch() < newest + 2 and time.monotonic() < deadline and run.rl.poll() is None:
         time.sleep(0.5)
     run.rl.terminate()
     code = run.rl.wait(120)

@@ -33,6 +33,10 @@ def beat(doing, seconds=60, **more):
         status(doing, **more)
         time.sleep(0.05)
 """
+LEAVE = """
+from rl.standby import leave
+leave(lambda: print("imported", flush=True))
+"""
 WORK = {
     "inference": "beat('serving', address='http://x')",
     "orchestrator": "beat('filling batch 1')",
@@ -57,6 +61,11 @@ class Run:
     def begin(self, **scripts):
         commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
         self.supervisor.begin([Role(name, command, dict(os.environ)) for name, command in commands.items()])
+
+    def begin_warm(self, name, code):
+        """One process alone, which leaves copies of itself behind."""
+        command = [sys.executable, "-c", LEAVE + PRELUDE + code, name, str(self.root)]
+        self.supervisor.begin([Role(name, command, dict(os.environ), leaves_copy=True)])
 
     def until(self, condition, timeout_s=10.0):
         deadline = time.monotonic() + timeout_s
@@ -104,6 +113,26 @@ def make(tmp_path, monkeypatch):
 def gone(pid):
     line = entry(pid)
     return line is None or line.state == "Z"
+
+
+def test_a_process_that_got_on_starts_warm_and_one_that_did_not_from_nothing(make):
+    run = make()
+    die = "os.kill(os.getpid(), signal.SIGKILL)"
+    run.begin_warm(
+        "trainer",
+        f"""
+if attempt == 1:
+    beat('training step 1', 0.3, progress=1)
+    {die}
+elif attempt == 2:
+    beat('loading the model', 0.3)
+    {die}
+""",
+    )
+    run.finish()
+    logs = [(run.root / "logs" / f"trainer-{attempt}.log").read_text() for attempt in (1, 2, 3)]
+    assert logs == ["imported\n", "", "imported\n"]
+    assert len(run.events("death")) == 2 and len(run.events("restart")) == 2
 
 
 def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
@@ -232,21 +261,21 @@ def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
 
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     run = make(backoff_s=0.3)
-    code = "names = os.environ['TMPDIR'], os.environ['VLLM_RPC_BASE_PATH']\nprint(*names, file=open(root + '/tmp', 'a'), flush=True)\n"
+    code = "names = map(os.environ.get, ('TMPDIR', 'VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR'))\n"
+    code += "print(*names, file=open(root + '/tmp', 'a'), flush=True)\n"
     code += "open(os.environ['TMPDIR'] + '/socket', 'w')\n"
     run.begin(inference=code + "if attempt == 1: sys.exit(beat('x', 0.3))\n" + WORK["inference"])
     run.ready("inference", 1)
     lines = [line.split() for line in (run.root / "tmp").read_text().splitlines()]
-    assert all(directory == base and len(directory) < 60 for directory, base in lines)
-    (first, _), (second, _) = lines
+    assert all(directory == base and len(directory) < 60 for directory, base, _ in lines)
+    (first, _, compiled), (second, _, compiled_again) = lines
+    assert compiled == compiled_again and not compiled.startswith(str(run.children.directory))  # outlives both
     assert not os.path.exists(first) and os.path.exists(second + "/socket")
-    kept = [os.path.realpath(entry) for entry in os.scandir(second) if entry.is_symlink()]
     guard = run.children.guard.process
     run.enough()
     run.until(lambda: run.child("inference") is None)
     run.children.stop(5.0)
     assert not os.path.exists(os.path.dirname(second)) and guard.returncode == -9
-    assert len(kept) == 1 and os.path.isdir(kept[0])  # what torch has compiled
 
 
 @pytest.mark.parametrize("victim", ["leader", "below"])

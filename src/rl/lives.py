@@ -25,6 +25,8 @@ class Role:
     command: list[str]
     env: dict[str, str]
     cores: list[int] | None = None
+    leaves_copy: bool = False
+    """For a warm start of its next attempt, see standby.py."""
 
 
 @dataclass

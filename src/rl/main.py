@@ -71,7 +71,8 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     found = []
     for name, share in shares.items():
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
-        found.append(Role(name, command(name, run_dir, division.ranks), env, cores))
+        one_process = name != "trainer" or division.ranks == 1
+        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process))
     return found
 
 

@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rl import guard
+from rl.standby import PR_SET_PDEATHSIG, Adopted, Standby, Standbys
 
 LAUNCHER = "RL_PARENT_PID"
 """Environment variable with the pid of the process that must be alive above this one."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 STOP_DEADLINE_S = 20.0
 """Between SIGTERM and SIGKILL: a torchrun agent, a vLLM server and its engine end within it; weights and checkpoints are atomic anyway."""
 KILL_DEADLINE_S = guard.KILL_DEADLINE_S
@@ -88,7 +90,7 @@ class Child:
     """One started process, the leader of its own session and group."""
 
     name: str
-    process: subprocess.Popen
+    process: subprocess.Popen | Adopted
     log: Path
     started: float = field(default_factory=time.monotonic)
     marker: str = ""
@@ -120,7 +122,14 @@ class Child:
             os.killpg(self.process.pid, signum)
 
 
-def start(name: str, command: list[str], env: dict[str, str], log_path: Path, cores: Iterable[int] | None = None) -> Child:
+def start(
+    name: str,
+    command: list[str],
+    env: dict[str, str],
+    log_path: Path,
+    cores: Iterable[int] | None = None,
+    standby: Standby | None = None,
+) -> Child:
     """Starts a child: own session, output to `log_path`, bound to `cores`, and ended by the kernel if this process dies."""
     parent = os.getpid()
     affinity = set(cores) if cores else None
@@ -133,12 +142,14 @@ def start(name: str, command: list[str], env: dict[str, str], log_path: Path, co
             os.sched_setaffinity(0, affinity)
 
     env = {key: value for key, value in env.items() if key != "PYTHONDONTWRITEBYTECODE"}  # no .pyc: 25 s of vLLM's start-up
-    env |= {LAUNCHER: str(parent), "PYTHONUNBUFFERED": "1"}
+    env |= {LAUNCHER: str(parent), "PYTHONUNBUFFERED": "1"} | (standby.environment() if standby else {})
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=in_child
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        inherited = standby.inherited if standby else ()
+        process = subprocess.Popen(command, env=env, **streams, start_new_session=True, preexec_fn=in_child, pass_fds=inherited)
+    if standby:
+        standby.started()
     return Child(name, process, log_path)
 
 
@@ -218,10 +229,16 @@ class Children:
         self.others: set[int] = set()
         self.guard: Guard | None = None
         self.started = 0
+        self.standbys = Standbys()
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def start(self, name: str, command: list[str], env: dict[str, str], logs: Path, cores: Iterable[int] | None = None) -> Child:
-        """Starts a child under the next attempt's log, with a marker and a directory for temporary files in its environment."""
+    def start(
+        self, name: str, command: list[str], env: dict[str, str], logs: Path, cores: Iterable[int] | None = None, warm: bool | None = None
+    ) -> Child:
+        """Starts a child under the next attempt's log, with a marker and a directory for temporary files in its environment.
+
+        `warm`: from the copy that its predecessor has left behind, if there is one; None: it shall leave no copy either.
+        """
         log = next_log(logs, name)
         run = run_marker()
         if self.guard is None:
@@ -231,8 +248,12 @@ class Children:
         marker = f"{run}{name}:{log.stem.rpartition('-')[2]}"
         self.started += 1
         temporary = self.directory / str(self.started)  # short, for the names of sockets
-        fill(temporary)
-        child = start(name, command, env | environment(env, marker, temporary), log, cores)
+        temporary.mkdir()
+        env = env | environment(env, marker, temporary)
+        if copy := self.standbys.call(name, log, env) if warm else None:
+            child = Child(name, copy, log)
+        else:
+            child = start(name, command, env, log, cores, self.standbys.expect(name) if warm is not None else None)
         child.marker, child.temporary = marker, temporary
         self.children.append(child)
         self.guard.watch(child.process.pid)
@@ -295,6 +316,7 @@ class Children:
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
         """SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids that even that did not end."""
         self.stopping = True
+        self.standbys.close()
         for child in self.children:
             child.signal_group(signal.SIGTERM)
             child.signal_group(signal.SIGCONT)  # a stopped one sees no SIGTERM
@@ -305,6 +327,7 @@ class Children:
 
     def kill(self) -> list[int]:
         """SIGKILL to everything that is left, and reaps. Returns the pids that are still there (stuck in the kernel)."""
+        self.standbys.close()
         left = self._kill(self._left)
         if self.guard and not left:
             self.children = []
@@ -348,8 +371,8 @@ class Children:
         return running
 
     def _below(self, processes: dict[int, guard.Entry]) -> set[int]:
-        """Processes under this one, without the trees of the guard and of those that were there before the first child."""
-        without = self.others | ({self.guard.process.pid} if self.guard else set())
+        """Processes under this one, without the guard, the copies that wait, and the trees that were there before the first child."""
+        without = self.others | ({self.guard.process.pid} if self.guard else set()) | self.standbys.pids()
         return guard.below(processes, [pid for pid, line in processes.items() if line.parent == os.getpid()], without)
 
 
@@ -366,6 +389,8 @@ def environment(given: dict[str, str], marker: str, temporary: Path) -> dict[str
         guard.MARKER: f"{os.environ.get(guard.MARKER, '')} {marker}".strip(),
         "SPT_NOENV": "1",  # setproctitle, which vLLM uses, would write the title over the environment that we look for the marker in
         "TMPDIR": str(temporary),
+        # The one thing there that is worth keeping, and where torch keeps it by default: half a minute of an engine's first step.
+        "TORCHINDUCTOR_CACHE_DIR": given.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user_name()}"),
         "VLLM_RPC_BASE_PATH": given.get("VLLM_RPC_BASE_PATH", str(temporary)),
     }
 
@@ -376,10 +401,8 @@ def temporary_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="rl-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
 
 
-def fill(temporary: Path) -> None:
-    """Makes a child's directory for temporary files. What torch compiles, the one thing there that is worth keeping, stays where it was."""
-    temporary.mkdir()
-    with contextlib.suppress(OSError, KeyError):  # a user without a name; no right to write there: then it is compiled anew
-        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        compiled.mkdir(mode=0o700, exist_ok=True)
-        (temporary / compiled.name).symlink_to(compiled)
+def user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have none
+        return str(os.getuid())

@@ -92,7 +92,9 @@ class Supervisor:
         role = life.role
         if role.name == "trainer":
             self.run_dir.exit_code("trainer").unlink(missing_ok=True)
-        life.child = self.children.start(role.name, role.command, role.env, self.run_dir.logs, role.cores)
+        # Only after an attempt that got on: whatever it is that a copy may have inherited, it must not hold the run up.
+        warm = (life.died is not None and not life.streak) if role.leaves_copy else None
+        life.child = self.children.start(role.name, role.command, role.env, self.run_dir.logs, role.cores, warm)
         life.began, life.ready, life.progressed, life.stopped_s = self.clock, False, False, 0.0
         life.statuses, life.silent_s = {}, {}
         if life.died is not None:

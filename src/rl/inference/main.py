@@ -1,5 +1,6 @@
 """`inference`: one vLLM server at the newest policy version of the run. Also `python -m rl.inference.main`."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -13,15 +14,27 @@ from rl.messages import WeightVersion
 from rl.models import ModelError, resolve_model
 from rl.processes import GIVE_UP, LASTING, die_with_parent
 from rl.run_dir import RunDir, numbered
+from rl.standby import leave
 from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM lays its buffers out for; a smaller one fits into the next."""
 
+SLOW_IMPORTS = (
+    "uvloop",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.launcher",
+    "vllm.v1.engine.core",
+    "rl.inference.routes",
+    "rl.inference.server",
+    "rl.inference.worker",
+)
+
 
 def main() -> None:
     """Entry point: exit code 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a wrong setting, 3 where another start is no use."""
     config, _ = load_config(sys.argv[1:], "inference")
+    leave(lambda: preload(config))
     try:
         code = run(config)
     except AccessError as error:
@@ -35,9 +48,23 @@ def main() -> None:
     sys.exit(code)
 
 
+def preload(config: RLConfig) -> None:
+    """Imports what server and engine will need, and does nothing else."""
+    prepare(runs_on_cpu(config), config.inference.cpus)
+    for module in SLOW_IMPORTS:
+        importlib.import_module(module)
+
+
 def tell(error: Exception, code: int) -> int:
     print(f"inference: {error}", file=sys.stderr, flush=True)
     return code
+
+
+def runs_on_cpu(config: RLConfig) -> bool:
+    """Also where there are GPUs, if vLLM or the configuration does without them."""
+    from rl.devices import is_cpu_vllm, visible_gpus
+
+    return config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
 
 
 def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
@@ -87,14 +114,13 @@ def newest_sound_version(run_dir: RunDir) -> WeightVersion | None:
 
 def run(config: RLConfig) -> int:
     """Serves the newest sound policy version of the run directory, or the base model as version 0."""
-    from rl.devices import is_cpu_vllm, visible_gpus
     from rl.inference.adapter import is_adapter
     from rl.inference.engine_args import EngineArgsError
     from rl.inference.server import Served, serve
     from rl.inference.weight_files import WeightsError, WeightsGoneError
 
     die_with_parent()
-    on_cpu = config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
+    on_cpu = runs_on_cpu(config)
     prepare(on_cpu, config.inference.cpus)
     run_dir, model = config.run_dir, config.model
     token = run_token(config)

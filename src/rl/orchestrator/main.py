@@ -24,6 +24,7 @@ from rl.orchestrator.tasks import EnvTasks, TaskSource
 from rl.orchestrator.teacher import TeacherError, make_teachers
 from rl.orchestrator.workers import WorkerError, WorkerPool
 from rl.processes import DAMAGED, GIVE_UP, LASTING, die_with_parent
+from rl.standby import leave
 from rl.status import AlreadyRunningError, Status, hold_role
 from rl.transport import TrainerServer
 
@@ -162,6 +163,7 @@ def exit_code(errors: list[BaseException]) -> int:
 
 def main() -> None:
     die_with_parent()
+    leave(lambda: None)  # all is imported
     config, _ = load_config(sys.argv[1:], "orchestrator")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     code, status = 0, None

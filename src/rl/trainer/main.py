@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import importlib
+import json
 import os
 import signal
 import sys
 import threading
 from multiprocessing.pool import AsyncResult, ThreadPool
+from pathlib import Path
 from typing import NoReturn
 
 from rl.cli import load_config, to_toml
@@ -19,15 +22,17 @@ from rl.models import ModelError, resolve_model
 from rl.processes import CANNOT_WRITE, DAMAGED, GIVE_UP
 from rl.run_dir import RunDir
 from rl.sft.rows import DataError
+from rl.standby import PR_SET_PDEATHSIG, leave
 from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
 from rl.transport import OrchestratorLostError
 
-PR_SET_PDEATHSIG = 1
+SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft", "rl.trainer.start")
 
 
 def main() -> None:
     """The console script."""
     config, _ = load_config(sys.argv[1:], "trainer")
+    leave(lambda: preload(config))
     exit_on_sigterm()
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:
@@ -43,6 +48,15 @@ def main() -> None:
             raise
         remedy = "free space or change output_dir or trainer.weights.dir, then start again: the run goes on from its last checkpoint"
         fail(run_dir, f"{error}; {remedy}", GIVE_UP)
+
+
+def preload(config: RLConfig) -> None:
+    """Imports what `run` will need, and does nothing else."""
+    for module in SLOW_IMPORTS:
+        importlib.import_module(module)
+    with contextlib.suppress(ModelError, OSError, ValueError, KeyError, ImportError):  # `run` will say it
+        kind = json.loads((Path(resolve_model(config.model)) / "config.json").read_bytes())["model_type"]
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def run(config: RLConfig, rank: int) -> None:

@@ -1,0 +1,134 @@
+"""Warm starts with real processes: the copy waits, takes over, leaves the next one, and never stays behind."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl import guard
+from rl.processes import Child, Children
+from tests.test_processes import alive, python, wait_for
+
+ROLE = """
+import os, sys, time
+from rl.standby import leave
+def imports():
+    print("imported", flush=True)
+    {imports}
+leave(imports)
+print(os.getpid(), os.environ["TMPDIR"], os.environ["RL_CHILD"].split()[-1].split(":")[-1], "RL_STANDBY" in os.environ, flush=True)
+{work}
+"""
+WAIT = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def children():
+    found = Children()
+    yield found
+    found.stop()
+
+
+def role(imports: str = "pass", work: str = WAIT) -> list[str]:
+    return python(ROLE.format(imports=imports, work=work))
+
+
+def begin(children: Children, tmp_path: Path, command: list[str], warm: bool | None = False) -> Child:
+    """Started, and at work."""
+    child = children.start("x", command, dict(os.environ), tmp_path, warm=warm)
+    wait_for(lambda: any(line.endswith(("True", "False")) for line in child.log.read_text().splitlines()))
+    return child
+
+
+def said(child: Child) -> list[str]:
+    return child.log.read_text().split("\n")[:-1]
+
+
+def kill(children: Children, child: Child) -> None:
+    os.kill(child.process.pid, signal.SIGKILL)
+    wait_for(lambda: child.exit_code is not None)
+    assert child.exit_code == -signal.SIGKILL
+    assert children.bury(child) == []
+
+
+def test_a_copy_takes_over_without_importing_again_and_leaves_the_next(children, tmp_path):
+    first = begin(children, tmp_path, role())
+    pids, directories = [first.process.pid], [str(first.temporary)]
+    assert said(first)[0] == "imported"
+    for attempt in (2, 3, 4):
+        (waiting,) = children.standbys.pids()
+        kill(children, first)
+        assert not first.temporary.exists()
+        first = begin(children, tmp_path, role(), warm=True)
+        assert first.process.pid == waiting and first.log.name == f"x-{attempt}.log"
+        assert said(first) == [f"{waiting} {first.temporary} {attempt} False"]  # its own log, directory and marker
+        assert os.getsid(waiting) == waiting
+        pids.append(waiting)
+        directories.append(str(first.temporary))
+    assert len(set(pids)) == len(set(directories)) == 4
+    (waiting,) = children.standbys.pids()
+    assert children.stop() == []
+    assert not any(psutil.pid_exists(pid) for pid in [*pids, waiting])
+
+
+def test_who_is_told_to_start_from_nothing_does_and_the_copy_ends(children, tmp_path):
+    first = begin(children, tmp_path, role())
+    (waiting,) = children.standbys.pids()
+    kill(children, first)
+    second = begin(children, tmp_path, role(), warm=False)
+    assert said(second)[0] == "imported" and not psutil.pid_exists(waiting)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_copy_that_is_dead_or_stopped_is_passed_over(children, tmp_path, signum):
+    first = begin(children, tmp_path, role())
+    (waiting,) = children.standbys.pids()
+    os.kill(waiting, signum)
+    wait_for(lambda: (line := guard.entry(waiting)) is None or line.state in "TZ")
+    kill(children, first)
+    second = begin(children, tmp_path, role(), warm=True)
+    assert said(second)[0] == "imported" and second.process.pid != waiting
+    assert not psutil.pid_exists(waiting)
+
+
+def test_with_a_thread_there_is_no_copy(children, tmp_path):
+    first = begin(
+        children, tmp_path, role(imports="import threading; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")
+    )
+    assert "no copy for a warm start: 1 threads run already" in said(first)
+    assert not children.standbys.pids()
+    kill(children, first)
+    assert said(begin(children, tmp_path, role(), warm=True))[0] == "imported"
+
+
+def test_who_is_not_asked_leaves_none(children, tmp_path):
+    first = begin(children, tmp_path, role(), warm=None)
+    assert len(said(first)) == 1 and not children.standbys.pids()  # nothing is imported early either
+
+
+def test_the_copy_ends_with_the_launcher(tmp_path):
+    """Killed, so that it can end nobody itself; without the guard, so that only the kernel and the pipe can."""
+    launcher = f"""
+import os, sys, time
+from pathlib import Path
+from rl.processes import Children
+children = Children()
+child = children.start("x", {role()!r}, dict(os.environ), Path({str(tmp_path)!r}), warm=False)
+while not children.standbys.pids():
+    time.sleep(0.02)
+children.guard.process.kill()
+print(child.process.pid, *children.standbys.pids(), flush=True)
+time.sleep(60)
+"""
+
+    with subprocess.Popen(python(launcher), stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+        process.kill()
+    began = time.monotonic()
+    wait_for(lambda: not any(map(alive, pids)))
+    assert time.monotonic() - began < 5
