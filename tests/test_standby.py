@@ -60,7 +60,7 @@ def test_a_copy_takes_over_without_importing_again_and_leaves_the_next(children,
     pids, directories = [first.process.pid], [str(first.temporary)]
     assert said(first)[0] == "imported"
     for attempt in (2, 3, 4):
-        (waiting,) = children.standbys.pids()
+        (waiting,) = wait_for(children.standbys.pids)
         kill(children, first)
         assert not first.temporary.exists()
         first = begin(children, tmp_path, role(), warm=True)
@@ -70,14 +70,14 @@ def test_a_copy_takes_over_without_importing_again_and_leaves_the_next(children,
         pids.append(waiting)
         directories.append(str(first.temporary))
     assert len(set(pids)) == len(set(directories)) == 4
-    (waiting,) = children.standbys.pids()
+    (waiting,) = wait_for(children.standbys.pids)
     assert children.stop() == []
     assert not any(psutil.pid_exists(pid) for pid in [*pids, waiting])
 
 
 def test_who_is_told_to_start_from_nothing_does_and_the_copy_ends(children, tmp_path):
     first = begin(children, tmp_path, role())
-    (waiting,) = children.standbys.pids()
+    (waiting,) = wait_for(children.standbys.pids)
     kill(children, first)
     second = begin(children, tmp_path, role(), warm=False)
     assert said(second)[0] == "imported" and not psutil.pid_exists(waiting)
@@ -86,7 +86,7 @@ def test_who_is_told_to_start_from_nothing_does_and_the_copy_ends(children, tmp_
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_copy_that_is_dead_or_stopped_is_passed_over(children, tmp_path, signum):
     first = begin(children, tmp_path, role())
-    (waiting,) = children.standbys.pids()
+    (waiting,) = wait_for(children.standbys.pids)
     os.kill(waiting, signum)
     wait_for(lambda: (line := guard.entry(waiting)) is None or line.state in "TZ")
     kill(children, first)

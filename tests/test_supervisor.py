@@ -115,24 +115,23 @@ def gone(pid):
     return line is None or line.state == "Z"
 
 
-def test_a_process_that_got_on_starts_warm_and_one_that_did_not_from_nothing(make):
+def test_who_came_up_starts_warm_next_time_and_who_did_not_or_gets_nowhere_from_nothing(make):
     run = make()
-    die = "os.kill(os.getpid(), signal.SIGKILL)"
+    lives = [("training step 1", 1), ("training step 2", 0), ("training step 2", 0), ("loading the model", 0)]
     run.begin_warm(
         "trainer",
         f"""
-if attempt == 1:
-    beat('training step 1', 0.3, progress=1)
-    {die}
-elif attempt == 2:
-    beat('loading the model', 0.3)
-    {die}
+lives = {lives}
+if attempt <= len(lives):
+    doing, progress = lives[attempt - 1]
+    beat(doing, 0.3, progress=progress)
+    os.kill(os.getpid(), signal.SIGKILL)
 """,
     )
     run.finish()
-    logs = [(run.root / "logs" / f"trainer-{attempt}.log").read_text() for attempt in (1, 2, 3)]
-    assert logs == ["imported\n", "", "imported\n"]
-    assert len(run.events("death")) == 2 and len(run.events("restart")) == 2
+    logs = [(run.root / "logs" / f"trainer-{attempt}.log").read_text() for attempt in range(1, 6)]
+    assert logs == ["imported\n", "", "", "imported\n", "imported\n"]
+    assert len(run.events("death")) == 4 and len(run.events("restart")) == 4
 
 
 def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):

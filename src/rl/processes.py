@@ -171,52 +171,6 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     return lines[-count:]
 
 
-class Guard:
-    """The guard of this process (rl/guard.py): started anew when it is gone or stopped, and told which sessions the children lead."""
-
-    def __init__(self, marker: str, directory: Path):
-        self.command = [sys.executable, "-I", "-S", guard.__file__, marker, str(directory), str(STOP_DEADLINE_S)]
-        self.sessions: set[int] = set()
-        self._start()
-
-    def _start(self) -> None:
-        reader, self.pipe = os.pipe()
-        # Not our output: who reads that to its end would wait for the guard, too.
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(self.command, stdin=reader, start_new_session=True, cwd="/", **silent)
-        os.close(reader)
-        for session in self.sessions:
-            self._tell(f"+ {session}")
-
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is gone: `look` starts another, which is told everything
-            os.write(self.pipe, line.encode() + b"\n")
-
-    def watch(self, session: int) -> None:
-        """The processes of a session are ended with the run, also those that have overwritten their environment."""
-        self.sessions.add(session)
-        self._tell(f"+ {session}")
-
-    def forget(self, session: int) -> None:
-        """Nothing is left of it, and another process may get its number."""
-        self.sessions.discard(session)
-        self._tell(f"- {session}")
-
-    def look(self) -> None:
-        """Replaces a guard that was killed or stopped."""
-        line = guard.entry(self.process.pid)
-        if self.process.poll() is not None or not line or line.state == "T":
-            self.close()
-            self._start()
-
-    def close(self) -> None:
-        """Ends it before it sees the end of the pipe: there is nothing left for it to do."""
-        self.process.kill()
-        self.process.wait()
-        with contextlib.suppress(OSError):  # a second signal came here before
-            os.close(self.pipe)
-
-
 class Children:
     """All children of this process, which is made a subreaper. Used from the main thread alone.
 
@@ -227,7 +181,7 @@ class Children:
         self.children: list[Child] = []
         self.stopping = False
         self.others: set[int] = set()
-        self.guard: Guard | None = None
+        self.guard: guard.Guard | None = None
         self.started = 0
         self.standbys = Standbys()
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -244,7 +198,7 @@ class Children:
         if self.guard is None:
             self.others = self._below(guard.table())  # W&B's service, which is to outlive the children
             self.directory = temporary_directory()
-            self.guard = Guard(run, self.directory)
+            self.guard = guard.Guard(run, self.directory, STOP_DEADLINE_S)
         marker = f"{run}{name}:{log.stem.rpartition('-')[2]}"
         self.started += 1
         temporary = self.directory / str(self.started)  # short, for the names of sockets

@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rl import guard
@@ -40,10 +40,10 @@ def leave(imports: Callable[[], None]) -> None:
     if not (pipes := os.environ.pop(PIPES, "")):
         return
     orders, answers = map(int, pipes.split(","))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy's starts threads as soon as it is imported; nothing here needs them
-    imports()
-    if num_threads := len(os.listdir("/proc/self/task")) - 1:
-        print(f"no copy for a warm start: {num_threads} threads run already", file=sys.stderr, flush=True)
+    with without_openblas_threads():
+        imports()
+    if obstacle := unfit():
+        print(f"no copy for a warm start: {obstacle}", file=sys.stderr, flush=True)
     else:
         gc.collect()
         gc.freeze()  # else the first collection would write to all pages that the copy shares with us
@@ -53,6 +53,27 @@ def leave(imports: Callable[[], None]) -> None:
             take_over(orders)
     os.close(orders)
     os.close(answers)
+
+
+@contextmanager
+def without_openblas_threads() -> Iterator[None]:
+    """numpy's OpenBLAS starts threads while it is imported. What is started later has its own again."""
+    name = "OPENBLAS_NUM_THREADS"
+    given = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ.update({name: given} if given else {})
+
+
+def unfit() -> str:
+    """What this process has that a fork does not survive, or ""."""
+    if num_threads := len(os.listdir("/proc/self/task")) - 1:
+        return f"{num_threads} threads run already"
+    torch = sys.modules.get("torch")
+    return "a GPU is in use already" if torch and torch.cuda.is_initialized() else ""
 
 
 def is_copy(launcher: int) -> bool:

@@ -92,8 +92,8 @@ class Supervisor:
         role = life.role
         if role.name == "trainer":
             self.run_dir.exit_code("trainer").unlink(missing_ok=True)
-        # Only after an attempt that got on: whatever it is that a copy may have inherited, it must not hold the run up.
-        warm = (life.died is not None and not life.streak) if role.leaves_copy else None
+        # Only after an attempt that came up, and not twice without progress: what a copy has inherited must not hold the run up.
+        warm = (life.died is not None and life.streak <= (1 if life.ready else 0)) if role.leaves_copy else None
         life.child = self.children.start(role.name, role.command, role.env, self.run_dir.logs, role.cores, warm)
         life.began, life.ready, life.progressed, life.stopped_s = self.clock, False, False, 0.0
         life.statuses, life.silent_s = {}, {}
