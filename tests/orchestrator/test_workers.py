@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl import guard
@@ -25,17 +26,18 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def run(tmp_path, model, work, *setups, **limits):
-    """`work(pool)` beside a stub server, with a worker for each (name, args of `trouble`, python)."""
+def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
+    """`work(pool)` beside a stub server, with a worker for each (name, args of the environment, python)."""
 
     async def main():
         async with StubInference(model, tmp_path / "inference.json"):
             pool = WorkerPool(tmp_path / "logs", **limits)
-            policy = PolicySpec(model_path=str(model), max_model_len=256, inference_status=str(tmp_path / "inference.json"))
+            status, renderer = str(tmp_path / "inference.json"), {"name": "chatml"}  # which shows tools
+            policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=status, renderer=renderer)
             receiver = asyncio.create_task(pool.receive())
             try:
                 for name, args, python in setups:
-                    spec = EnvSpec(name=name, id="trouble", args=args, timeout_s=60.0)
+                    spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
                     setup = WorkerSetup(
                         env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", max_tokens=4, retries=0, python=python
                     )
@@ -104,6 +106,32 @@ def test_a_poison_environment_is_lost_alone(tmp_path, model, monkeypatch):
 
     rewards, lost, failed = run(tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, ""))
     assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and told == list(lost.items()) and list(lost) == ["poison"] and not failed
+
+
+def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
+    """verifiers starts the server that all tasks share once; without it every rollout of this environment would fail from then on."""
+
+    async def until(condition):
+        async with asyncio.timeout(60):
+            while not (found := condition()):
+                await asyncio.sleep(0.05)
+            return found
+
+    async def work(pool):
+        def tool_server():
+            (worker,) = pool.workers.values()
+            below = psutil.Process(worker.process.pid).children(recursive=True) if worker.ready.done() else []
+            return next((process for process in below if "v1_calc" in " ".join(process.cmdline())), None)
+
+        first = await until(tool_server)
+        (before,) = await pool.play("calc", "train", 0, 1, SAMPLING, 0)
+        first.kill()
+        await until(lambda: pool.deaths)
+        second = await until(tool_server)
+        (after,) = await pool.play("calc", "train", 0, 1, SAMPLING, 0)
+        return before.error, after.error, first.pid != second.pid, pool.deaths
+
+    assert run(tmp_path, model, work, ("calc", {"env": {"id": "v1-guess", "asks": 1}}, ""), env_id="v1-calc") == (None, None, True, 1)
 
 
 def test_a_stopped_worker_is_noticed_and_what_it_started_ends_with_it(tmp_path, model, monkeypatch):
