@@ -23,6 +23,7 @@ import psutil
 
 from rl.cli import load_config
 from rl.metrics import MetricsReader
+from rl.status import read_status
 
 MIB = 2**20
 MEASURES = ("rss_mib", "pss_mib", "fds", "threads", "shm_mib")
@@ -65,12 +66,15 @@ def role(process: psutil.Process) -> str | None:
     return found[0] if found else "rl" if is_rl else None
 
 
-def sample(processes: Iterable[psutil.Process]) -> dict[str, dict[str, float]]:
-    """The measures now, by role; of several processes with one role (workers, ranks) the sum."""
+def sample(processes: Iterable[psutil.Process], active: set[int]) -> dict[str, dict[str, float]]:
+    """The measures now, by role; of several processes with one role (workers, ranks) the sum. `active`: those that have a status; others
+    of these roles are copies that wait."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(MEASURES, 0.0))
     for process in processes:
         if (name := role(process)) is None:
             continue
+        if name in ("trainer", "orchestrator", "inference") and process.pid not in active:
+            name = "copies that wait"
         try:
             memory, segments = process.memory_full_info(), promises.shared_memory_of([process])
             values = (memory.rss / MIB, memory.pss / MIB, process.num_fds(), process.num_threads(), size_mib(segments))
@@ -136,7 +140,9 @@ def soak(args: list[str], folder: Path, every_s: float) -> list[tuple[float, dic
                     time.sleep(every_s)
                     step = max([step, *(line["step"] for line in reader.new() if line["source"] == "trainer")])
                     if step:
-                        samples.append((float(step), sample(promises.processes_with(word))))
+                        statuses = map(read_status, config.run_dir.status("x").parent.glob("*.json"))
+                        active = {status.get("pid", 0) for status in statuses if status}
+                        samples.append((float(step), sample(promises.processes_with(word), active)))
             finally:
                 rl.terminate()
     if rl.returncode:

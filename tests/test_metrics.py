@@ -42,6 +42,18 @@ def test_the_reader_gives_each_line_once_and_only_when_whole(tmp_path):
     assert [line["step"] for line in reader.new()] == [2]
 
 
+def test_the_reader_goes_on_behind_lines_that_a_repair_took_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log, reader = MetricsLog(path, "a"), MetricsReader(path)
+    for step in (1, 2, 3):
+        log.write(step, {})
+    assert len(reader.new()) == 3
+    cut_metrics(path, 1)
+    assert reader.new() == []
+    MetricsLog(path, "a").write(2, {})
+    assert [line["step"] for line in reader.new()] == [2]
+
+
 def test_a_line_that_its_writer_did_not_finish_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "source": "a"}\n{"step": 2, "sou')

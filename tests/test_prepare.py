@@ -206,6 +206,16 @@ def test_resume_at_a_step_moves_the_rest_away(place):
     assert [json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()] == [3, 4]
 
 
+def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(place):
+    """The batches were moved, and `rl` died; what it prints, and what one types, is a plain --resume."""
+    place()
+    place.fill(4, (1,))
+    for step in (3, 4):
+        place.run_dir.batch(step).unlink()
+    place(resume=-1)
+    assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [

@@ -1,6 +1,8 @@
 """Bit rot in every kind of file of a run: what is found, what is moved away, and where the run goes on."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from rl.run_dir import RunDir, numbered
 
 def version(run_dir: RunDir, number: int) -> None:
     folder, data = run_dir.weights(number), bytes([number] * 8)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
     (folder / "digests.json").write_text(json.dumps({"tensors": {"w": digest(data)}}))
@@ -126,9 +128,41 @@ def test_damaged_rollouts_are_named(run_dir):
     assert not run_dir.rollouts(1).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
 
 
-def test_supervised_runs_have_no_batches(run_dir):
+@pytest.mark.parametrize("has_data", [True, False])
+def test_supervised_runs_have_no_batches(run_dir, has_data):
+    """Nor is their data needed to know that: whoever deletes damaged data has it made anew, and keeps the checkpoints."""
     for step in range(1, 7):
         run_dir.batch(step).unlink()
-    run_dir.data.mkdir()
+    if has_data:
+        run_dir.data.mkdir()
     flip(run_dir.checkpoint(4) / "__0_0.distcp")
-    assert len(repair(run_dir)) == 1 and left(run_dir) == [[], [2], [4, 5, 6]]
+    assert len(repair(run_dir, logged=False)) == 1 and left(run_dir) == [[], [2], [4, 5, 6]]
+
+
+class FailingDisk:
+    """Path.open that cannot give some files back."""
+
+    def __init__(self, monkeypatch, *lost):
+        really = Path.open
+
+        def opened(path, *args, **more):
+            if path in lost:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return really(path, *args, **more)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+def test_what_the_disk_cannot_give_back_is_damaged(run_dir, monkeypatch):
+    FailingDisk(monkeypatch, run_dir.checkpoint(4) / "__0_0.distcp", run_dir.batch(6), run_dir.rollouts(1))
+    remarks = repair(run_dir)
+    assert "__0_0.distcp: cannot be read (Input/output error); the trainer starts from an older checkpoint" in remarks[0]
+    assert "000006.batch: cannot be read (Input/output error); everything after step 5 was moved" in remarks[1]
+    assert left(run_dir) == [[1, 2, 3, 4, 5], [2], [4, 5]] and not run_dir.rollouts(1).exists()
+
+
+def test_groups_that_wait_can_be_looked_up_after_a_repair(run_dir):
+    flip(run_dir.batch(6))
+    repair(run_dir)
+    (away,) = run_dir.discarded.iterdir()
+    assert (away / "batches" / "pending.log").read_bytes() == run_dir.pending.read_bytes()

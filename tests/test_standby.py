@@ -95,14 +95,45 @@ def test_a_copy_that_is_dead_or_stopped_is_passed_over(children, tmp_path, signu
     assert not psutil.pid_exists(waiting)
 
 
-def test_with_a_thread_there_is_no_copy(children, tmp_path):
-    first = begin(
-        children, tmp_path, role(imports="import threading; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")
-    )
-    assert "no copy for a warm start: 1 threads run already" in said(first)
+THREAD = "import threading; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+GPU = "os.readlink = lambda path: '/dev/nvidiactl'"
+NO_MEMORY = """
+    def fork():
+        raise OSError(12, "Cannot allocate memory")
+    os.fork = fork"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "why"),
+    [(THREAD, "1 threads run already"), (GPU, "a GPU is in use already"), (NO_MEMORY, "[Errno 12] Cannot allocate memory")],
+)
+def test_where_there_can_be_no_copy_the_process_itself_goes_on(children, tmp_path, imports, why):
+    first = begin(children, tmp_path, role(imports))
+    assert f"no copy for a warm start: {why}" in said(first)
     assert not children.standbys.pids()
     kill(children, first)
     assert said(begin(children, tmp_path, role(), warm=True))[0] == "imported"
+
+
+def test_what_a_copy_forks_in_a_session_of_its_own_is_buried_with_it(children, tmp_path):
+    """Its environment in /proc is that of the first process, and so not its own marker."""
+    work = f"""
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        print("far", os.getpid(), flush=True)
+        {WAIT}
+    os._exit(0)
+{WAIT}"""
+    first = begin(children, tmp_path, role(work=work))
+    wait_for(children.standbys.pids)
+    kill(children, first)
+    second = begin(children, tmp_path, role(work=work), warm=True)
+    far = int(wait_for(lambda: [line for line in said(second) if line.startswith("far")])[0].split()[1])
+    (waiting,) = wait_for(children.standbys.pids)
+    assert alive(far) and os.getsid(far) == far
+    kill(children, second)
+    assert not alive(far) and alive(waiting)
 
 
 def test_who_is_not_asked_leaves_none(children, tmp_path):

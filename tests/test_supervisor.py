@@ -365,7 +365,7 @@ def test_three_batches_in_a_row_are_not_the_batches_fault(make):
 def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     run, running = make(), []
 
-    def repair(run_dir):
+    def repair(run_dir, logged):
         running.extend(life.name for life in run.supervisor.lives.values() if life.child)
         (run.root / "mended").touch()
         return ["moved batches/000003.batch away"]

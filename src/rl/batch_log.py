@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rl.files import CorruptFileError, decode_record, encode_record, write_file
+from rl.files import CorruptFileError, decode_record, encode_record, reading, write_file
 from rl.messages import TrainBatch
 from rl.run_dir import RunDir, numbered
 
@@ -49,7 +49,8 @@ def write_batch(path: Path, batch: TrainBatch, state: Any) -> bytes:
 def sound_batch(path: Path) -> bytes:
     """The bytes of a batch file that holds what was written. Raises CorruptFileError when it does not, or is not there."""
     try:
-        data = path.read_bytes()
+        with reading(path):
+            data = path.read_bytes()
     except FileNotFoundError:
         raise CorruptFileError(f"{path}: missing") from None
     decode_record(data, str(path))
@@ -70,12 +71,15 @@ def sum_path(path: Path) -> Path:
 def check_rollouts(path: Path) -> None:
     """Raises CorruptFileError unless a file of rollouts is what was written. One without a checksum beside it is believed."""
     try:
-        expected = sum_path(path).read_bytes()[:64]
+        with reading(sum_path(path)):
+            expected = sum_path(path).read_bytes()[:64]
     except FileNotFoundError:
         return
     if re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
         raise CorruptFileError(f"{sum_path(path)}: damaged; delete it to believe {path.name} as it is")
-    if hashlib.sha256(path.read_bytes()).hexdigest().encode() != expected:
+    with reading(path):
+        found = hashlib.sha256(path.read_bytes()).hexdigest().encode()
+    if found != expected:
         raise CorruptFileError(f"{path}: damaged, its checksum does not fit; move it away to go on without it")
 
 

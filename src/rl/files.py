@@ -35,6 +35,21 @@ class CorruptFileError(Exception):
     """A file of the run directory does not hold what was written; the message names the file and the remedy."""
 
 
+MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
+"""What a disk answers that cannot give back what was written to it."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, what the disk cannot give back counts as damaged: raises CorruptFileError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in MEDIA_ERRORS:
+            raise
+        raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 def fsync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -183,6 +198,20 @@ def remove_directory(path: Path) -> None:
         return
     faults.point(f"{kind}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """Moves a file or a directory. To another file system that is a copy: what is half moved never stands under its final name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        leaving = path.with_name(f".{path.name}.old")
+        shutil.rmtree(leaving, ignore_errors=True)
+        path.rename(leaving)
+        shutil.move(leaving, target)
 
 
 def clean_leftovers(*directories: Path) -> list[Path]:

@@ -33,6 +33,7 @@ POLL_S = 0.2
 RESOLVE_MODEL = """
 import sys, pathlib
 from rl.cli import from_toml
+from rl.files import CorruptFileError
 from rl.models import ModelError, resolve_model
 from rl.sft.rows import DataError
 try:
@@ -42,7 +43,7 @@ try:
     if config.sft:
         from rl.sft.data import prepare_with_status
         prepare_with_status(config, folder)
-except (DataError, ModelError) as error:
+except (CorruptFileError, DataError, ModelError) as error:
     raise SystemExit(str(error))
 """
 

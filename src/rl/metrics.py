@@ -45,6 +45,7 @@ class MetricsReader:
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
+            self.offset = min(self.offset, os.fstat(file.fileno()).st_size)  # a repair has taken lines back
             file.seek(self.offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

@@ -14,6 +14,7 @@ from typing import Any
 from rl.cli import ConfigError, from_toml, to_toml, without_none
 from rl.config import RLConfig
 from rl.files import clean_leftovers, write_file
+from rl.metrics import cut_metrics
 from rl.repair import repair
 from rl.run_dir import RunDir, numbered
 from rl.status import AlreadyRunningError, hold_role
@@ -173,7 +174,9 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     notes = []
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
-    notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False)]
+    notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
+    if config.sft is None:
+        cut_metrics(run_dir.metrics, run_dir.newest_batch())  # what a kill in the middle of a cut or a repair has left
     newest = max(numbered(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]

@@ -95,6 +95,8 @@ class Child:
     started: float = field(default_factory=time.monotonic)
     marker: str = ""
     """The word that everything below it bears in its environment."""
+    ancestor: str = ""
+    """The same of the process that it is a copy of: what it forks without another program bears that one."""
     temporary: Path | None = None
     """Its directory for temporary files: sockets and the like, which a killed process leaves."""
 
@@ -185,6 +187,7 @@ class Children:
         self.started = 0
         self.standbys = Standbys()
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who has started us, it would hide how children end
 
     def start(
         self, name: str, command: list[str], env: dict[str, str], logs: Path, cores: Iterable[int] | None = None, warm: bool | None = None
@@ -205,9 +208,9 @@ class Children:
         temporary.mkdir()
         env = env | environment(env, marker, temporary)
         if copy := self.standbys.call(name, log, env) if warm else None:
-            child = Child(name, copy, log)
+            child = Child(name, copy, log, ancestor=self.standbys.of[name].marker)
         else:
-            child = start(name, command, env, log, cores, self.standbys.expect(name) if warm is not None else None)
+            child = start(name, command, env, log, cores, self.standbys.expect(name, marker) if warm is not None else None)
         child.marker, child.temporary = marker, temporary
         self.children.append(child)
         self.guard.watch(child.process.pid)
@@ -257,7 +260,8 @@ class Children:
         def family() -> list[int]:
             processes = guard.table()
             mine = self._below(processes)
-            return self._running(guard.marked(processes, mine, child.marker, {child.process.pid}) & mine, processes)
+            words, session = {child.marker, child.ancestor} - {""}, {child.process.pid}
+            return self._running(mine & set().union(*(guard.marked(processes, mine, word, session) for word in words)), processes)
 
         left = self._kill(family)
         self.children = [other for other in self.children if other is not child]

@@ -4,28 +4,28 @@ A run goes on from a checkpoint and the batches after it, and its orchestrator f
 takes all later steps with it, as `--resume` to the step before would; they are sampled and trained again.
 """
 
-import shutil
 from pathlib import Path
 
 from rl.batch_log import check_rollouts, sound_batch
 from rl.digests import DIGESTS, verify_checkpoint, verify_version
-from rl.files import CorruptFileError, write_file
+from rl.files import CorruptFileError, move, write_file
 from rl.run_dir import RunDir, numbered
 
 
-def repair(run_dir: RunDir, *, thorough: bool = True) -> list[str]:
+def repair(run_dir: RunDir, *, thorough: bool = True, logged: bool = True) -> list[str]:
     """Makes a run fit to go on. Only while neither its trainer nor its orchestrator runs. Returns what was done, a line for each thing.
 
-    Not `thorough`: checkpoints and older versions, gigabytes, are left to those who read them, and who end when they are damaged.
+    Not `logged`: supervised fine-tuning, which makes its batches anew. Not `thorough`: checkpoints and older versions, gigabytes, are left
+    to those who read them, and who end when they are damaged.
     """
-    return Repair(run_dir, thorough).mend()
+    return Repair(run_dir, thorough, logged).mend()
 
 
 class Repair:
     """One look over a run. Files are read as late as possible: older batches and checkpoints only when newer ones are damaged."""
 
-    def __init__(self, run_dir: RunDir, thorough: bool):
-        self.run_dir, self.thorough = run_dir, thorough
+    def __init__(self, run_dir: RunDir, thorough: bool, logged: bool):
+        self.run_dir, self.thorough, self.logged = run_dir, thorough, logged
         self.away = run_dir.new_discarded()
         self.remarks: list[str] = []
         self.faults: dict[int, str] = {}
@@ -33,10 +33,9 @@ class Repair:
 
     def mend(self) -> list[str]:
         """See `repair`."""
-        logged = not self.run_dir.data.exists()  # supervised fine-tuning makes its batches anew
         newest = self.run_dir.newest_batch()
-        checkpoint, last = self._newest_state(logged, newest)
-        if logged and last < max([newest, *numbered(self.run_dir.checkpoints)]):
+        checkpoint, last = self._newest_state(newest)
+        if self.logged and last < max([newest, *numbered(self.run_dir.checkpoints)]):
             self._cut(last, newest)
         self._mend_weights(checkpoint)
         self._look_at_rollouts()
@@ -44,7 +43,7 @@ class Repair:
             write_file(self.away / "remarks.txt", "\n".join([*self.remarks, ""]).encode())
         return self.remarks
 
-    def _newest_state(self, logged: bool, newest: int) -> tuple[int, int]:
+    def _newest_state(self, newest: int) -> tuple[int, int]:
         """(checkpoint, step) of the newest step at which the run can go on. Damaged checkpoints on the way are moved away."""
         for step, path in [*reversed(numbered(self.run_dir.checkpoints).items()), (0, None)]:
             if path is not None and self.thorough:
@@ -53,7 +52,7 @@ class Repair:
                 except CorruptFileError as error:
                     self._discard(path, "checkpoints", f"{error}; the trainer starts from an older checkpoint")
                     continue
-            if not logged:
+            if not self.logged:
                 return step, step
             last = step
             while last < newest and not self._fault(last + 1):
@@ -103,8 +102,7 @@ class Repair:
 
     def _discard(self, path: Path, kind: str, remark: str) -> None:
         target = self.away / kind / path.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, target)
+        move(path, target)
         self.remarks.append(f"{remark} (moved to {target})")
 
 

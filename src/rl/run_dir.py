@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl import faults
-from rl.files import write_file
+from rl.files import move, write_file
 from rl.messages import WeightVersion
 from rl.metrics import cut_metrics
 
@@ -152,12 +152,16 @@ class RunDir:
         ]:
             newest_first = reversed(numbered(directory, suffix).items())
             later += [(path, away / kind / path.name) for number, path in newest_first if number > step]
-        if self.pending.exists() and later and not keep_pending:
-            later.insert(0, (self.pending, away / "batches" / self.pending.name))
+        if self.pending.exists() and later:
+            waiting = away / "batches" / self.pending.name
+            if keep_pending:
+                waiting.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self.pending, waiting)
+            else:
+                later.insert(0, (self.pending, waiting))
         for path, target in later:
-            target.parent.mkdir(parents=True, exist_ok=True)
             faults.point("discard.move")
-            shutil.move(path, target)
+            move(path, target)
         lines = cut_metrics(self.metrics, step)
         if lines:
             write_file(away / "metrics.jsonl", b"".join(lines))

@@ -27,8 +27,8 @@ PIPES = "RL_STANDBY"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OF_AN_ATTEMPT = (guard.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
 """Variables that each attempt has its own of."""
-ADOPTION_S = 10.0
-"""A copy is a child of `rl` within milliseconds, when those above it have ended."""
+GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
+"""What a process has open that has touched a GPU's driver. A fork of it would find no GPU, and might compute on the CPU in silence."""
 
 
 def leave(imports: Callable[[], None]) -> None:
@@ -48,51 +48,60 @@ def leave(imports: Callable[[], None]) -> None:
         gc.collect()
         gc.freeze()  # else the first collection would write to all pages that the copy shares with us
         launcher = os.getppid()
-        while is_copy(launcher):
-            os.write(answers, f"{os.getpid()}\n".encode())
-            take_over(orders)
+        try:
+            while not (between := os.fork()):
+                wait_for_turn(launcher, orders, answers)
+            os.waitpid(between, 0)
+        except OSError as error:  # no memory for it, or too many processes
+            print(f"no copy for a warm start: {error}", file=sys.stderr, flush=True)
     os.close(orders)
     os.close(answers)
 
 
+def wait_for_turn(launcher: int, orders: int, answers: int) -> None:
+    """In the fork: makes the copy a child of `rl`, which is the reaper of orphans below it, and returns in it when `rl` calls.
+
+    What goes wrong ends the copy and nobody else.
+    """
+    try:
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        while os.getppid() == between:
+            time.sleep(0.001)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != launcher:  # `rl` is gone
+            os._exit(1)
+        os.write(answers, f"{os.getpid()}\n".encode())
+        take_over(orders)
+    except (OSError, ValueError):
+        os._exit(1)
+
+
 @contextmanager
 def without_openblas_threads() -> Iterator[None]:
-    """numpy's OpenBLAS starts threads while it is imported. What is started later has its own again."""
+    """numpy's OpenBLAS starts threads while it is imported, and has one from then on; processes that are started later have theirs."""
     name = "OPENBLAS_NUM_THREADS"
-    given = os.environ.get(name)
+    if name in os.environ:  # the user's word, if at the price of the copy
+        yield
+        return
     os.environ[name] = "1"
     try:
         yield
     finally:
         os.environ.pop(name)
-        os.environ.update({name: given} if given else {})
 
 
 def unfit() -> str:
     """What this process has that a fork does not survive, or ""."""
     if num_threads := len(os.listdir("/proc/self/task")) - 1:
         return f"{num_threads} threads run already"
-    torch = sys.modules.get("torch")
-    return "a GPU is in use already" if torch and torch.cuda.is_initialized() else ""
-
-
-def is_copy(launcher: int) -> bool:
-    """Forks twice, so that the copy becomes a child of `rl`, which is the reaper of orphans below it. True in the copy."""
-    if between := os.fork():
-        os.waitpid(between, 0)
-        return False
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    deadline = time.monotonic() + ADOPTION_S
-    while os.getppid() != launcher:
-        if time.monotonic() > deadline:  # `rl` is gone
-            os._exit(1)
-        time.sleep(0.001)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != launcher:
-        os._exit(1)
-    return True
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(GPU_DEVICES):
+                return "a GPU is in use already"
+    return ""
 
 
 def take_over(orders: int) -> None:
@@ -128,7 +137,9 @@ class Adopted:
 class Standby:
     """What `rl` knows of the copies of one role; at most one at a time waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+        """Of the first process: what /proc shows as the environment of all its copies."""
         self.pid = 0
         self.theirs_in, self.orders = os.pipe()
         self.answers, self.theirs_out = os.pipe()
@@ -197,11 +208,11 @@ class Standbys:
         """The copy of a role, told to go on under this log with these variables; None when there is none that can."""
         return self.of[name].call(log, env) if name in self.of else None
 
-    def expect(self, name: str) -> Standby:
+    def expect(self, name: str, marker: str) -> Standby:
         """For a process that starts from nothing: its predecessor's copy is ended."""
         if name in self.of:
             self.of.pop(name).close()
-        self.of[name] = Standby()
+        self.of[name] = Standby(marker)
         return self.of[name]
 
     def pids(self) -> set[int]:

@@ -27,7 +27,7 @@ LONGEST_LOOK_S = 1.0
 DEEP_LOOK_S = 2.0
 """Between looks at what is cheap, but not that cheap: the process table, the newest batch."""
 FIRST_SIGN_S = 300.0
-"""A process that has no status file by then is started again: even on a slow disk Python is up in half a minute."""
+"""A process that has no status file by then, and by inference.startup_timeout_s, is started again: its imports come before it."""
 MAX_QUARANTINED = 3
 """So many batches in a row that kill the trainer: it is not the batches."""
 SHOWN_DEATHS = 5
@@ -153,7 +153,7 @@ class Supervisor:
     def _late(self, life: Life, child: Child) -> str:
         """What is said of a process that does not come up; it ends the run where that is for want of patience with a slow start."""
         age = self.clock - life.began
-        if life.name != "model" and not life.statuses and age > FIRST_SIGN_S:
+        if life.name != "model" and not life.statuses and age > max(FIRST_SIGN_S, self.config.inference.startup_timeout_s):
             return f"gave no sign of life in its first {age:.0f} s, and was killed"
         limit = self.config.inference.startup_timeout_s
         if life.name != "inference" or life.ready or age <= limit:
@@ -279,7 +279,7 @@ class Supervisor:
                 self._forget_statuses(life)
                 life.start_at = self.clock
             self._wake(name)
-        lines = repair(self.run_dir)
+        lines = repair(self.run_dir, logged=self.config.sft is None)
         self.event("repair", "rl", lines=lines)
         for line in lines or ["repair found nothing damaged"]:
             self.say(f"  {line}")

@@ -11,7 +11,7 @@ from rl.orchestrator.credit_config import NoCreditConfig, ReinforcePlusPlusConfi
 from rl.orchestrator.rollouts import Group, Rollout, Turn
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.signal import Signal, only_failures
-from rl.orchestrator.tasks import TaskState
+from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir import RunDir
 
 
@@ -38,6 +38,10 @@ def test_judge_names_the_reason():
     assert group(0, 1.0, 1.0).why == "no_signal"
     assert group(0, 1.0, 0.0, tokens=0).why == "empty"
     assert group(0, 1.0, 0.0, tokens=0, overlong=True).why == "overlong"
+    masked = Rules(mask_truncated=True)
+    assert (group(0, 1.0, 0.0, truncated=True).why, group(0, 1.0, 0.0, truncated=True, rules=masked).why) == (None, "truncated")
+    one_is_whole = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0, truncated=True), rollout(0.0, episode=1)])
+    assert judge(one_is_whole, masked).why is None and [sample.rollout_id for sample in group_samples(one_is_whole, True)] == [1]
     partly = judge(Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(0.0, error="boom")]), Rules())
     assert (partly.why, partly.advantages) == ("error", [0.0, 0.0])
 
@@ -159,13 +163,13 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     assert [g.why for g in used] == [None, None, None, "no_signal", None] and [g.signal for g in used] == [None, None, True, False, True]
     dropped = [used.pop(3)]
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[7])
+    state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[TaskRef(7, "e", 1)])
     batch, rollouts = form(1, used, dropped, rules)
     commit(run_dir, batch, rollouts, state)
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
     assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx([a, a, -a, -a, -b, b, 0.5, -0.5], rel=1e-7)
     content = decode_batch(run_dir.batch(1).read_bytes(), "x")
-    assert content.batch == batch and decode_state(content.state).pending == [7]
+    assert content.batch == batch and decode_state(content.state).pending == [TaskRef(7, "e", 1)]
     lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
     assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
     assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
@@ -199,6 +203,10 @@ def test_a_teacher_is_a_signal():
 def test_only_failures():
     failed, good = group(0, 1.0, 0.0, error="boom"), group(1, 1.0, 0.0)
     assert only_failures([good, failed, failed], 4) == "the last 2 groups all failed; the newest error:\nboom"
+    cut = group(2, 1.0, 0.0, truncated=True, rules=Rules(mask_truncated=True))
+    said = only_failures([good, cut, cut], 4)
+    assert said.startswith("every answer in the last 2 groups was cut off") and "raise orchestrator.sampling.max_tokens" in said
+    assert only_failures([good, cut, failed], 4).endswith("the newest error:\nboom") and not only_failures([cut, good], 0)
     assert only_failures([failed, failed, good], 0) == "" == only_failures([good, failed], 4) == only_failures([], 0)
 
 

@@ -188,6 +188,25 @@ def test_whatever_point_is_the_last_every_group_counts_once(seed, deaths):
         check(world)
 
 
+def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
+    """They were finished before the newest batch, so only its state still knows of them."""
+    for seed in range(30):
+        world = World(tmp_path / str(seed), random.Random(seed))
+        world.live(30)
+        newest = world.run_dir.newest_batch()
+        waiting = batches.decode_state(decode_batch(world.run_dir.batch(newest).read_bytes(), "x").state).pending if newest else []
+        if waiting:
+            break
+    world.run_dir.pending.unlink()
+    one = world.orchestrator()
+    one.restore()
+    assert waiting and set(waiting) <= set(one.source.again)
+    world.live(0)
+    lines = [json.loads(line) for step in range(1, STEPS + 1) for line in world.run_dir.rollouts(step).read_bytes().splitlines()]
+    waiting_still = {group.group_id for group in read_groups(world.run_dir.pending)[0]}
+    assert {ref.group_id for ref in waiting} <= {line["group_id"] for line in lines} | waiting_still
+
+
 def test_a_death_at_each_point_in_turn(tmp_path):
     for points in range(1, 60):
         world = World(tmp_path / str(points), random.Random(points % 3))

@@ -1,3 +1,6 @@
+import errno
+from pathlib import Path
+
 from rl.messages import VersionSpan
 from rl.orchestrator.pending import PendingLog
 from rl.orchestrator.rollouts import Group, Rollout, Turn
@@ -53,3 +56,15 @@ def test_a_flipped_bit_costs_only_its_record(tmp_path):
         log = PendingLog(path)
         (remark,) = log.load(set(), 9)
         assert "sampled again" in remark and [group.group_id for group in log.groups] == [1, 3]
+
+
+def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, monkeypatch):
+    path = tmp_path / "pending.log"
+    make(path, [1])
+
+    def unreadable(self):
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", unreadable)
+    log = PendingLog(path)
+    assert log.load(set(), 9) == [f"{path}: cannot be read (Input/output error); what was there is sampled again"] and log.groups == []

@@ -15,6 +15,7 @@ from rl.orchestrator.evaluation import EvalEnv, Evaluator
 from rl.orchestrator.inference_client import InferenceLostError, RefusedError
 from rl.orchestrator.rollouts import Rollout, Turn
 from rl.orchestrator.served import ServedPolicy
+from tests.test_repair import version as write_version
 
 
 class Servers:
@@ -132,6 +133,9 @@ def test_what_inference_refuses(world, monkeypatch):
     policy.loaded, servers.refusal = 3, RefusedError(422, "tensor w is damaged")
     with pytest.raises(CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"):
         asyncio.run(policy.load(policy.versions[4]))
+    write_version(config.run_dir, 5)  # sound: another model's, or for a server of another kind, and no repair would mend that
+    with pytest.raises(RunError, match="000005: inference refused version 5: tensor w is damaged"):
+        asyncio.run(policy.load(policy.versions[5]))
     servers.refusal = RefusedError(401, "no token")
     with pytest.raises(RunError, match="no token"):
         asyncio.run(policy.load(policy.versions[4]))

@@ -118,3 +118,18 @@ def test_an_error_of_the_publisher_comes_once_at_the_next_look(tmp_path):
             publisher.look()
             time.sleep(0.05)
     publisher.finish()
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.trainer.publisher.DISK_S", 0.1)
+    hangs = threading.Event()
+
+    class Hangs:
+        def write(self, path, record):
+            hangs.wait(10)
+
+    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
+    publisher.start(1, Hangs(), {0})
+    with pytest.raises(TimeoutError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"):
+        publisher.finish()
+    hangs.set()

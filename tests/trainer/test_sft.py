@@ -123,9 +123,13 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
     config = make_config(tmp_path, tied_folder)
     prepare_data(config, str(tied_folder), lambda what: None)
     file = config.run_dir.data / "train" / "tokens.bin"
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(CorruptFileError, match="damaged: its files differ in length; start over with --clean"):
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    with pytest.raises(CorruptFileError, match=r"damaged: its files differ in length; delete .*data to have it made anew"):
         FromExamples(config)
+    file.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(CorruptFileError, match=r"train/tokens.bin: damaged; delete .*data to have it made anew"):
+        prepare_data(config, str(tied_folder), lambda what: None)
 
 
 # Numbers

@@ -33,8 +33,8 @@ SLOW_IMPORTS = (
 
 def main() -> None:
     """Entry point: exit code 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a wrong setting, 3 where another start is no use."""
+    leave(lambda: preload(load_config(sys.argv[1:], "inference")[0]))
     config, _ = load_config(sys.argv[1:], "inference")
-    leave(lambda: preload(config))
     try:
         code = run(config)
     except AccessError as error:

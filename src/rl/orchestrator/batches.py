@@ -15,9 +15,9 @@ from rl.orchestrator.config import EnvConfig, OrchestratorConfig
 from rl.orchestrator.credit import group_advantages, has_group_baseline, length_penalties, mean, over_batch, reinforce_pp
 from rl.orchestrator.credit_config import CreditSettings, DrGrpoConfig, ReinforcePlusPlusConfig
 from rl.orchestrator.rollouts import Group, Rollout
-from rl.orchestrator.samples import group_samples, merge_turns
+from rl.orchestrator.samples import group_samples, is_trained, merge_turns
 from rl.orchestrator.signal import Signal
-from rl.orchestrator.tasks import TaskState
+from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir import RunDir
 
 MAX_SILENT = 10
@@ -31,8 +31,8 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     settled: list[int]
     """Groups that this batch trained or dropped; they may still stand in pending.log after a crash."""
     signal: Signal = msgspec.field(default_factory=Signal)
-    pending: list[int] = []
-    """Groups that wait for a later batch: counted in `signal` and in the solve rates already."""
+    pending: list[TaskRef] = []
+    """Groups that wait for a later batch: counted in `signal` and in the solve rates already. Played again if pending.log has lost them."""
     metrics: dict[str, float] = {}
     """The batch's line of metrics.jsonl, which a death right after the commit would cost."""
 
@@ -90,6 +90,8 @@ def judge(group: Group, rules: Rules) -> Group:
     trainable = [rollout for rollout in whole if rollout.trainable]
     if not any(rollout.num_tokens for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
+    elif not any(rollout.num_tokens for rollout in trainable if is_trained(rollout, rules.mask_truncated)):
+        group.why = "truncated"
     elif rules.replace_no_signal and group.signal is False:
         group.why = "no_signal"
     return group

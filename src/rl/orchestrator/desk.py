@@ -11,7 +11,7 @@ from rl.messages import Acknowledged, BatchBytes, GetBatch, GetProbe, NotReady, 
 from rl.orchestrator.probe import probe
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.served import ServedPolicy
-from rl.run_dir import RunDir
+from rl.run_dir import RunDir, numbered
 from rl.status import Status, read_status
 from rl.transport import ANSWER_WITHIN_S, TrainerServer
 
@@ -101,7 +101,7 @@ class TrainerDesk:
     def _trainer_has_ended(self) -> bool:
         """Its last checkpoint is there and its status is gone, or is that of a dead one."""
         final = self.progress.final
-        if final and not self.run_dir.checkpoint(final).exists():
+        if max(numbered(self.run_dir.checkpoints), default=0) < final:  # later ones: max_steps was lowered
             return False
         status = read_status(self.run_dir.status("trainer"))
         return status is None or time.time() - status.get("heartbeat", 0.0) > DEAD_S

@@ -92,7 +92,8 @@ class Orchestrator:
         state, settled, counted = None, set[int](), set[int]()
         if self.progress.newest:
             state = self._newest_state(self.run_dir.batch(self.progress.newest))
-            settled, counted = set(state.settled), set(state.pending)
+            settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
+            state.tasks.in_flight += state.pending  # of which those in pending.log are done
             self.signal = state.signal
             if (self.progress.newest, "orchestrator") not in read_metrics(self.run_dir.metrics):
                 self.metrics.write(self.progress.newest, state.metrics)
@@ -269,7 +270,7 @@ class Orchestrator:
         settled = {group.group_id for group in [*used, *dropped]}
         waiting = [group for group in self.pending.groups if group.group_id not in settled]
         pools = self.source.settle()
-        unused = [group.group_id for group in waiting]
+        unused = [TaskRef(group.group_id, group.env, group.task) for group in waiting]
         batch, rollouts = batches.form(step, used, dropped, self.rules)
         metrics = batches.batch_metrics(batch, [*used, *dropped]) | pools | {f"env/{env}/quarantined": 1 for env in self.pool.lost}
         tokens = sum(rollout.num_tokens for group in [*used, *dropped] for rollout in group.rollouts)

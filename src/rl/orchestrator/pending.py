@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl.files import HEADER, MAGIC, CorruptFileError, append_file, decode_records, encode_record, write_file
+from rl.files import HEADER, MAGIC, CorruptFileError, append_file, decode_records, encode_record, reading, write_file
 from rl.orchestrator.rollouts import Group
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -13,10 +13,14 @@ DECODER = msgspec.msgpack.Decoder(Group)
 
 def read_groups(path: Path) -> tuple[list[Group], list[str]]:
     """The groups of a log, and a remark on each place that is damaged: by a death within a write, at its end, or by a failing disk."""
-    data = path.read_bytes() if path.exists() else b""
     groups: list[Group] = []
     remarks: list[str] = []
-    offset = 0
+    data, offset = b"", 0
+    try:
+        with reading(path):
+            data = path.read_bytes() if path.exists() else b""
+    except CorruptFileError as error:
+        remarks.append(f"{error}; what was there is sampled again")
     while offset < len(data):
         try:
             for payload in decode_records(data[offset:], f"{path} from byte {offset}"):

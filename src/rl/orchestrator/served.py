@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rl.digests import verify_version
 from rl.files import CorruptFileError
 from rl.messages import WeightVersion
 from rl.orchestrator.errors import RunError
@@ -81,8 +82,10 @@ class ServedPolicy:
                 log.warning("version %d was taken away while inference read it", version.policy_version)
                 await asyncio.sleep(LOOK_S)
                 return 0.0
-            kind = CorruptFileError if error.status == 422 and version.policy_version else RunError
-            raise kind(f"{version.path}: inference refused version {version.policy_version}: {error}") from None
+            said = f"{version.path}: inference refused version {version.policy_version}: {error}"
+            if error.status == 422 and version.policy_version:
+                await asyncio.to_thread(blame_file, Path(version.path), said)
+            raise RunError(said) from None
         self.loaded = version.policy_version
         return pause_s
 
@@ -129,3 +132,11 @@ class ServedPolicy:
         """Whether a version between `loaded` and this one waits for its eval."""
         between = (number for number in self.there() if self.loaded < number < version)
         return any(self.evaluator.due(number, final=-1) for number in between)
+
+
+def blame_file(path: Path, said: str) -> None:
+    """Raises CorruptFileError if a version that inference refused is damaged; returns if it is sound, and does not fit that server."""
+    try:
+        verify_version(path)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{error}; {said}") from None

@@ -51,9 +51,12 @@ class Signal(msgspec.Struct, kw_only=True):
 
 
 def only_failures(groups: Sequence[Group], limit: int) -> str:
-    """What to say when the newest groups, of at least `limit` episodes, all failed; else "" ."""
-    recent = list(takewhile(lambda group: group.why == "error", reversed(groups)))
+    """What to say when the newest groups, of at least `limit` episodes, all failed or leave nothing to train on; else ""."""
+    recent = list(takewhile(lambda group: group.why in ("error", "truncated"), reversed(groups)))
     if not recent or sum(group.num_episodes for group in recent) < limit:
         return ""
-    last = next(rollout.error for rollout in reversed(recent[0].rollouts) if rollout.error)
-    return f"the last {len(recent)} groups all failed; the newest error:\n{last}"
+    errors = [rollout.error for group in recent for rollout in reversed(group.rollouts) if rollout.error]
+    if errors:
+        return f"the last {len(recent)} groups all failed; the newest error:\n{errors[0]}"
+    remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
+    return f"every answer in the last {len(recent)} groups was cut off, and mask_truncated leaves none to train on; {remedy}"

@@ -17,6 +17,7 @@ import numpy as np
 
 from rl.chat import THINK, THINK_END, Message, RendererError, Tool, arguments_object, arguments_text, wire
 from rl.config import RLConfig
+from rl.digests import checksum
 from rl.files import CorruptFileError, write_directory
 from rl.models import has_template
 from rl.renderer import Renderer, load_renderer
@@ -199,7 +200,8 @@ def prepare_data(config: RLConfig, base: str, say: Callable[[str], None]) -> Non
     sft, directory = config.sft, config.run_dir.data
     assert sft
     if (directory / "manifest.json").is_file():
-        return
+        say("verifying the examples")
+        return verify_data(directory)
     say("loading the tokenizer")
     try:
         tokenizer = Tokenizer(Path(base), config)
@@ -225,9 +227,22 @@ def prepare_data(config: RLConfig, base: str, say: Callable[[str], None]) -> Non
                 raise DataError(f"{source.key} = {source.dataset!r}: nothing is left of {rows} rows: {why}")
             manifest[name] = {"dataset": source.dataset, "rows": rows, **sizes, "left_out": dict(counts)}
         manifest["warnings"] = sorted(tokenizer.warnings)
+        manifest["files"] = {str(path.relative_to(folder)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     write_directory(directory, fill)
+
+
+def remedy(directory: Path) -> str:
+    return f"delete {directory} to have it made anew, from the same data and settings"
+
+
+def verify_data(directory: Path) -> None:
+    """Raises CorruptFileError unless all files of `data/` are what was written."""
+    for name, expected in read_manifest(directory)["files"].items():
+        file = directory / name
+        if not file.is_file() or checksum(file) != expected:
+            raise CorruptFileError(f"{file}: {'damaged' if file.is_file() else 'missing'}; {remedy(directory)}")
 
 
 def prepare_with_status(config: RLConfig, base: str) -> None:
@@ -242,9 +257,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-        return manifest | {"train": manifest["train"]}
+        return manifest | {"train": manifest["train"], "files": manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{path}: missing or damaged ({type(error).__name__}: {error}); start over with --clean") from None
+        raise CorruptFileError(f"{path}: missing or damaged ({type(error).__name__}: {error}); {remedy(directory)}") from None
 
 
 def open_examples(folder: Path, sizes: dict[str, Any]) -> Examples:
@@ -254,9 +269,9 @@ def open_examples(folder: Path, sizes: dict[str, Any]) -> Examples:
         tokens = np.memmap(folder / "tokens.bin", np.int32, "r")
         trained = np.memmap(folder / "trained.bin", np.uint8, "r")
     except (OSError, ValueError) as error:
-        raise CorruptFileError(f"{folder}: missing or damaged ({error}); start over with --clean") from None
+        raise CorruptFileError(f"{folder}: missing or damaged ({error}); {remedy(folder.parent)}") from None
     if not (len(ends) == len(groups) == sizes["examples"] and len(tokens) == len(trained) == sizes["tokens"] == ends[-1]):
-        raise CorruptFileError(f"{folder}: damaged: its files differ in length; start over with --clean")
+        raise CorruptFileError(f"{folder}: damaged: its files differ in length; {remedy(folder.parent)}")
     return Examples(tokens, trained, ends, groups)
 
 

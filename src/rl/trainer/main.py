@@ -31,8 +31,8 @@ SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.tr
 
 def main() -> None:
     """The console script."""
+    leave(lambda: preload(load_config(sys.argv[1:], "trainer")[0]))
     config, _ = load_config(sys.argv[1:], "trainer")
-    leave(lambda: preload(config))
     exit_on_sigterm()
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:
@@ -54,8 +54,10 @@ def preload(config: RLConfig) -> None:
     """Imports what `run` will need, and does nothing else."""
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    with contextlib.suppress(ModelError, OSError, ValueError, KeyError, ImportError):  # `run` will say it
-        kind = json.loads((Path(resolve_model(config.model)) / "config.json").read_bytes())["model_type"]
+    with contextlib.suppress(ModelError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
+        # Whatever is wrong there, `run` will say it.
+        folder = resolve_model(config.model, needs_template=config.sft is None)
+        kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
@@ -66,11 +68,11 @@ def run(config: RLConfig, rank: int) -> None:
     if rank == 0:
         hold_role(config.run_dir.lock("trainer"), "trainer", ROLE_WAIT_S)
         clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests(0).parent)
-        # Reading them takes about as long as to import torch: both at once.
+        # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
         checkpoints = ThreadPool(1).apply_async(newest_sound_checkpoint, (config.run_dir.checkpoints,))
     status = Status(config.run_dir.status(name), name)
     status.doing("loading the model")
-    base = resolve_model(config.model, needs_template=config.sft is None)  # before torch is imported: a missing model is said at once
+    base = resolve_model(config.model, needs_template=config.sft is None)
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.checkpoint import CheckpointMismatchError
@@ -110,10 +112,14 @@ def run(config: RLConfig, rank: int) -> None:
 
 
 def uses_gpus(config: RLConfig) -> bool:
-    """GPUs when there are any, unless trainer.gpus = 0."""
+    """GPUs when there are any, unless trainer.gpus = 0. Ends the process when there are none of those that are asked for."""
     import torch
 
-    return config.trainer.gpus != 0 and torch.cuda.is_available()
+    found = torch.cuda.is_available()
+    if config.trainer.gpus and not found:
+        remedy = "see nvidia-smi, and whether torch is the build for GPUs (uv run --no-group cpu --group gpu)"
+        fail(config.run_dir, f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}", 1)
+    return config.trainer.gpus != 0 and found
 
 
 def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:

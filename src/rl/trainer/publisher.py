@@ -15,6 +15,9 @@ from rl.trainer.determinism import unlike
 from rl.trainer.weights import Version, delete_old_versions
 from rl.transport import OrchestratorClient, Wait
 
+DISK_S = 60.0
+"""For a version to be written, beyond what the orchestrator may take."""
+
 
 class Publisher:
     """At most one version is on its way. Rank 0's does the work, the others' do nothing. Errors of the thread come with the next call."""
@@ -87,4 +90,8 @@ class Publisher:
         if self.coming:
             coming, self.coming = self.coming, None
             with self.wait:
+                coming.wait(self.wait.timeout_s + DISK_S)  # what the thread asks the orchestrator has an earlier deadline
+                if not coming.ready():
+                    waited = f"waited {self.wait.timeout_s + DISK_S:.0f} s for a version to be written to {self.run_dir.weights_dir}"
+                    raise TimeoutError(f"{waited}: does that disk answer?")
                 coming.get()

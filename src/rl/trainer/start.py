@@ -1,6 +1,5 @@
 """From the configuration to the live objects of a rank: model, optimizer, the newest checkpoint's state, and where batches come from."""
 
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 
 from rl.config import RLConfig
+from rl.files import move
 from rl.metrics import MetricsLog
 from rl.parity import run_limit
 from rl.run_dir import RunDir
@@ -80,6 +80,5 @@ def newest_checkpoint(config: RLConfig, log: RunDir, world: World, found: checkp
     if world.is_main and found and sound:
         for step in found[1]:
             away = log.discarded / time.strftime("%Y%m%d-%H%M%S") / "checkpoints" / f"{step:06d}"
-            away.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(log.checkpoint(step), away)
+            move(log.checkpoint(step), away)
     return sound

@@ -125,9 +125,6 @@ def train(trainer: Trainer) -> None:
         if sampled or (due and not fake):
             publish(trainer)
         timer.lap("publish_weights")
-        if due:
-            save_checkpoint(trainer)
-        timer.lap("checkpoint")
         if due and (parity := trainer.learner.parity) and step < config.max_steps:
             metrics |= parity.at_checkpoint(step, trainer.model, trainer.batches.pack, world)
             timer.lap("parity")
@@ -136,6 +133,9 @@ def train(trainer: Trainer) -> None:
         if held_out := validation(trainer):
             metrics |= held_out
             timer.lap("validation")
+        if due:  # after all that takes long: a run that goes on from this checkpoint does not write this step's line again
+            save_checkpoint(trainer)
+        timer.lap("checkpoint")
         speed = performance(ready, timer, trainer.work, config.model.dtype, world) if isinstance(ready, Ready) else {}
         trainer.log(metrics | timer.metrics() | trainer.publisher.metrics() | speed)
     if trainer.step > trainer.saver.began and not fake:
