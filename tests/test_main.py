@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl.batch_log import write_batch
 from rl.cli import from_toml
 from rl.main import command, resume_command
+from rl.messages import TrainBatch
 from rl.run_dir import RunDir
 
 DRIVER = """
@@ -227,12 +229,14 @@ def test_a_second_rl_on_the_same_run_is_refused(rl):
 
 def test_resume_continues_without_printing_old_steps(rl):
     assert rl()[0] == 0
+    for step in (1, 2, 3):  # without its batch a step was taken back, and its line goes
+        write_batch(rl.root / "batches" / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), None)
     code, _, err = rl()
     assert (code, err) == (1, f"rl: {rl.root} exists: continue that run with --resume, delete it with --clean, or choose another --name\n")
     last = "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (3, 4): log.write(step, {'loss/mean': 5.0, 'reward/mean': 0.5})\n"
     code, out, err = rl("--max_steps", "4", "--resume", orchestrator=last, trainer=last)
     assert (code, err) == (0, "")
-    assert f"resuming {rl.root}: checkpoint none, newest batch none\nchanged: max_steps: 3 -> 4\n" in out
+    assert f"resuming {rl.root}: checkpoint none, newest batch 3\nchanged: max_steps: 3 -> 4\n" in out
     assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == ["4"]
     assert (rl.run_dir.logs / "trainer-2.log").exists()
 

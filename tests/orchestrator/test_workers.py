@@ -1,6 +1,7 @@
 """Environments that misbehave, in real worker processes: what dies is the guilty task and nothing else."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -120,18 +121,21 @@ def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
     async def work(pool):
         def tool_server():
             (worker,) = pool.workers.values()
-            below = psutil.Process(worker.process.pid).children(recursive=True) if worker.ready.done() else []
-            return next((process for process in below if "v1_calc" in " ".join(process.cmdline())), None)
+            if not worker.ready.done() or worker.process.returncode is not None:
+                return None
+            with contextlib.suppress(psutil.NoSuchProcess):
+                below = psutil.Process(worker.process.pid).children(recursive=True)
+                return next((process for process in below if "v1_calc" in " ".join(process.cmdline())), None)
 
         first = await until(tool_server)
-        (before,) = await pool.play("calc", "train", 0, 1, SAMPLING, 0)
         first.kill()
         await until(lambda: pool.deaths)
         second = await until(tool_server)
-        (after,) = await pool.play("calc", "train", 0, 1, SAMPLING, 0)
-        return before.error, after.error, first.pid != second.pid, pool.deaths
+        about = await pool.describe("calc", "train", 1, 30.0)
+        return first.pid != second.pid, pool.deaths, [tool["function"]["name"] for tool in about.tasks[0]["tools"]]
 
-    assert run(tmp_path, model, work, ("calc", {"env": {"id": "v1-guess", "asks": 1}}, ""), env_id="v1-calc") == (None, None, True, 1)
+    assert run(tmp_path, model, work, ("calc", {}, ""), env_id="v1-calc") == (True, 1, ["calc_add"])
+    assert "its tool server (pid" in (tmp_path / "logs" / "worker-calc-0.log").read_text()
 
 
 def test_a_stopped_worker_is_noticed_and_what_it_started_ends_with_it(tmp_path, model, monkeypatch):

@@ -217,13 +217,16 @@ class V1Environment:
             self.serving = None
             with self._blame("starting its servers"):
                 task.result()
-        self.watching = asyncio.create_task(self._watch())
+        self.watching = asyncio.create_task(self._watch(self._tool_servers()))
 
-    async def _watch(self) -> None:
-        """Loop. verifiers does not bring a tool server that died back: then this worker ends, and its successor starts all of them."""
+    def _tool_servers(self) -> dict[int, str]:
+        """Pid -> start of the processes that serve this environment's tools."""
         modules = {type(toolset).__module__ for toolset in self.env.taskset.toolsets(self.env.taskset.config)}
         processes = guard.table()
-        servers = {pid: processes[pid].start for pid in guard.below(processes, [os.getpid()]) if modules & set(command_line(pid))}
+        return {pid: processes[pid].start for pid in guard.below(processes, [os.getpid()]) if modules & set(command_line(pid))}
+
+    async def _watch(self, servers: dict[int, str]) -> None:
+        """Loop. verifiers does not bring a tool server that died back: then this worker ends, and its successor starts all of them."""
         while servers:
             await asyncio.sleep(LOOK_S)
             for pid, start in servers.items():
