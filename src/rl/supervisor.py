@@ -153,9 +153,9 @@ class Supervisor:
     def _late(self, life: Life, child: Child) -> str:
         """What is said of a process that does not come up; it ends the run where that is for want of patience with a slow start."""
         age = self.clock - life.began
-        if life.name != "model" and not life.statuses and age > max(FIRST_SIGN_S, self.config.inference.startup_timeout_s):
-            return f"gave no sign of life in its first {age:.0f} s, and was killed"
         limit = self.config.inference.startup_timeout_s
+        if life.name not in ("model", "inference") and not life.statuses and age > max(FIRST_SIGN_S, limit):
+            return f"gave no sign of life in its first {age:.0f} s, and was killed"
         if life.name != "inference" or life.ready or age <= limit:
             return ""
         doing = life.status.get("doing", "nothing that it told")

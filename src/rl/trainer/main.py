@@ -10,7 +10,7 @@ import sys
 import threading
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rl.cli import load_config, to_toml
 from rl.config import RLConfig
@@ -24,6 +24,7 @@ from rl.run_dir import RunDir
 from rl.sft.rows import DataError
 from rl.standby import PR_SET_PDEATHSIG, leave
 from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
+from rl.trainer.threads import result_within
 from rl.transport import OrchestratorLostError
 
 SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft", "rl.trainer.start")
@@ -100,7 +101,8 @@ def run(config: RLConfig, rank: int) -> None:
         if isinstance(source, FromExamples):
             config = config.model_copy(update={"max_steps": source.num_steps})
         status.doing("loading the model", max_steps=config.max_steps)
-        found = result_within(checkpoints, settings.rank_timeout_s, config.run_dir.checkpoints) if checkpoints else None
+        what = f"{config.run_dir.checkpoints} to be read"
+        found = result_within(checkpoints, settings.rank_timeout_s, what) if checkpoints else None
         train(start(config, world, base, status, source, found))
     except (CheckpointMismatchError, OutOfMemoryError, ParityError, WorldError) as error:
         fail(config.run_dir, str(error), GIVE_UP)
@@ -110,14 +112,6 @@ def run(config: RLConfig, rank: int) -> None:
     status.close()
     if rank == 0 and settings.data.fake:
         print(summary(read_metrics(config.run_dir.metrics).values()))
-
-
-def result_within(reading: AsyncResult, deadline_s: float, directory: Path) -> Any:
-    """What the thread that reads the checkpoints has found. Raises its error, or TimeoutError."""
-    reading.wait(deadline_s)
-    if not reading.ready():
-        raise TimeoutError(f"waited {deadline_s:g} s (trainer.batch_timeout_s + 600) for {directory} to be read: does that disk answer?")
-    return reading.get()
 
 
 def uses_gpus(config: RLConfig) -> bool:

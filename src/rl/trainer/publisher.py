@@ -12,6 +12,7 @@ from rl.messages import Acknowledged, WeightVersion
 from rl.run_dir import RunDir
 from rl.trainer.config import WeightsConfig
 from rl.trainer.determinism import unlike
+from rl.trainer.threads import result_within
 from rl.trainer.weights import Version, delete_old_versions
 from rl.transport import OrchestratorClient, Wait
 
@@ -90,8 +91,5 @@ class Publisher:
         if self.coming:
             coming, self.coming = self.coming, None
             with self.wait:
-                coming.wait(self.wait.timeout_s + DISK_S)  # what the thread asks the orchestrator has an earlier deadline
-                if not coming.ready():
-                    waited = f"waited {self.wait.timeout_s + DISK_S:.0f} s for a version to be written to {self.run_dir.weights_dir}"
-                    raise TimeoutError(f"{waited}: does that disk answer?")
-                coming.get()
+                # What the thread asks the orchestrator has an earlier deadline.
+                result_within(coming, self.wait.timeout_s + DISK_S, f"a version to be written to {self.run_dir.weights_dir}")

@@ -13,6 +13,7 @@ from rl.run_dir import RunDir
 from rl.trainer import checkpoint
 from rl.trainer.config import TrainerConfig
 from rl.trainer.distributed import World
+from rl.trainer.threads import result_within
 
 
 class Saver:
@@ -71,8 +72,4 @@ class Saver:
         if not self.coming:
             return
         coming, self.coming = self.coming, None
-        coming.wait(self.deadline_s)
-        if not coming.ready():
-            what = f"checkpoint {self.began} to be written to {self.run_dir.checkpoints}"
-            raise TimeoutError(f"waited {self.deadline_s:.0f} s for {what}: does that disk answer?")
-        coming.get()
+        result_within(coming, self.deadline_s, f"checkpoint {self.began} to be written to {self.run_dir.checkpoints}")
