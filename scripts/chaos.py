@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -30,10 +29,10 @@ from typing import Any
 import promises
 import psutil
 
-from rl.cli import load_config
-from rl.metrics import MetricsReader
-from rl.run_dir import numbered
-from rl.status import read_status
+from rl.config.command_line import load_config
+from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.paths import numbered
+from rl.run_dir.status import TRAINER_STEPS, Phase, RoleStatus, read_status
 
 TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "rl", "guard")
 LOOK_S = 0.2
@@ -105,18 +104,18 @@ class Run:
         with self.output.open("ab") as output:
             self.rl = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
-    def status(self, role: str) -> dict[str, Any]:
-        return read_status(self.run_dir.status(role)) or {}
+    def status(self, role: str) -> RoleStatus:
+        return read_status(self.run_dir.status(role)) or RoleStatus()
 
     def up(self, role: str) -> bool:
         """The process lives, is younger than the last kill that it does not outlive, shows its heartbeat, and is past its start."""
         status = self.status(role)
-        if status.get("started", 0) < self.not_before.get(role, 0):
+        if (status.started or 0) < self.not_before.get(role, 0):
             return False
-        fresh = time.time() - status.get("heartbeat", 0) < FRESH_S and psutil.pid_exists(status.get("pid", 0))
+        fresh = time.time() - (status.heartbeat or 0) < FRESH_S and psutil.pid_exists(status.pid or 0)
         if role == "trainer":
-            return fresh and bool(re.search(r"training step|waiting for batch|publishing|checkpoint|validating", status["doing"]))
-        return fresh and bool(status.get("address")) and "loading environments" not in status["doing"]
+            return fresh and status.phase in TRAINER_STEPS
+        return fresh and status.address is not None and status.phase is not Phase.LOADING_ENVIRONMENTS
 
     def roles(self) -> list[str]:
         if self.config.sft:
@@ -127,26 +126,21 @@ class Run:
         return all(map(self.up, self.roles()))
 
     def find(self, target: str) -> tuple[int, str] | None:
-        """(pid, what it is doing) of a target, if it is there now."""
+        """(pid, phase) of a target, if it is there now."""
         assert self.rl
         role = {"rank": "trainer-1", "engine": "inference", "worker": "orchestrator"}.get(target, target)
         status = self.status(role)
-        pid, doing = status.get("pid", 0), phase(status.get("doing", ""))
+        pid, phase = status.pid, status.phase or "?"
         if target in ("rl", "guard"):
             pid = self.rl.pid
-            doing = phase(self.status("trainer").get("doing", "starting"))
+            phase = self.status("trainer").phase or Phase.STARTING
         if not pid or not psutil.pid_exists(pid):
             return None
         if target in ("engine", "worker", "guard"):
-            word = {"engine": "EngineCore", "worker": "rl.orchestrator.worker", "guard": "guard.py"}[target]
+            word = {"engine": "EngineCore", "worker": "rl.envs.worker", "guard": "process_table.py"}[target]
             found = [process.pid for process in below(pid) if word in title(process)]
-            return (min(found), doing) if found else None
-        return pid, doing
-
-
-def phase(doing: str) -> str:
-    """What a process does, without its numbers and details."""
-    return re.sub(r"\d+", "N", doing.split(":")[0])[:60] or "?"
+            return (min(found), phase) if found else None
+        return pid, phase
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -248,7 +242,7 @@ class Chaos:
             if self.now() - since > PATIENCE_S:
                 print(f"{self.now():7.0f} s  there is no {target} to kill", flush=True)
                 return
-        pid, doing = found
+        pid, phase = found
         self.segments |= promises.shared_memory_of(promises.processes_with(self.run.word))
         os.kill(pid, number)
         if target == "rl" and number == signal.SIGSTOP:
@@ -258,10 +252,10 @@ class Chaos:
         elif target not in ("worker", "guard"):
             role = {"engine": "inference", "rank": "trainer"}.get(target, target)
             self.run.not_before[role] = time.time()
-        kill = Kill(self.now(), target, number.name.removeprefix("SIG"), doing, pid)
+        kill = Kill(self.now(), target, number.name.removeprefix("SIG"), phase, pid)
         self.report.kills.append(kill)
         self.open.append(kill)
-        print(f"{kill.at_s:7.0f} s  SIG{kill.signal:<4} to {target} ({pid}), while the run is {doing}", flush=True)
+        print(f"{kill.at_s:7.0f} s  SIG{kill.signal:<4} to {target} ({pid}), while the run is {phase}", flush=True)
 
     def steps_done(self) -> int:
         return max(self.step_times, default=0)
@@ -383,8 +377,8 @@ def table(report: Report) -> str:
         shown = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
         lines.append(f"| {target} | {len(kills)} | {shown} |")
     lines += ["", "| target | signal | while | kills |", "|---|---|---|---|"]
-    for (target, name, doing), count in sorted(Counter((kill.target, kill.signal, kill.phase) for kill in report.kills).items()):
-        lines.append(f"| {target} | {name} | {doing} | {count} |")
+    for (target, name, phase), count in sorted(Counter((kill.target, kill.signal, kill.phase) for kill in report.kills).items()):
+        lines.append(f"| {target} | {name} | {phase} | {count} |")
     lines += ["", "| figure | |", "|---|---|"]
     lines += [f"| {name} | {f'{value:.3g}' if isinstance(value, float) else value} |" for name, value in report.figures.items()]
     lines += ["", "every promise was kept" if not report.broken else "BROKEN:"]

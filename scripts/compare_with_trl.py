@@ -183,8 +183,9 @@ def our_loss(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype) -> tupl
     """The loss of the batch and its gradient [B, T], 0 at the padding."""
     from pydantic import TypeAdapter
 
+    from rl.config.loss import LossConfig
     from rl.trainer.loss import LossInputs, compute_loss
-    from rl.trainer.loss_config import LossConfig
+    from rl.trainer.losses import loss_function
 
     config = TypeAdapter(LossConfig).validate_python(case.ours)
     mask, lengths = tensors["mask"].bool(), torch.tensor(LENGTHS)
@@ -204,7 +205,7 @@ def our_loss(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype) -> tupl
         sequence_sum=lambda values: values.new_zeros(len(LENGTHS)).index_add(0, sequences, values),
         reference_logprobs=flat["reference"],
     )
-    loss = (compute_loss(inputs, config).loss * inputs.weights).sum()
+    loss = (compute_loss(inputs, config, loss_function(config)).loss * inputs.weights).sum()
     loss.backward()
     gradient = torch.zeros_like(tensors["trainer"])
     gradient[mask] = trainer.grad.double()

@@ -22,23 +22,27 @@ from typing import NamedTuple
 
 import msgspec
 
-from rl import messages
-from rl.batch_log import decode_batch, encode_batch
-from rl.cli import ConfigError, build, parse_args
-from rl.credentials import redact_json
-from rl.diagnosis import peer_at
-from rl.digests import DIGESTS, MANIFEST, read_digests, tensors_of_file, verify_checkpoint
-from rl.files import CorruptFileError, encode_record
-from rl.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.metrics import MetricsReader, cut_metrics, environment_rewards, read_metrics
-from rl.orchestrator.batches import Rules, decode_state, judge, rollout_line
-from rl.orchestrator.inference_client import Generation, InferenceLostError, LoadedVersion, Refusal, ServerStatus, read
+from rl.config.command_line import build, parse_args
+from rl.orchestrator.batches import decode_state, rollout_line
+from rl.orchestrator.judge import Rules, judge
 from rl.orchestrator.pending import PendingLog
-from rl.orchestrator.rollouts import Description, Group, Heartbeat, LoadFailed, Played, Ready, Rollout, Turn
+from rl.orchestrator.pool import read_answer
 from rl.orchestrator.samples import group_samples
-from rl.orchestrator.workers import read_answer
-from rl.status import read_status
-from rl.transport import REPLIES, REQUESTS, UNREADABLE
+from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
+from rl.run_dir.events import read_events
+from rl.run_dir.files import CorruptFileError, encode_record
+from rl.run_dir.metrics import MetricsReader, cut_metrics, environment_rewards, read_metrics
+from rl.run_dir.safetensors import read_tensors
+from rl.run_dir.status import LockOwner, Phase, RoleStatus, last_seen, read_json, read_status
+from rl.system.credentials import redact_json
+from rl.system.errors import ConfigError
+from rl.wire import messages
+from rl.wire.batch_file import decode_batch, encode_batch
+from rl.wire.inference_client import Generation, HeldVersion, InferenceLostError, Refusal, read
+from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.transport import REPLIES, REQUESTS, UNREADABLE
+from rl.wire.worker_messages import Description, Heartbeat, LoadFailed, Played, Ready
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"
 ENCODER = msgspec.msgpack.Encoder()
@@ -115,7 +119,13 @@ def status_file(data: bytes, folder: Path) -> None:
     (folder / "status").mkdir(exist_ok=True)
     (folder / "status" / "trainer.json").write_bytes(data)
     read_status(folder / "status" / "trainer.json")
-    peer_at(folder / "status" / "trainer.json")
+    last_seen(folder / "status" / "trainer.json")
+    read_json(folder / "status" / "trainer.json", LockOwner)
+
+
+def events_file(data: bytes, folder: Path) -> None:
+    (folder / "events.jsonl").write_bytes(data)
+    read_events(folder / "events.jsonl")
 
 
 def metrics_file(data: bytes, folder: Path) -> None:
@@ -140,7 +150,7 @@ def digests(data: bytes, folder: Path) -> None:
 
 def safetensors(data: bytes, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
-    for _name, tensor in tensors_of_file(folder / "model.safetensors"):
+    for _name, tensor in read_tensors(folder / "model.safetensors"):
         assert len(tensor) <= len(data)
 
 
@@ -177,7 +187,7 @@ TARGETS = {
         UNREADABLE,
         packed(
             messages.BatchBytes(b"xyz"),
-            messages.NotReady("3 of 64"),
+            messages.NotReady(RoleStatus(process="orchestrator", pid=12, phase=Phase.FILLING_BATCH, step=3)),
             messages.RunEnded("solved"),
             messages.Acknowledged(2, [1]),
             messages.Probe([SAMPLE]),
@@ -196,7 +206,14 @@ TARGETS = {
     "state": Target(lambda data, _: decode_state(msgspec.Raw(data)), (CorruptFileError,), packed(*[{"tasks": {}, "settled": [1, 2]}] * 1)),
     "pending": Target(pending_log, (), [*packed(GROUP), encode_record(ENCODER.encode(GROUP)) * 2]),
     "status": Target(
-        status_file, (), as_json({"process": "trainer", "pid": 12, "doing": "x", "heartbeat": 1.5, "since": 1, "address": "tcp://a:1"})
+        status_file,
+        (),
+        as_json({"process": "trainer", "pid": 12, "phase": "training", "step": 3, "heartbeat": 1.5, "address": "tcp://a:1"}),
+    ),
+    "events": Target(
+        events_file,
+        (),
+        as_json({"time": 1.5, "event": "death", "process": "trainer", "phase": "training", "step": 3, "reason": "x", "lines": ["y"]}),
     ),
     "metrics": Target(
         metrics_file,
@@ -212,12 +229,12 @@ TARGETS = {
     "safetensors": Target(
         safetensors,
         (CorruptFileError,),
-        [header({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}, "__metadata__": {"k": "v"}}, 8)],
+        [header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"k": "v"}}, 8)],
     ),
     "inference": Target(
         from_inference,
         (InferenceLostError, ValueError),
-        as_json(Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"), LoadedVersion(3), ServerStatus(3, 128), Refusal()),
+        as_json(Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"), HeldVersion(3), HeldVersion(3, 0.5), Refusal()),
     ),
     "config": Target(
         configuration,

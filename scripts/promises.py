@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from rl.batch_log import decode_batch
-from rl.config import RLConfig
-from rl.files import CorruptFileError, decode_records
-from rl.metrics import parse_line, read_metrics
-from rl.orchestrator.rollouts import Group
-from rl.run_dir import RunDir, numbered
+from rl.config.run import RLConfig
+from rl.run_dir.files import CorruptFileError, decode_records
+from rl.run_dir.metrics import parse_line, read_metrics
+from rl.run_dir.paths import RunDir, numbered
+from rl.wire.batch_file import decode_batch
+from rl.wire.rollouts import Group
 
 GROUPS = msgspec.msgpack.Decoder(Group)
 INTERRUPTED_S = 60.0

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rl.batch_log import decode_batch
-from rl.cli import from_toml
-from rl.messages import TrainingSample
-from rl.models import resolve_model
-from rl.run_dir import RunDir, numbered
+from rl.config.command_line import from_toml
+from rl.models.folder import resolve_model
+from rl.run_dir.paths import RunDir, numbered
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainingSample
 
 
 def versions_of(sample: TrainingSample) -> list[int | None]:

@@ -21,9 +21,9 @@ from statistics import fmean
 import promises
 import psutil
 
-from rl.cli import load_config
-from rl.metrics import MetricsReader
-from rl.status import read_status
+from rl.config.command_line import load_config
+from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.status import read_status
 
 MIB = 2**20
 MEASURES = ("rss_mib", "pss_mib", "fds", "threads", "shm_mib")
@@ -56,9 +56,9 @@ def role(process: psutil.Process) -> str | None:
         "EngineCore": "engine",
         "rl.inference.main": "inference",
         "rl.orchestrator.main": "orchestrator",
-        "rl.orchestrator.worker": "worker",
+        "rl.envs.worker": "worker",
         "rl.trainer.main": "trainer",
-        "guard.py": "guard",
+        "process_table.py": "guard",
         "resource_tracker": "resource tracker",
     }
     found = [name for word, name in names.items() if word in words]
@@ -141,7 +141,7 @@ def soak(args: list[str], folder: Path, every_s: float) -> list[tuple[float, dic
                     step = max([step, *(line["step"] for line in reader.new() if line["source"] == "trainer")])
                     if step:
                         statuses = map(read_status, config.run_dir.status("x").parent.glob("*.json"))
-                        active = {status.get("pid", 0) for status in statuses if status}
+                        active = {status.pid or 0 for status in statuses if status}
                         samples.append((float(step), sample(promises.processes_with(word), active)))
             finally:
                 rl.terminate()

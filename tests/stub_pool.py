@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from rl.orchestrator.inference_client import InferenceServers
-from rl.orchestrator.rollouts import Ready, Rollout, Split, Turn, WorkerSetup
-from rl.orchestrator.workers import WorkerPool
+from rl.orchestrator.pool import WorkerPool
+from rl.wire.inference_client import InferenceServers
+from rl.wire.rollouts import Rollout, Split, Turn
+from rl.wire.worker_messages import Ready, WorkerSetup
 
 TASKS = 24
 
@@ -15,7 +16,7 @@ class StubPool(WorkerPool):
 
     setup: WorkerSetup
 
-    async def start(self, setup: WorkerSetup) -> None:  # type: ignore[override]
+    def start(self, setup: WorkerSetup) -> None:  # type: ignore[override]
         self.setup = setup
         self.servers = InferenceServers([], Path(setup.policy.inference_status), 30.0)
 

@@ -12,13 +12,13 @@ import promises
 import pytest
 import soak
 
-from rl.batch_log import write_batch
-from rl.config import RLConfig
-from rl.files import append_file, encode_record, write_file
-from rl.messages import TrainBatch
-from rl.metrics import MetricsLog
-from rl.orchestrator.rollouts import Group, Rollout
-from rl.run_dir import RunDir
+from rl.config.run import RLConfig
+from rl.run_dir.files import append_file, encode_record, write_file
+from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import write_batch
+from rl.wire.messages import TrainBatch
+from rl.wire.rollouts import Group, Rollout
 from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_sample
 
@@ -58,6 +58,7 @@ def run_chaos(folder: Path, *flags: str) -> tuple[int, dict, str]:
     return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(450)
 def test_a_run_under_kills_keeps_every_promise(tmp_path):
     """Trainer (stopped, not killed), orchestrator, worker, engine and `rl` itself."""

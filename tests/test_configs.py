@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rl import devices
-from rl.cli import build, from_toml, parse_args, to_toml
+from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.launch import devices
+from rl.system.machine import Machine
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
 
@@ -27,5 +28,5 @@ def test_dry_run_prints_a_configuration_that_resolves_to_itself(path, tmp_path):
 )
 def test_gpus_are_split_as_the_file_says(name, gpus, trainer, inference):
     config = build(parse_args(["@", f"configs/{name}.toml"]))
-    split = devices.split(config, devices.Machine(gpus=[str(i) for i in range(gpus)], cores=list(range(16))))
+    split = devices.split(config, Machine(gpus=[str(i) for i in range(gpus)], cores=list(range(16))))
     assert (split.trainer.gpus, split.inference.gpus, split.ranks) == (trainer, inference, len(trainer))

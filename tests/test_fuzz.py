@@ -24,7 +24,7 @@ def test_what_was_kept_is_taken_or_refused(name, tmp_path):
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_mutations_of_it_too(name, tmp_path):
-    on_disk = name in ("pending", "status", "metrics", "manifest", "digests", "safetensors", "config")
+    on_disk = name in ("pending", "status", "events", "metrics", "manifest", "digests", "safetensors", "config")
     count, faults = fuzz.fuzz(name, tmp_path, random.Random(0), lambda done: done < (60 if on_disk else 600))
     assert count >= 60 and not faults, faults
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl.cli import from_toml, to_toml
-from rl.files import write_file
-from rl.messages import Acknowledged, BatchBytes, GetBatch, Published
-from rl.metrics import read_metrics
-from rl.run_dir import numbered
-from rl.status import Status
-from rl.transport import TrainerServer
+from rl.config.command_line import from_toml, to_toml
+from rl.run_dir.files import write_file
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import numbered
+from rl.run_dir.status import Phase, Status
+from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, Published
+from rl.wire.transport import TrainerServer
 from tests.tiny_model import make_tiny_model
 
 STEPS = 14
@@ -100,7 +100,7 @@ def train_uninterrupted(config, batches, name):
     async def serve():
         server = TrainerServer("127.0.0.1", 0)
         status = Status(run_dir.status("orchestrator"), "orchestrator")
-        status.doing("serving logged batches", address=server.address)
+        status.enter(Phase.SERVING, address=server.address)
         trainer = await asyncio.create_subprocess_exec(*command, env=environment())
 
         async def answer():

@@ -10,14 +10,16 @@ import tomli_w
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from rl import messages
-from rl.batch_log import decode_batch, encode_batch
-from rl.cli import ConfigError, build, from_toml, parse_args, to_toml
-from rl.files import HEADER, CorruptFileError, decode_records, encode_record
-from rl.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.metrics import MetricsLog, MetricsReader
+from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.orchestrator.pending import ENCODER, PendingLog
-from rl.orchestrator.rollouts import Group, Rollout, Turn
+from rl.run_dir import status
+from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
+from rl.run_dir.metrics import MetricsLog, MetricsReader
+from rl.system.errors import ConfigError
+from rl.wire import messages
+from rl.wire.batch_file import decode_batch, encode_batch
+from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 
 FEW = settings(
     derandomize=True,
@@ -66,9 +68,10 @@ REQUESTS = st.one_of(
     st.builds(messages.Published, VERSION),
     st.builds(messages.GetProbe, st.integers(0, 10**6)),
 )
+STATUSES = st.builds(status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT)
 REPLIES = st.one_of(
     st.builds(messages.BatchBytes, st.binary(max_size=50)),
-    st.builds(messages.NotReady, TEXT),
+    st.builds(messages.NotReady, STATUSES),
     st.builds(messages.RunEnded, TEXT),
     st.builds(messages.Acknowledged, INT64, st.lists(INT64, max_size=3)),
     st.builds(messages.Probe, st.lists(samples(), max_size=2)),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import from_toml
-from rl.config import RLConfig
-from rl.metrics import read_metrics
-from rl.processes import Children
+from rl.config.command_line import from_toml
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.run_dir.metrics import read_metrics
 from scripts.two_nodes import ADDRESSES, Nodes, environment, largest_difference, trainer_command, wait_for, write_config
 from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_batch
@@ -66,6 +66,7 @@ def make_config(root: Path, name: str, model: Path) -> RLConfig:
     )
 
 
+@pytest.mark.proof
 def test_two_nodes_equal_one_rank(nodes, children, tmp_path):
     model = make_tiny_model(tmp_path / "model")
     far, near = (make_config(tmp_path, name, model) for name in ("far", "near"))

@@ -1,15 +1,10 @@
-"""Random models of 115 thousand parameters and more with their own tokenizer: what tests use where a real one would only cost time."""
+"""Random models of several architectures, of 115 thousand parameters and more, with the tokenizer of rl.models.tiny."""
 
-import string
 from pathlib import Path
 
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+from rl.models.tiny import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, byte_tokenizer
 
-
+MAX_LEN = 1024
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
 
 
@@ -56,7 +51,7 @@ def make_config(family: str, hidden: int, layers: int):
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 32,
         "num_key_value_heads": hidden // 32,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": MAX_LEN,
     }
     grouped = sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # two heads a key, wider than hidden
     match family:
@@ -72,28 +67,20 @@ def make_config(family: str, hidden: int, layers: int):
             return transformers.Gemma3TextConfig(**grouped, sliding_window=4, layer_types=kinds, query_pre_attn_scalar=32)
         case "gpt2":
             dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
-            return transformers.GPT2Config(n_embd=hidden, n_layer=layers, n_head=hidden // 32, n_positions=1024, **dropout)
+            return transformers.GPT2Config(n_embd=hidden, n_layer=layers, n_head=hidden // 32, n_positions=MAX_LEN, **dropout)
     raise ValueError(family)
 
 
 def make_tokenizer():
-    """A byte-level BPE without merges: every byte is a token, so text of any kind survives encode and decode; 259 tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """The tokenizer of src's tiny model, as transformers has it."""
     from transformers import PreTrainedTokenizerFast
 
-    printable = [c for c in string.printable if not c.isspace()]
-    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(printable))
-    vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS + printable + others)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        tokenizer_object=byte_tokenizer(),
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=1024,
+        model_max_length=MAX_LEN,
     )

@@ -48,11 +48,11 @@ def preload() -> None:
     import torch.distributed.checkpoint
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import rl.launch.prepare
     import rl.orchestrator.main
-    import rl.prepare
-    import rl.trainer.checkpoint
     import rl.trainer.main
-    import rl.trainer.sft
+    import rl.trainer.sft.source
+    import rl.trainer.store.checkpoint
     import rl.trainer.train  # noqa: F401
     import tests.stub_pool  # noqa: F401
 
@@ -62,8 +62,8 @@ def preload() -> None:
 def run(role: str, config: str) -> None:
     """The process itself."""
     if role == "prepare":
-        from rl.cli import from_toml
-        from rl.prepare import prepare
+        from rl.config.command_line import from_toml
+        from rl.launch.prepare import prepare
 
         settings = from_toml(Path(config))
         prepare(settings, resume=int(os.environ.get("RESUME", "2")), clean=False)
@@ -83,7 +83,7 @@ def run(role: str, config: str) -> None:
 
 def child(order: dict[str, str]) -> None:
     """After the fork: never returns."""
-    from rl import faults
+    from rl.system import faults
 
     with open(order["log"], "ab") as log:
         os.dup2(log.fileno(), 1)

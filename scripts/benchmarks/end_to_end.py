@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rl import devices
-from rl.batch_log import decode_batch
-from rl.cli import build, from_toml, parse_args, to_toml
-from rl.config import RLConfig
-from rl.files import write_file
-from rl.metrics import read_metrics
-from rl.run_dir import RunDir, numbered
-from rl.transport import OrchestratorClient
+from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.config.run import RLConfig
+from rl.launch import devices
+from rl.run_dir.files import write_file
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import RunDir, numbered
+from rl.system.machine import machine
+from rl.wire.batch_file import decode_batch
+from rl.wire.transport import OrchestratorClient
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -97,7 +98,7 @@ def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, 
     config = build(parse_args([*flags, *own, *place.flags]))
     config.orchestrator.environment[0].max_generating = config.orchestrator.batch_size
     write_file(config.run_dir.config, to_toml(config).encode())
-    share = devices.split(config, devices.machine()).inference
+    share = devices.split(config, machine()).inference
     environment = {**os.environ, **share.env, "RL_PARENT_PID": str(os.getpid())}
     cores = ",".join(map(str, share.cores))
     commands = [
@@ -137,7 +138,7 @@ def training_alone(run_dir: RunDir, place: Place, folder: Path) -> float:
     command = [sys.executable, "-m", "rl.trainer.main", "@", str(config.run_dir.config)]
     if place.trainer:
         command = ["taskset", "-c", place.trainer.strip("[]").replace(" ", ""), *command]
-    environment = {**os.environ, **devices.split(config, devices.machine()).trainer.env}
+    environment = {**os.environ, **devices.split(config, machine()).trainer.env}
     with StubOrchestrator(config.run_dir, batches):
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
     return seconds_a_batch(config.run_dir, len(batches))
@@ -145,7 +146,7 @@ def training_alone(run_dir: RunDir, place: Place, folder: Path) -> float:
 
 def parts(flags: list[str], run_dir: RunDir, place: Place, folder: Path, steps: int) -> tuple[float, float]:
     """(g, t): seconds a batch of generation alone and of training alone."""
-    model = Path(run_dir.newest_weights().path)
+    model = run_dir.newest_weights()[1]
     rate = generation_alone(flags, model, place, folder, steps)
     return generated_per_batch(run_dir, steps) / rate, training_alone(run_dir, place, folder)
 

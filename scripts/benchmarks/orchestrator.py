@@ -35,7 +35,7 @@ async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
     """An inference server that answers with random tokens after `delay_s`, by our protocol."""
     from aiohttp import web
 
-    from rl.status import write_status
+    from rl.run_dir.status import RoleStatus, write_status
 
     state = {"policy_version": 0, "max_model_len": 2048}
 
@@ -58,15 +58,15 @@ async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-    write_status(status, {"address": f"http://127.0.0.1:{runner.addresses[0][1]}", "ready": True})
+    write_status(status, RoleStatus(address=f"http://127.0.0.1:{runner.addresses[0][1]}"))
     await asyncio.Event().wait()
 
 
 def stub_trainer(run_dir: Path, steps: int) -> None:
     """A trainer that publishes empty versions at once."""
-    from rl.messages import WeightVersion
-    from rl.run_dir import RunDir
-    from rl.transport import OrchestratorClient
+    from rl.run_dir.paths import RunDir
+    from rl.wire.messages import WeightVersion
+    from rl.wire.transport import OrchestratorClient
 
     directory = RunDir(run_dir, run_dir / "weights")
     client = OrchestratorClient(directory.status("orchestrator"), 600.0, lambda _: None)
@@ -88,7 +88,7 @@ class Probe:
         """Highest seen, of us and the workers, bytes."""
 
     def workers(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if "rl.orchestrator.worker" in " ".join(child.cmdline())]
+        return [child for child in psutil.Process().children() if "rl.envs.worker" in " ".join(child.cmdline())]
 
     def look(self) -> tuple[float, float, float]:
         times = psutil.Process().cpu_times()
@@ -114,10 +114,10 @@ class Probe:
 
 async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, delay_s: float, folder: Path, model: Path) -> dict[str, float]:
     """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
-    from rl.cli import build, parse_args
-    from rl.metrics import read_metrics
+    from rl.config.command_line import build, parse_args
     from rl.orchestrator.main import run
-    from rl.status import Status
+    from rl.run_dir.metrics import read_metrics
+    from rl.run_dir.status import Status
 
     (folder / "bench_env.py").write_text(ENVIRONMENT)
     os.environ["PYTHONPATH"] = str(folder)

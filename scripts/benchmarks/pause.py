@@ -35,7 +35,7 @@ def make_versions(base: Path, folder: Path, count: int) -> tuple[list[Path], lis
     import torch
     from safetensors.torch import load_file, save_file
 
-    from rl.files import write_directory
+    from rl.run_dir.files import write_directory
 
     tensors = {name: tensor for file in base.glob("*.safetensors") for name, tensor in load_file(file).items()}
     paths, seconds = [], []
@@ -158,8 +158,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout to measure in turn with this one")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, so that the server and the versions go as well
-    from rl.config import ModelConfig
-    from rl.models import resolve_model
+    from rl.config.run import ModelConfig
+    from rl.models.folder import resolve_model
 
     model = Path(resolve_model(ModelConfig(name=args.model) if args.model else ModelConfig()))
     checkouts = {"this": ROOT} | ({"against": args.against.resolve()} if args.against else {})

@@ -35,8 +35,8 @@ def make_model(folder: Path, hidden: int, layers: int, max_len: int) -> Path:
 
 def run(model: Path, samples: int, length: int, gpu: bool, extra: list[str], folder: Path) -> dict[str, Any]:
     """Medians of one size: `length` is of a sample, an eighth of it prompt that a group of eight shares."""
-    from rl.devices import MALLOC
-    from rl.metrics import read_metrics
+    from rl.launch.devices import MALLOC
+    from rl.run_dir.metrics import read_metrics
 
     name = f"{samples}x{length}"
     prompt = length // 8

@@ -19,18 +19,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from rl.config import ModelConfig, RLConfig
-from rl.devices import MALLOC
-from rl.trainer.config import FakeDataConfig
-from rl.trainer.distributed import World, start_world, stop_world
+from rl.config.run import ModelConfig, RLConfig
+from rl.config.trainer import FakeDataConfig
+from rl.launch.devices import MALLOC
 from rl.trainer.fake import FakeBatches
+from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.model import load_policy, score
 from rl.trainer.optim import make_optimizer
-from rl.trainer.performance import Timer, peak_memory_gib
-from rl.trainer.prefetch import Ready
-from rl.trainer.train import Learner, prepare, train_step
+from rl.trainer.packing import Packed
+from rl.trainer.parallel.world import World, start_world
+from rl.trainer.prefetch import prepare
+from rl.trainer.start import Learner
+from rl.trainer.train import train_step
 
-Step = Callable[[Ready], dict[str, float]]
+Step = Callable[[Packed], dict[str, float]]
 """Trains a batch; returns seconds by part."""
 
 
@@ -44,9 +46,9 @@ def our_step(folder: str, config: RLConfig, world: World) -> Step:
     model = load_policy(folder, config.model, config.trainer, world)
     learner = Learner(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
 
-    def step(ready: Ready) -> dict[str, float]:
+    def step(packed: Packed) -> dict[str, float]:
         timer = Timer()
-        train_step(learner, ready, 1e-6, timer)
+        train_step(learner, packed, 1e-6, timer)
         synchronize(world)
         timer.lap("optimizer")
         return {**timer.seconds, "step": timer.step_s}
@@ -63,9 +65,9 @@ def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=1e-6, betas=config.trainer.optim.betas, weight_decay=0.0, fused=True)
 
-    def step(ready: Ready) -> dict[str, float]:
+    def step(packed: Packed) -> dict[str, float]:
         timer = Timer()
-        for micro_batch in ready.packed.micro_batches:
+        for micro_batch in packed.micro_batches:
             batch = micro_batch.to(world.device)
             loss = -(score(model, batch, world).logprobs * batch.advantages * batch.weights).sum()
             loss.backward()
@@ -96,12 +98,12 @@ def measure(folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, **tr
     tokens = 0
     for number in range(rounds + 1):
         batch = batches.receive(1 + number)
-        ready = Ready(batch, prepare(batch, config, world, hidden_size=576))
-        tokens = sum(len(row.input_ids) for row in ready.packed.micro_batches)
+        packed = prepare(batch, config, world, hidden_size=576)
+        tokens = sum(len(row.input_ids) for row in packed.micro_batches)
         for name in sorted(steps, reverse=number % 2 == 1):
             began = time.process_time()
-            times[name].append({**steps[name](ready), "cpu": time.process_time() - began})
-    stop_world()
+            times[name].append({**steps[name](packed), "cpu": time.process_time() - began})
+    torch.distributed.destroy_process_group()
     medians = {name: {part: round(median(t[part] for t in values[1:]), 4) for part in values[0]} for name, values in times.items()}
     ratios = {part: [a[part] / b[part] for a, b in zip(times["ours"][1:], times["bare"][1:], strict=True)] for part in ("step", "cpu")}
     return {
@@ -116,7 +118,7 @@ def measure(folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, **tr
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder; `python -m rl.models` prints that of the default model")
+    parser.add_argument("--model", required=True, help="folder; `python -m rl.models.folder` prints that of the default model")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)

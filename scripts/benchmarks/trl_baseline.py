@@ -3,7 +3,7 @@
     uv run --no-project --python 3.11 --with "trl==1.16.0" --with "torch==2.13.0" \\
         scripts/benchmarks/trl_baseline.py MODEL TASKS.jsonl --steps 20
 
-MODEL is the folder that `python -m rl.models` prints; TASKS has a line {"question", "answer"} a task, `rl env ID --export` writes it.
+MODEL is the folder that `python -m rl.models.folder` prints; TASKS has a line {"question", "answer"} a task: `rl env ID --export`.
 The same model, prompts, batch (groups x group size), number of new tokens, optimizer, learning rate and loss as
 configs/quickstart.toml; generation by transformers with its cache, because TRL's vLLM mode needs a GPU. --dtype bfloat16 and all cores
 were its fastest settings here.

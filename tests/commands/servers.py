@@ -1,24 +1,22 @@
-"""Servers that commands are tried against, each in a thread of its own: an OpenAI-compatible endpoint, and the stub of our protocol."""
+"""An OpenAI-compatible endpoint that commands are tried against."""
 
-import asyncio
 import json
-import threading
-from contextlib import contextmanager
 
 from aiohttp import web
 
-from tests.orchestrator.stub_inference import StubInference
+from tests.web import WebServer
 
 KEY = "secret"
 
 
-class Endpoint:
+class Endpoint(WebServer):
     """An OpenAI-compatible server with one or several models. The models say the digit they are asked for, but `bad` always says x."""
 
     def __init__(self, *models: str, key: str = ""):
+        routes = web.get("/v1/models", self.list_models), web.post("/v1/chat/completions", self.complete)
+        super().__init__(*routes, path="/v1")
         self.models, self.key = models, key
         self.asked: list[dict] = []
-        self.url = ""
 
     def allowed(self, request: web.Request) -> bool:
         return not self.key or request.headers.get("Authorization") == f"Bearer {self.key}"
@@ -40,38 +38,3 @@ class Endpoint:
         usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
         fields = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
         return web.json_response({**fields, "choices": [choice], "usage": usage})
-
-    async def __aenter__(self) -> "Endpoint":
-        app = web.Application()
-        app.router.add_get("/v1/models", self.list_models)
-        app.router.add_post("/v1/chat/completions", self.complete)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.runner.cleanup()
-
-
-@contextmanager
-def serving(server: Endpoint | StubInference):
-    """Runs a server beside the test."""
-    loop, up = asyncio.new_event_loop(), threading.Event()
-
-    async def until_stopped() -> None:
-        async with server:
-            up.set()
-            await stop.wait()
-
-    stop = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(until_stopped(),))
-    thread.start()
-    assert up.wait(10)
-    try:
-        yield server
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        loop.close()

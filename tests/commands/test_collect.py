@@ -5,10 +5,12 @@ from itertools import islice
 
 import pytest
 
-from rl.commands.collect import missing, read_present, task_count, task_order
-from rl.commands.playing import PlayError
+from rl.commands.arena import task_count
+from rl.commands.collect import missing, read_present, task_order
+from rl.system.errors import RunError
 from tests.commands.driver import rl
-from tests.commands.servers import Endpoint, serving
+from tests.commands.servers import Endpoint
+from tests.web import serving
 
 
 def line(env="e", task=0, sample=0, agents=1):
@@ -49,7 +51,7 @@ def test_a_line_that_was_not_finished_is_cut_with_its_episode(tmp_path):
 def test_a_file_of_something_else(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('{"messages": []}\n')
-    with pytest.raises(PlayError, match="line 1 was not written by `rl collect`"):
+    with pytest.raises(RunError, match="line 1 was not written by `rl collect`"):
         read_present(path)
     assert path.read_text() == '{"messages": []}\n'
 

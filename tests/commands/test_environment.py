@@ -4,23 +4,25 @@ import json
 
 import pytest
 
-from rl.cli import ConfigError
 from rl.commands.environment import environment_given, messages_text, task_text
 from tests.commands.driver import rl
-from tests.commands.servers import Endpoint, serving
+from tests.commands.servers import Endpoint
+from tests.web import serving
 
 
-def test_the_environment_and_its_arguments():
-    assert environment_given(["a/x", "--split", "eval"]) == ({"orchestrator.environment": ([{"id": "a/x"}], "rl env")}, ["--split", "eval"])
+def test_the_environment_and_its_arguments(capsys):
+    entry = {"id": "a/x", "args": {}}
+    assert environment_given(["a/x", "--split", "eval"]) == ({"orchestrator.environment": ([entry], "rl env")}, ["--split", "eval"])
     given, rest = environment_given(["x", "--args", '{"a": {"b": null}, "c": 1}', "--seed", "1"])
     assert given["orchestrator.environment"][0] == [{"id": "x", "args": {"a": {"b": None}, "c": 1}}] and rest == ["--seed", "1"]
     assert environment_given(["x", '--args={"a": 1}'])[0]["orchestrator.environment"][0][0]["args"] == {"a": 1}
     assert environment_given(["x", "--args.n", "3"])[1] == ["--orchestrator.environment.args.n", "3"]
     assert environment_given(["@", "run.toml", "--args", '{"n": 3}']) == (
         {"orchestrator.environment.args.n": (3, "--args")}, ["@", "run.toml"])  # fmt: skip
-    for text in ("{n: 3}", "[1]", ""):
-        with pytest.raises(ConfigError, match="--args"):
+    for text, fault in (("{n: 3}", "not JSON"), ("[1]", "give an object"), ("", "not JSON")):
+        with pytest.raises(SystemExit):
             environment_given(["x", "--args", text])
+        assert f"rl env: --args {text}: {fault}" in capsys.readouterr().err
 
 
 def test_a_conversation_in_words():

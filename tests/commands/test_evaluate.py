@@ -2,23 +2,23 @@
 
 import json
 import signal
-import time
 
 import psutil
 import pytest
 
-from rl.cli import build, parse_args
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
 from rl.commands.evaluate import evaluations_only, main, num_examples
-from rl.commands.playing import PlayError
-from rl.orchestrator.config import EvalConfig
-from rl.orchestrator.evals import eval_metrics
-from rl.orchestrator.rollouts import Rollout
-from rl.processes import LAUNCHER, Children
+from rl.config.command_line import build, parse_args
+from rl.config.orchestrator import EvalConfig
+from rl.launch.children import Children
+from rl.orchestrator.eval_metrics import eval_metrics
+from rl.system.errors import RunError
+from rl.wire.rollouts import Rollout
 from tests.commands.driver import ENVIRONMENTS, rl, start
-from tests.commands.servers import Endpoint, serving
+from tests.commands.servers import Endpoint
 from tests.orchestrator.stub_inference import StubInference
-from tests.tiny_model import make_tiny_model
+from tests.waiting import until
+from tests.web import serving
 
 SAY_DIGIT = ("--orchestrator.environment.id", "say-digit")
 
@@ -51,7 +51,7 @@ def test_how_many_examples():
     assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
     for entry, size, said in ((EvalConfig(id="e"), None, "endless"), (EvalConfig(id="e"), 0, "no eval examples"),
                               (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play")):  # fmt: skip
-        with pytest.raises(PlayError, match=said):
+        with pytest.raises(RunError, match=said):
             num_examples(entry, size)
 
 
@@ -69,7 +69,7 @@ def test_two_policies_side_by_side(tmp_path, capsys):
     assert "|  | m | 2.000 | - |  |  |" in lines
     assert "3 and 2 examples; the difference is over 2" in capsys.readouterr().err
     assert finished_report(str(tmp_path / "o"))["policy"] == "new (o)"
-    with pytest.raises(PlayError, match="no example in common"):
+    with pytest.raises(RunError, match="no example in common"):
         write_report(tmp_path / "p", config, [ours, policy("other", {7: [1.0]})])
 
 
@@ -87,7 +87,7 @@ def test_what_is_no_report(tmp_path):
     assert finished_report("owner/model") is None
     (tmp_path / "x.json").write_text("{}")
     for path in (tmp_path / "x.json", tmp_path / "nowhere.json"):
-        with pytest.raises(PlayError, match="not a report of `rl eval`"):
+        with pytest.raises(RunError, match="not a report of `rl eval`"):
             finished_report(str(path))
 
 
@@ -109,8 +109,7 @@ def test_two_models_of_an_endpoint(tmp_path):
     assert not list(tmp_path.glob("o/server"))
 
 
-def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path):
-    model = make_tiny_model(tmp_path / "model")
+def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model):
     (tmp_path / "e").mkdir()
     earlier = {"policies": [policy("old", {0: [0.0], 1: [0.0]})]}
     earlier["policies"][0]["evals"] = {"say-digit": earlier["policies"][0]["evals"]["e"]}
@@ -123,7 +122,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path):
         )
     assert code == 0, err
     assert "old (e)" in out and "+1.000" in out and "warning: eval say-digit: the two differ in environment" in err
-    (report,) = tmp_path.glob("outputs/eval-say-digit-model/*/report.json")
+    (report,) = tmp_path.glob("outputs/eval-say-digit-*/*/report.json")
     assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["metrics"]["length_mean"] == 2.0
 
 
@@ -140,7 +139,6 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path):
 def test_faults_are_told_before_anything_starts(args, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ENVIRONMENTS)
-    monkeypatch.setenv(LAUNCHER, "")
     monkeypatch.setattr(Children, "stop_on_signals", lambda _: None)
     assert main([*args], Children()) == 1
     err = capsys.readouterr().err
@@ -158,14 +156,9 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
 FAKE_SERVER = """
 import sys, rl.main
 scripts = {"model": "", "inference": SCRIPT}
-rl.main.command = lambda name, run_dir, ranks: [sys.executable, "-c", scripts[name], str(run_dir.root)]
+rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", scripts[name], str(run_dir.root)]
 sys.exit(rl.main.main())
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def with_server(script):
@@ -176,7 +169,7 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     flags = (*SAY_DIGIT, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
     code, _, err = rl(tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')"))
     assert code == 1 and "rl eval: inference ended with exit code 1. The end of its log:\n  | no memory" in err
-    slow = "import time; time.sleep(60)"
+    slow = "import time; time.sleep(600)"
     code, _, err = rl(tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow))
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
     (tmp_path / "empty").mkdir()
@@ -186,11 +179,8 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
 
 def test_ctrl_c_leaves_nobody(tmp_path, model):
     flags = (*SAY_DIGIT, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
-    process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(60)"))
-    deadline = time.monotonic() + 60
-    while not (logs := list(tmp_path.glob("outputs/*/*/logs/worker-*"))):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(600)"))
+    logs = until(lambda: list(tmp_path.glob("outputs/*/*/logs/worker-*")), 60)
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from rl.cli import build, parse_args, to_toml
 from rl.commands.export import main
-from rl.processes import Children
+from rl.config.command_line import build, parse_args, to_toml
+from rl.launch.children import Children
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_runs_and_steps_that_are_not_there(run, tmp_path, capsys):
     to = ("--to", tmp_path / "x")
     assert f"in {run.parent} there are the runs r" in fault(capsys, run.parent / "s", *to)
     assert "is no run of rl; give the directory with its config.toml" in fault(capsys, tmp_path, *to)
-    expected = "step 5 has neither a checkpoint nor a published version; there are checkpoints of 4 and versions 3, 4. Which ones"
+    expected = "step 5 has neither a checkpoint nor a published version; there are checkpoints of 4 and versions 3-4. Which ones"
     assert expected in fault(capsys, f"{run}@5", *to)
     assert f"{run}@0: is the base model" in fault(capsys, f"{run}@0", *to)
     assert "give a version's number, or best" in fault(capsys, f"{run}@x", *to)

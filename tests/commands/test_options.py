@@ -4,11 +4,12 @@ import resource
 
 import pytest
 
-from rl.cli import build, from_toml, parse_args
-from rl.cli_help import COMMANDS, field_tree
 from rl.commands import collect, environment, evaluate
 from rl.commands.options import load, take
-from rl.config import RLConfig
+from rl.config.command_line import build, from_toml, parse_args
+from rl.config.fields import field_tree
+from rl.config.help import COMMANDS
+from rl.config.run import RLConfig
 from tests.commands.driver import rl
 
 HELP_CODE = """
@@ -82,11 +83,6 @@ def test_a_word_that_is_no_command(tmp_path):
     for word, said in (("evl", "did you mean `rl eval`?"), ("run.toml", "did you mean `rl @ run.toml`?"), ("zzz", ", ".join(COMMANDS))):
         code, _, err = rl(tmp_path, word)
         assert code == 2 and err.startswith(f"rl: {word}: no such command") and said in err
-
-
-def test_help_of_rl_names_the_commands(tmp_path):
-    code, out, _ = rl(tmp_path, "--help")
-    assert code == 0 and all(f"rl {command} " in out for command in COMMANDS) and "--quick" in out
 
 
 QUICK = """

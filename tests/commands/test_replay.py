@@ -9,13 +9,14 @@ import sys
 
 import pytest
 
-from rl.batch_log import write_batch
-from rl.cli import to_toml
 from rl.commands.replay import Verdict, main
-from rl.config import RLConfig
-from rl.files import write_file
-from rl.processes import Children
-from rl.trainer.config import ReplayConfig
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.config.trainer import ReplayConfig
+from rl.launch.children import Children
+from rl.run_dir.files import write_file
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import write_batch
 from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -92,11 +93,12 @@ DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weigh
     ],
 )
 def test_what_differs_is_named(run_dir, tmp_path, found, said):
-    config = RLConfig(name="scratch", output_dir=str(tmp_path))
-    verdict = Verdict(run_dir, config, ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=3))
+    verdict = Verdict(
+        run_dir, RunDir(tmp_path, tmp_path / "weights"), ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=3)
+    )
     for version in (1, 2):
-        assert verdict.tell({"version": version, **EQUAL}) is None
-    assert said in verdict.tell(found)
+        assert verdict.check({"version": version, **EQUAL}) is None
+    assert said in verdict.check(found)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,8 @@ def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
 
 def test_notes(run_dir, tmp_path, capsys):
     """A damaged checkpoint on the way, and settings that were changed in the middle."""
-    from rl.cli import from_toml
     from rl.commands.replay import changes_within, plan
-    from rl.run_dir import RunDir
+    from rl.config.command_line import from_toml
 
     shutil.copytree(run_dir.root, tmp_path / "run")
     copy = RunDir(tmp_path / "run", tmp_path / "run" / "weights")

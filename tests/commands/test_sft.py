@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from rl.cli import build, parse_args
-from rl.prepare import with_absolute_paths
-from rl.quick import made_quick
+from rl.config.command_line import build, parse_args
+from rl.config.quick import shrink
 from tests.commands.driver import rl, start
 from tests.tiny_model import make_tiny_model
 
@@ -92,9 +91,9 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     config = build(parse_args(["--sft.dataset", "run", "--sft.validation", "d/*.jsonl", "--sft.epochs", "3", "--model.name", "a/b"]))
     assert (config.name, config.trainer.loss.type, config.trainer.optim.lr) == ("sft-b", "cross_entropy", 2e-5)
-    absolute = with_absolute_paths(config)
+    absolute = config.with_absolute_paths()
     assert (absolute.sft.dataset, absolute.sft.validation) == (str(tmp_path / "run"), str(tmp_path / "d" / "*.jsonl"))
-    assert with_absolute_paths(build(parse_args(["--sft.dataset", "owner/name"]))).sft.dataset == "owner/name"
+    assert build(parse_args(["--sft.dataset", "owner/name"])).with_absolute_paths().sft.dataset == "owner/name"
     assert build(parse_args(["--sft.dataset", "d", "--learning_rate", "1e-4"])).trainer.optim.lr == 1e-4
-    quick = made_quick(config)
+    quick = shrink(config)
     assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (2, None, 8, "sft-b-quick")

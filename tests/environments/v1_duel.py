@@ -1,4 +1,4 @@
-"""Test environment of the v1 API with two agents: a solver is judged by a seat that is not trained, against a group reward."""
+"""Test environment of the v1 API with two agents: a solver is judged by an agent that is not trained, against a group reward."""
 
 import verifiers.v1 as vf
 

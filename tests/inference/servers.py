@@ -16,7 +16,9 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl.digests import DIGESTS, digest, tensors_of_file
+from rl.run_dir.checksums import DIGESTS
+from rl.run_dir.hashes import sha256
+from rl.run_dir.safetensors import read_tensors
 
 MAX_MODEL_LEN = 960
 TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
@@ -71,18 +73,10 @@ class Server:
         raise TimeoutError((self.root / "log").read_text()[-3000:])
 
 
-def wait_gone(pid: int, timeout_s: float = 10.0) -> None:
-    """Until a process that is not ours to wait for has ended."""
-    deadline = time.monotonic() + timeout_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.05)
-
-
 def write_digests(folder: Path) -> None:
     """As the trainer does beside a version's weights."""
     file = folder / "model.safetensors"
-    tensors = {name: digest(data) for name, data in tensors_of_file(file)}
+    tensors = {name: sha256(data) for name, data in read_tensors(file)}
     (folder / DIGESTS).write_text(json.dumps({"tensors": tensors}))
 
 

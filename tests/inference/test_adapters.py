@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rl.inference.adapter import check_adapter, read_adapter
-from rl.inference.weight_files import WeightsError, read_tensors
+from rl.inference.weight_files import read_tensors
+from rl.system.errors import RunError
 from tests.inference.servers import Server, assert_logprobs, start_server
 from tests.tiny_model import make_tiny_model
 
@@ -187,5 +188,5 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
         assert all((merged[name] - expected[name]).abs().max() < 1e-6 for name in merged)
         changed = {name for name, tensor in load_file(base / "model.safetensors").items() if not torch.equal(tensor, merged[name])}
         assert changed == {f"{layer}.weight" for layer in read.layers} != set()
-    with pytest.raises(WeightsError, match="is not in the model"):
+    with pytest.raises(RunError, match="is not in the model"):
         check_adapter(read, tmp_path / "gpt2", {})

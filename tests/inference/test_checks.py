@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rl.inference.engine_args import EngineArgsError, parse_engine_args
+from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.server import bind
-from rl.inference.weight_files import WeightsError, check_weights, read_tensors
-from rl.messages import WeightVersion
-from rl.processes import LASTING
-from rl.run_dir import RunDir
+from rl.inference.weight_files import check_weights, read_tensors
+from rl.run_dir.paths import RunDir
+from rl.run_dir.safetensors import TensorEntry
+from rl.system.errors import LASTING, ConfigError, RunError
+from rl.wire.messages import WeightVersion
 from tests.tiny_model import make_tiny_model
 
 
@@ -37,7 +38,7 @@ def test_engine_args_take_numbers_bools_lists_and_tables():
 def test_engine_args_report_every_fault_with_its_remedy():
     given = {"tensor_paralel_size": 2, "max_model_len": 100, "logprobs_mode": "raw_logprobs", "max_num_seqs": "many"}
     given |= {"enforce_eager": "yes", "api_key": "a-secret"}
-    with pytest.raises(EngineArgsError) as error:
+    with pytest.raises(ConfigError) as error:
         parse_engine_args(given)
     assert str(error.value).splitlines() == [
         "inference.vllm.tensor_paralel_size = 2: vLLM has no such argument; did you mean tensor_parallel_size?",
@@ -64,7 +65,7 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]], cut
     path.write_bytes((len(text).to_bytes(8, "little") + text + bytes(offset))[: -cut or None])
 
 
-EXPECTED = {"a.weight": ("F32", (2, 3)), "lm_head.weight": ("F32", (4, 2))}
+EXPECTED = {"a.weight": TensorEntry("F32", (2, 3), 0, 24), "lm_head.weight": TensorEntry("F32", (4, 2), 24, 56)}
 
 
 @pytest.mark.parametrize(
@@ -83,20 +84,20 @@ def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
     if fault is None:
         check_weights(tmp_path, EXPECTED, tied)
     else:
-        with pytest.raises(WeightsError, match=fault):
+        with pytest.raises(RunError, match=fault):
             check_weights(tmp_path, EXPECTED, tied)
 
 
 def test_damaged_files_are_named(tmp_path):
     file = tmp_path / "model.safetensors"
     write_safetensors(file, {"a.weight": ("F32", [2, 3])}, cut=5)
-    with pytest.raises(WeightsError, match=r"model.safetensors: has .* bytes, its header says"):
+    with pytest.raises(RunError, match=r"model.safetensors: has .* bytes, its header says"):
         check_weights(tmp_path, EXPECTED, True)
     file.write_bytes(b"this is no safetensors file")
-    with pytest.raises(WeightsError, match="not a safetensors file"):
+    with pytest.raises(RunError, match="not a safetensors file"):
         check_weights(tmp_path, EXPECTED, True)
     file.unlink()
-    with pytest.raises(WeightsError, match="has no"):
+    with pytest.raises(RunError, match="has no"):
         check_weights(tmp_path, EXPECTED, True)
 
 
@@ -130,5 +131,5 @@ def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
 
 def test_header_of_a_real_model(tmp_path):
     tensors = read_tensors(make_tiny_model(tmp_path / "model", tied=False))
-    assert tensors["lm_head.weight"] == ("F32", (259, 64))
+    assert (tensors["lm_head.weight"].dtype, tensors["lm_head.weight"].shape) == ("F32", (259, 64))
     assert len(tensors) == 21

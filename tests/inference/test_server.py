@@ -18,9 +18,11 @@ import httpx
 import pytest
 import torch
 
-from rl.orchestrator.envs.policy import Conversation, Policy, assistant_message
-from rl.orchestrator.rollouts import PolicySpec, Rollout
-from rl.orchestrator.samples import rollout_samples
+from rl.envs.policy import Conversation, Policy
+from rl.models.chat import assistant_message
+from rl.orchestrator.samples import group_samples
+from rl.wire.rollouts import Group, Rollout
+from rl.wire.worker_messages import PolicySpec
 from tests.inference.malformed import HARMLESS, MALFORMED, ODD, OPENAI
 from tests.inference.servers import (
     MAX_MODEL_LEN,
@@ -30,10 +32,10 @@ from tests.inference.servers import (
     damaged_copy,
     rescore,
     start_server,
-    wait_gone,
     write_digests,
 )
 from tests.tiny_model import make_tiny_model, make_tokenizer
+from tests.waiting import alive, until
 
 KINDS = ("tied", "untied", "moe")
 
@@ -69,7 +71,7 @@ def servers(tmp_path_factory):
     started = {
         "tied": start_server(root / "tied", versions["tied"]),
         "untied": start_server(root / "untied", versions["untied"], TOKEN),
-        "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=5),
+        "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=8),
     }
     try:
         for server in started.values():
@@ -121,16 +123,16 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers):
     policy = Policy(PolicySpec(model_path=str(server.weights[0]), max_model_len=MAX_MODEL_LEN, inference_urls=[server.url]), 60.0)
 
     async def talk() -> Conversation:
-        conversation = policy.conversation(0, {"max_tokens": 24, "temperature": 0.8, "stop": None})
+        conversation = Conversation(policy, 0, {"max_tokens": 24, "temperature": 0.8, "stop": None})
         messages = [{"role": "user", "content": "1 + 1?"}]
         for result in ("2", "3", "4"):
-            _, answer = await conversation.answer(messages, [tool], max_tokens=5 if result == "3" else 24)
+            _, answer = await conversation.answer(messages, [tool], {"max_tokens": 5 if result == "3" else 24})
             messages += [assistant_message(answer), {"role": "tool", "content": result, "tool_call_id": "x"}]
-        await policy.close()
+        await policy.servers.close()
         return conversation
 
     turns = asyncio.run(talk()).turns
-    (sample,) = rollout_samples(Rollout(turns=turns), 1.0, "e", 0, 0, 0.8)
+    (sample,) = group_samples(Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[1.0], temperature=0.8))
     text = policy.renderer.decode(sample.token_ids)
     assert [text.count(part) for part in ("Add.", "<tool_response>\n2\n", "<tool_response>\n3\n")] == [1, 1, 1]
     for before, after in pairwise(turns):
@@ -330,9 +332,9 @@ def test_a_stopped_engine_ends_the_server(servers):
     in_flight(server)
     engine = server.engine_pid()
     os.kill(engine, signal.SIGSTOP)
-    assert server.process.wait(timeout=20) == 1
+    assert server.process.wait(timeout=30) == 1
     assert f"process {engine} is stopped; it is killed" in (server.root / "log").read_text()
-    wait_gone(engine)
+    until(lambda: not alive(engine))
 
 
 def test_signals_while_it_starts_leave_nothing(tmp_path):
@@ -347,8 +349,8 @@ def test_signals_while_it_starts_leave_nothing(tmp_path):
             if signum == signal.SIGKILL:
                 os.kill(engine, signal.SIGSTOP)
             server.process.send_signal(signum)
-            assert server.process.wait(timeout=12) == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
-            wait_gone(engine)
+            assert server.process.wait(timeout=30) == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
+            until(lambda: not alive(engine))
     finally:
         for server in starting.values():
             server.end()
@@ -358,7 +360,7 @@ def test_engine_death_ends_the_process(servers):
     server = servers["untied"]
     in_flight(server)
     os.kill(server.engine_pid(), signal.SIGKILL)
-    assert server.process.wait(timeout=10) == 1
+    assert server.process.wait(timeout=30) == 1
     assert "engine process died" in (server.root / "log").read_text()
 
 
@@ -367,5 +369,5 @@ def test_sigterm_ends_the_server_and_its_engine(servers):
     engine = server.engine_pid()
     in_flight(server)
     server.process.terminate()
-    assert server.process.wait(timeout=10) == 0
-    wait_gone(engine)
+    assert server.process.wait(timeout=30) == 0
+    until(lambda: not alive(engine))

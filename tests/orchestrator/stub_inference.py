@@ -8,13 +8,17 @@ from pathlib import Path
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from rl.status import write_status
+from rl.run_dir.status import RoleStatus, write_status
+from tests.web import WebServer
 
 
-class StubInference:
+class StubInference(WebServer):
     """Answers /generate, /load_weights and /status. `log` holds (route, body)."""
 
     def __init__(self, model_path: Path, status_path: Path, *, skill: float = 0.3):
+        super().__init__(
+            web.post("/generate", self.generate), web.post("/load_weights", self.load_weights), web.get("/status", self.status)
+        )
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.status_path = status_path
         self.policy_version = 0
@@ -72,17 +76,6 @@ class StubInference:
         return web.json_response({"policy_version": self.policy_version, "max_model_len": 256})
 
     async def __aenter__(self) -> "StubInference":
-        app = web.Application()
-        app.router.add_post("/generate", self.generate)
-        app.router.add_post("/load_weights", self.load_weights)
-        app.router.add_get("/status", self.status)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        port = self.runner.addresses[0][1]
-        write_status(self.status_path, {"address": f"http://127.0.0.1:{port}", "ready": True})
+        await super().__aenter__()
+        write_status(self.status_path, RoleStatus(address=self.url))
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.runner.cleanup()

@@ -4,16 +4,20 @@ import asyncio
 
 from aiohttp import web
 
+from tests.web import WebServer
+
 
 def logprob(ids: list[int], t: int) -> float:
     """Depends on the place, the token and the one before it."""
     return -(t + 1) / 64 - ids[t] / 65536 - ids[t - 1] / 2**26
 
 
-class StubTeacher:
+class StubTeacher(WebServer):
     """Answers /v1/models, /v1/completions and /detokenize. `requests` holds the ids of each scoring request."""
 
     def __init__(self, *, max_model_len: int = 4096, tokenizer=None, key: str = ""):
+        routes = web.get("/v1/models", self.models), web.post("/v1/completions", self.completions), web.post("/detokenize", self.detokenize)
+        super().__init__(*routes, path="/v1")
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self.key = key
@@ -43,17 +47,3 @@ class StubTeacher:
         self.requests.append(ids)
         entries = [None, *({str(ids[t]): {"logprob": logprob(ids, t), "rank": 1, "decoded_token": "x"}} for t in range(1, len(ids)))]
         return web.json_response({"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
-
-    async def __aenter__(self) -> "StubTeacher":
-        app = web.Application()
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_post("/detokenize", self.detokenize)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.base_url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.runner.cleanup()

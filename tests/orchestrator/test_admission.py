@@ -44,12 +44,12 @@ def test_a_slow_environment_plays_as_much_as_it_needs_and_does_not_hold_up_the_o
 def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():
     pace = Pace({"fast": 0.5, "slow": 0.3, "slower": 0.2})
     assert pace.typical_s() == float("inf")
-    pace.note("slow", 60.0)
+    pace.add("slow", 60.0)
     assert pace.typical_s() == float("inf")
     for seconds in (1.0, 2.0, 30.0):
-        pace.note("fast", seconds)
+        pace.add("fast", seconds)
     assert pace.typical_s() == 2.0
     major = Pace({"fast": 0.2, "slow": 0.8})
-    major.note("fast", 1.0)
-    major.note("slow", 60.0)
+    major.add("fast", 1.0)
+    major.add("slow", 60.0)
     assert major.typical_s() == 60.0

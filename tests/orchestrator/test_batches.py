@@ -3,16 +3,18 @@ import json
 import msgspec
 import pytest
 
-from rl.batch_log import decode_batch
-from rl.messages import TrainBatch, VersionSpan
+from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.admission import MAX_REFILL
-from rl.orchestrator.batches import OrchestratorState, Rules, batch_metrics, choose, commit, decode_state, form, judge, rollout_line
-from rl.orchestrator.credit_config import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.orchestrator.rollouts import Group, Rollout, Turn
+from rl.orchestrator.batch_metrics import batch_metrics
+from rl.orchestrator.batches import OrchestratorState, choose, commit, decode_state, form, rollout_line
+from rl.orchestrator.ending import RewardHistory, only_failures
+from rl.orchestrator.judge import Rules, judge
 from rl.orchestrator.samples import group_samples
-from rl.orchestrator.signal import Signal, only_failures
 from rl.orchestrator.tasks import TaskRef, TaskState
-from rl.run_dir import RunDir
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainBatch, VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
@@ -61,11 +63,11 @@ def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
     kept = judge(silent, Rules(replace_no_signal=False))
     assert (kept.why, kept.advantages, len(group_samples(kept))) == (None, [0.0, 0.0], 2)
     assert batch_metrics(TrainBatch(step=1, samples=[]), [kept])["rollouts/zero_advantage"] == 1.0
-    signal = Signal()
-    signal.note(kept)
-    assert signal.silent == [("e", 1.0)] * 2 and signal.solved()
-    signal.note(group(1, 0.0, 1.0))
-    assert signal.silent == [] and signal.ranges == {"e": (0.0, 1.0)}
+    history = RewardHistory()
+    history.add(kept)
+    assert history.without_signal == [("e", 1.0)] * 2 and history.is_solved()
+    history.add(group(1, 0.0, 1.0))
+    assert history.without_signal == [] and history.ranges == {"e": (0.0, 1.0)}
 
 
 def test_agents_are_compared_with_their_like_and_some_are_not_trained():
@@ -178,26 +180,26 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
 
 
 def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
-    rules, signal = Rules(ReinforcePlusPlusConfig()), Signal()
+    rules, history = Rules(ReinforcePlusPlusConfig()), RewardHistory()
     for i in range(3):
-        signal.note(group(i, 1.0, 1.0, rules=rules))
-    assert signal.silent == [("e", 1.0)] * 6 and signal.solved()
-    signal.note(group(3, 0.0, 0.0, rules=rules))  # all equal, but not to those before
-    assert signal.silent == []
+        history.add(group(i, 1.0, 1.0, rules=rules))
+    assert history.without_signal == [("e", 1.0)] * 6 and history.is_solved()
+    history.add(group(3, 0.0, 0.0, rules=rules))  # all equal, but not to those before
+    assert history.without_signal == []
 
 
 def test_a_teacher_is_a_signal():
-    taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), taught=True))
+    taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), has_teacher=True))
     assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
     taught.rollouts[0].turns[0].teacher_logprobs = [-1.5, -0.25]
     samples = group_samples(taught)
     assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
     metrics = batch_metrics(TrainBatch(step=1, samples=samples), [taught])
     assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
-    signal = Signal(silent=[("e", 1.0)])
-    signal.note(taught)
-    assert signal.silent == []
-    assert group(1, 1.0, 1.0, tokens=0, rules=Rules(taught=True)).why == "empty"
+    history = RewardHistory(without_signal=[("e", 1.0)])
+    history.add(taught)
+    assert history.without_signal == []
+    assert group(1, 1.0, 1.0, tokens=0, rules=Rules(has_teacher=True)).why == "empty"
 
 
 def test_only_failures():

@@ -10,23 +10,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl import faults
-from rl.batch_log import check_rollouts, decode_batch
-from rl.cli import build, parse_args
-from rl.files import clean_leftovers
-from rl.messages import VersionSpan
-from rl.metrics import read_metrics
+from rl.config.command_line import build, parse_args
 from rl.orchestrator import batches
 from rl.orchestrator.admission import InFlight
-from rl.orchestrator.clock import StepClock
-from rl.orchestrator.evaluation import Evaluator
+from rl.orchestrator.ending import RewardHistory
+from rl.orchestrator.evaluator import Evaluator
+from rl.orchestrator.judge import Rules, judge
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.pending import read_groups
-from rl.orchestrator.rollouts import Group, Rollout, Turn
-from rl.orchestrator.served import ServedPolicy
-from rl.orchestrator.signal import Signal
+from rl.orchestrator.served_policy import ServedPolicy
+from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskSource
-from rl.run_dir import numbered
+from rl.run_dir.files import clean_leftovers
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import numbered
+from rl.run_dir.status import RoleStatus
+from rl.system import faults
+from rl.wire.batch_file import check_rollouts, decode_batch
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 
 STEPS = 4
 
@@ -56,7 +58,7 @@ class Nothing:
     """A pool, servers and a status of which nothing is wanted."""
 
     lost: dict[str, str] = {}
-    fields = {"doing": ""}
+    current = RoleStatus()
 
     def advance(self, count: int = 1) -> None: ...
 
@@ -90,9 +92,9 @@ class World:
         faults.plan = Dying(points) if points else None
         try:
             one = self.orchestrator()
-            one.restore()
+            one.builder.restore()
             assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(numbered(self.run_dir.batches, ".batch"))
-            one._complete_batches()
+            one.builder.commit_full_batches()
             for _ in range(200):
                 if one.progress.newest == STEPS:
                     return
@@ -105,15 +107,16 @@ class World:
 
     def play(self, one: Orchestrator) -> None:
         """Groups start as admission lets them, some finish, and the trainer publishes."""
-        while envs := one.eligible(one.places()):
+        while envs := one.admission.eligible(one.admission.places(one.builder.pending.groups), one.batches_ahead()):
             ref = one.source.next(envs)
-            one.in_flight[ref.group_id] = InFlight(ref, 2, one.loaded, time.monotonic(), NoTask())
-        refs = [play.ref for play in one.in_flight.values()]
-        done = [self.group(ref, one.in_flight[ref.group_id].start_version) for ref in refs if self.dice.random() < 0.5]
+            one.admission.in_flight[ref.group_id] = InFlight(ref, 2, one.policy.loaded, time.monotonic(), NoTask())
+        refs = [play.ref for play in one.admission.in_flight.values()]
+        done = [self.group(ref, one.admission.in_flight[ref.group_id].start_version) for ref in refs if self.dice.random() < 0.5]
         for group in done:
             self.asked[nonce(group)] = group
         if done:
-            one.keep(done)
+            one.builder.add(done)
+            one.builder.commit_full_batches()
             self.durable |= {nonce(group): group for group in done}
         if self.published < one.progress.newest and self.dice.random() < 0.5:
             self.published += 1
@@ -163,17 +166,18 @@ def check(world: World) -> None:
     assert [metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)] == [
         len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples) for step in range(1, STEPS + 1)
     ]
-    once, rates = Signal(), dict[int, float]()
+    once, rates = RewardHistory(), dict[int, float]()
     for number in sorted(said):  # groups become durable in the order in which they were made
-        group = batches.judge(world.asked[number], batches.Rules())
-        once.note(group)
+        group = judge(world.asked[number], Rules())
+        once.add(group)
         if group.env == "a" and group.rewards:
             reward = sum(group.rewards) / len(group.rewards)
             rates[group.task] = MEMORY * rates.get(group.task, reward) + (1 - MEMORY) * reward
     last = world.orchestrator()
-    last.restore()
+    last.builder.restore()
     last.source.settle()
-    assert sorted(last.signal.silent) == sorted(once.silent) and last.signal.ranges == once.ranges
+    history = last.builder.history
+    assert sorted(history.without_signal) == sorted(once.without_signal) and history.ranges == once.ranges
     assert last.source.rates["a"] == rates
 
 
@@ -199,7 +203,7 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
             break
     world.run_dir.pending.unlink()
     one = world.orchestrator()
-    one.restore()
+    one.builder.restore()
     assert waiting and set(waiting) <= set(one.source.again)
     world.live(0)
     lines = [json.loads(line) for step in range(1, STEPS + 1) for line in world.run_dir.rollouts(step).read_bytes().splitlines()]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rl.config.orchestrator import DrGrpoConfig, GrpoConfig, MaxRlConfig, NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.credit import dr_grpo, group_advantages, grpo, length_penalties, max_rl, reinforce_pp, rloo
-from rl.orchestrator.credit_config import DrGrpoConfig, GrpoConfig, MaxRlConfig, NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 
 KINDS = [DrGrpoConfig(), GrpoConfig(), RlooConfig(), MaxRlConfig(), ReinforcePlusPlusConfig(group_baseline=True)]
 

@@ -11,31 +11,25 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rl.batch_log import decode_batch
-from rl.cli import build, parse_args
-from rl.files import CorruptFileError, write_directory
-from rl.messages import RunEnded, WeightVersion
-from rl.metrics import read_metrics
+from rl.config.command_line import build, parse_args
 from rl.orchestrator import batches
 from rl.orchestrator.main import run
-from rl.orchestrator.orchestrator import RunError
-from rl.orchestrator.workers import WorkerError
-from rl.run_dir import numbered
-from rl.status import Status, read_status
-from rl.transport import OrchestratorClient
+from rl.run_dir.files import CorruptFileError, write_directory
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import numbered
+from rl.run_dir.status import Status, read_address
+from rl.system.errors import GIVE_UP, RunError
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import RunEnded, WeightVersion
+from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
-from tests.tiny_model import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
 def environments(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "environments"))
+    tests = Path(__file__).parent.parent
+    monkeypatch.setenv("PYTHONPATH", f"{tests / 'environments'}:{tests / 'without_torch'}")
     monkeypatch.setenv("EXIT_ONCE_MARK", str(tmp_path / "exited"))
 
 
@@ -48,16 +42,18 @@ def make_config(tmp_path, *flags):
 
 def train(config, steps, step_s=0.0):
     """A trainer without a model: asks for batches, publishes empty versions. Returns what it was given."""
-    client = OrchestratorClient(config.run_dir.status("orchestrator"), 150.0, lambda _: None)
+    client, wait = OrchestratorClient(config.run_dir.status("orchestrator")), Wait(150.0, lambda *_: None)
     given = []
     for step in steps:
-        data = client.get_batch(step)
+        with wait:
+            data = client.get_batch(step, wait)
         if isinstance(data, RunEnded):
             return [*given, data]
         given.append(decode_batch(data, "wire").batch)
         time.sleep(step_s)
         write_directory(config.run_dir.weights(step), lambda path: (path / "x").write_text(""))
-        client.published(WeightVersion(step, str(config.run_dir.weights(step))))
+        with wait:
+            client.published(WeightVersion(step, str(config.run_dir.weights(step))), wait)
     return given
 
 
@@ -68,7 +64,7 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
         stub = StubInference(model, config.run_dir.status("inference"), **(stub_options or {}))
         newest = config.run_dir.newest_weights()
-        stub.policy_version = newest.policy_version if newest else 0
+        stub.policy_version = newest[0] if newest else 0
         async with stub:
             steps_wanted = range(1, config.max_steps + 1) if steps is None else steps
             trainer = asyncio.create_task(asyncio.to_thread(train, config, steps_wanted, step_s))
@@ -180,7 +176,7 @@ def test_request_is_repeated_not_the_rollout(tmp_path, model):
 
 
 def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("rl.orchestrator.orchestrator.LOOK_S", 0.1)
+    monkeypatch.setattr("rl.orchestrator.orchestrator.SETTLE_EVERY_S", 0.1)
     flags = ["--max_steps", "5", "--max_lag", "1", "--orchestrator.max_off_policy_steps", "2"]
     config = make_config(tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4")
 
@@ -215,7 +211,7 @@ def test_a_group_stays_on_one_of_several_servers(tmp_path, model):
 
     async def main():
         async with StubInference(model, tmp_path / "a.json") as first, StubInference(model, tmp_path / "b.json") as second:
-            config.orchestrator.inference_urls = [read_status(tmp_path / name)["address"] for name in ("a.json", "b.json")]
+            config.orchestrator.inference_urls = [read_address(tmp_path / name) for name in ("a.json", "b.json")]
             status = Status(config.run_dir.status("orchestrator"), "orchestrator")
             trainer = asyncio.create_task(asyncio.to_thread(train, config, [1]))
             async with asyncio.timeout(120):
@@ -248,7 +244,7 @@ def beside_teacher(teacher, tmp_path, model, *flags, steps=None):
         serving = threading.Thread(target=runner.get_loop().run_forever)
         serving.start()
         try:
-            config = make_config(tmp_path, "--orchestrator.teacher.base_url", teacher.base_url, *flags)
+            config = make_config(tmp_path, "--orchestrator.teacher.base_url", teacher.url, *flags)
             return config, play(config, model, steps=steps)
         finally:
             runner.get_loop().call_soon_threadsafe(runner.get_loop().stop)
@@ -272,14 +268,12 @@ def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_
 
 
 def test_a_teacher_that_dies_ends_the_run_with_a_remedy(tmp_path, model):
-    teacher = StubTeacher()
+    class Dies(StubTeacher):
+        async def completions(self, request):
+            return web.Response(status=503) if self.requests else await super().completions(request)
 
-    async def die(request):
-        return web.Response(status=503) if teacher.requests else await answer(request)
-
-    answer, teacher.completions = teacher.completions, die
     with pytest.raises(BaseExceptionGroup) as caught:
-        beside_teacher(teacher, tmp_path, model, "--orchestrator.teacher.timeout_s", "1", steps=[])
+        beside_teacher(Dies(), tmp_path, model, "--orchestrator.teacher.timeout_s", "1", steps=[])
     text = str(unwrap(caught.value))
     assert "groups all failed" in text and "waited 1 s for the teacher at http://127" in text and "503" in text
 
@@ -318,22 +312,22 @@ def unwrap(error):
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "text"),
+    ("flags", "text"),
     [
-        (["--orchestrator.environment.args.fail", "load"], WorkerError, "load_environment raised KeyError: 'SOME_DATA_PATH'"),
-        (["--orchestrator.environment.args.unknown", "1"], WorkerError, "unexpected keyword argument 'unknown'"),
-        (["--orchestrator.environment.args.tasks", "0"], WorkerError, "has no training examples; check its arguments"),
-        (["--model.max_model_len", "30"], WorkerError, "exceed model.max_model_len = 30; raise model.max_model_len to"),
-        (["--orchestrator.environment.args.fail", "always"], RunError, "ZeroDivisionError: broken environment"),
-        (["--orchestrator.environment.args.constant", "0.0"], RunError, "without any signal"),
+        (["--orchestrator.environment.args.fail", "load"], "load_environment raised KeyError: 'SOME_DATA_PATH'"),
+        (["--orchestrator.environment.args.unknown", "1"], "unexpected keyword argument 'unknown'"),
+        (["--orchestrator.environment.args.tasks", "0"], "has no training examples; check its arguments"),
+        (["--model.max_model_len", "30"], "exceed model.max_model_len = 30; raise model.max_model_len to"),
+        (["--orchestrator.environment.args.fail", "always"], "ZeroDivisionError: broken environment"),
+        (["--orchestrator.environment.args.constant", "0.0"], "without any signal"),
     ],
 )
-def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, kind, text):
+def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
     config = make_config(tmp_path, "--orchestrator.rollout_retries", "0", *flags)
-    with pytest.raises((kind, BaseExceptionGroup)) as caught:
+    with pytest.raises((RunError, BaseExceptionGroup)) as caught:
         play(config, model, steps=[])
     error = unwrap(caught.value)
-    assert isinstance(error, kind) and text in str(error)
+    assert isinstance(error, RunError) and error.exit_code == GIVE_UP and text in str(error)
 
 
 def test_a_solved_task_ends_the_run(tmp_path, model):

@@ -1,9 +1,9 @@
 import errno
 from pathlib import Path
 
-from rl.messages import VersionSpan
 from rl.orchestrator.pending import PendingLog
-from rl.orchestrator.rollouts import Group, Rollout, Turn
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 
 
 def make(path, ids):

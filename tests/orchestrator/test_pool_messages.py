@@ -1,14 +1,20 @@
 """What may arrive at the pool of workers: garbage ends the worker that sends it, and nothing else."""
 
 import asyncio
+import os
+import signal
+import subprocess
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
-from rl.orchestrator.rollouts import EnvSpec, Heartbeat, Played, PolicySpec, Ready, Rollout, Turn, WorkerSetup
-from rl.orchestrator.workers import Worker, WorkerPool
+from rl.orchestrator.pool import Worker, WorkerPool
+from rl.system import process_table
+from rl.system.children import start
+from rl.wire.rollouts import Rollout, Turn
+from rl.wire.worker_messages import EnvSpec, Heartbeat, Played, PolicySpec, Ready, WorkerSetup
 
 GARBAGE = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 5000], [b"\x82\xa4type\xaaLone\x85"], [b"\xdd\xff\xff\xff\xff"]]
 
@@ -22,15 +28,14 @@ async def told(pool: WorkerPool, count: int) -> None:
 def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path, frames):
     async def main() -> tuple[int | None, str, int, bool]:
         pool = WorkerPool(tmp_path)
-        receiver = asyncio.create_task(pool.receive())
         sockets = {}
         try:
             for worker_id in ("a-0", "b-0"):
-                process = await asyncio.create_subprocess_exec("sleep", "60", process_group=0)
+                child = start(worker_id, ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
                 setup = WorkerSetup(
                     env=EnvSpec(name=worker_id), policy=PolicySpec(), orchestrator="", worker_id=worker_id, max_tokens=1, retries=0
                 )
-                pool.workers[worker_id] = Worker(setup, process, tmp_path / "log")
+                pool.workers[worker_id] = Worker(setup, child)
             for identity in ("a-0", "b-0", "nobody", "\xff"):
                 sockets[identity] = zmq.asyncio.Context.instance().socket(zmq.DEALER)
                 sockets[identity].setsockopt(zmq.IDENTITY, identity.encode("latin-1"))
@@ -39,14 +44,13 @@ def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path,
                 for identity in ("nobody", "\xff"):
                     await sockets[identity].send(msgspec.msgpack.encode(Heartbeat()))
                 await told(pool, 2)
-                assert [worker.process.returncode for worker in pool.workers.values()] == [None, None]
+                assert [worker.child.exit_code for worker in pool.workers.values()] == [None, None]
                 await sockets["a-0"].send_multipart(frames)
-                code = await pool.workers["a-0"].process.wait()
+                code = await pool.workers["a-0"].child.wait_async()
                 await sockets["b-0"].send(msgspec.msgpack.encode(Ready(3, None)))
                 ready = await pool.workers["b-0"].ready
             return code, pool.workers["a-0"].verdict, pool.rejected.count, ready == Ready(3, None)
         finally:
-            receiver.cancel()
             for socket in sockets.values():
                 socket.close(linger=0)
             await pool.close()
@@ -73,3 +77,19 @@ def test_answers_of_the_policy_that_do_not_fit_together_are_no_message(changes, 
     with pytest.raises(msgspec.ValidationError, match=what):
         msgspec.msgpack.decode(msgspec.msgpack.encode(played), type=Played)
     assert msgspec.convert(turn, Turn) and Rollout(turns=[])
+
+
+def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
+    """Also what is in a session of its own, as tool servers are, and was not ended by the worker itself."""
+
+    async def main() -> int:
+        pool = WorkerPool(tmp_path)
+        marker = f"{os.getpid()}:pool:a-0:1"
+        child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False, marker=marker)
+        setup = WorkerSetup(env=EnvSpec(name="a"), policy=PolicySpec(), orchestrator="", worker_id="a-0", max_tokens=1, retries=0)
+        pool.workers["a-0"] = Worker(setup, child)
+        server = subprocess.Popen(["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True)
+        await pool.close()
+        return server.wait(40)
+
+    assert asyncio.run(main()) == -signal.SIGKILL

@@ -1,8 +1,8 @@
 """Batches and rollouts that are kept."""
 
-from rl.orchestrator.config import OrchestratorConfig, RetentionConfig
-from rl.orchestrator.retention import delete_old
-from rl.run_dir import RunDir, numbered
+from rl.config.orchestrator import OrchestratorConfig, RetentionConfig
+from rl.orchestrator.batches import delete_old_batches
+from rl.run_dir.paths import RunDir, numbered
 
 
 def kept(tmp_path, checkpoints=(), **settings):
@@ -15,7 +15,7 @@ def kept(tmp_path, checkpoints=(), **settings):
         run_dir.rollouts(step).with_suffix(".sha256").touch()
     for step in checkpoints:
         run_dir.checkpoint(step).mkdir(parents=True)
-    delete_old(run_dir, OrchestratorConfig(**settings))
+    delete_old_batches(run_dir, OrchestratorConfig(**settings))
     assert list(numbered(run_dir.rollouts(0).parent, ".sha256")) == list(numbered(run_dir.rollouts(0).parent, ".jsonl"))
     return list(numbered(run_dir.batches, ".batch")), list(numbered(run_dir.rollouts(0).parent, ".jsonl"))
 

@@ -1,6 +1,6 @@
-from rl.messages import VersionSpan
-from rl.orchestrator.rollouts import Group, Rollout, Turn
 from rl.orchestrator.samples import group_samples, join_spans, merge_turns
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 
 
 def turn(prompt, completion, version=0):

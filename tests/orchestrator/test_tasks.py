@@ -4,7 +4,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rl.orchestrator.config import DifficultyConfig
+from rl.config.orchestrator import DifficultyConfig
 from rl.orchestrator.tasks import EnvTasks, TaskRef, TaskSource, TaskState, pool
 
 
@@ -42,9 +42,7 @@ def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
     envs = {"a": EnvTasks(6), "b": EnvTasks(3)}
     source = TaskSource(envs, seed=1)
     first = [source.next(list(envs)) for _ in range(4)]
-    source.finished(first[0].group_id)
-    source.finished(first[2].group_id)
-    state = source.state()
+    state = source.state([first[1], first[3]])
     later = [source.next(list(envs)) for _ in range(4)]  # issued after the state was written; two of them finished
     restored = TaskSource(envs, seed=1)
     restored.restore(state, done=[first[3], later[1], later[2]])
@@ -66,7 +64,7 @@ def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():
 def test_reissued_task_comes_again():
     source = TaskSource({"a": EnvTasks(3)}, seed=0)
     ref = source.next(["a"])
-    source.reissue(ref.group_id)
+    source.again.append(ref)
     assert source.next(["a"]) == ref and source.next(["a"]) != ref
 
 
@@ -83,7 +81,7 @@ def test_pools_and_running_rates():
     assert source.settle() == {"tasks/a/easy": 0, "tasks/a/normal": 1, "tasks/a/hard": 0, "tasks/a/skipped": 0}
     source.note("a", 0, [0.0, 0.0])
     source.note("a", 2, [1.0])
-    assert source.state().rates == {"a": {0: 0.5}}  # as of the last batch
+    assert source.state([]).rates == {"a": {0: 0.5}}  # as of the last batch
     source.settle()
     assert source.rates == {"a": {0: 0.25, 2: 1.0}}
 
@@ -115,7 +113,7 @@ def test_tasks_that_are_all_easy_are_played_nevertheless():
 def test_endless_tasks_have_no_pools():
     source = pooled(None, easy_weight=0.0)
     source.note("a", 0, [1.0])
-    assert source.settle() == {} and source.state().rates == {} and [source.next(["a"]).task for _ in range(3)] == [0, 1, 2]
+    assert source.settle() == {} and source.state([]).rates == {} and [source.next(["a"]).task for _ in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -123,26 +121,27 @@ def test_a_killed_run_with_pools_goes_on_exactly_as_if_it_had_not_been_killed(se
     """Groups finish in any order between batches; after the kill, what is missing and what comes is what would have come."""
     envs = {"a": EnvTasks(7, 2.0, 1, DifficultyConfig()), "b": EnvTasks(3), "c": EnvTasks(5, 1.0, 1, DifficultyConfig(easy_weight=0.0))}
     dice = random.Random(seed)
-    source, later, state = TaskSource(envs, seed), [], None
+    source, later, state, playing = TaskSource(envs, seed), [], None, []
     for _ in range(dice.randrange(20, 60)):
-        if source.in_flight and dice.random() < 0.5:
-            ref, reward = dice.choice(list(source.in_flight.values())), dice.choice([0.0, 0.5, 1.0])
-            source.finished(ref.group_id)
+        if playing and dice.random() < 0.5:
+            ref, reward = dice.choice(playing), dice.choice([0.0, 0.5, 1.0])
+            playing.remove(ref)
             source.note(ref.env, ref.task, [reward])
             later.append((ref, reward))
         elif dice.random() < 0.1:
             source.settle()
-            state, later = msgspec.msgpack.decode(msgspec.msgpack.encode(source.state()), type=TaskState), []
+            state, later = msgspec.msgpack.decode(msgspec.msgpack.encode(source.state(playing)), type=TaskState), []
         else:
-            source.next(list(envs))
+            playing.append(source.next(list(envs)))
     restored = TaskSource(envs, seed)
     restored.restore(state, done=[ref for ref, _ in later])
     for ref, reward in later:
         restored.note(ref.env, ref.task, [reward])
+    again = list(restored.again)
     for env in envs:  # what was drawn after the last finished group is drawn again
         while restored.issued[env] < source.issued[env]:
-            restored.in_flight[-restored.next_group] = restored._draw(env)
-    waiting = [Counter((ref.env, ref.task) for ref in [*one.again, *one.in_flight.values()]) for one in (source, restored)]
+            again.append(restored._draw(env))
+    waiting = [Counter((ref.env, ref.task) for ref in refs) for refs in ([*source.again, *playing], again)]
     assert waiting[0] == waiting[1]
     assert (restored.issued, restored.skipped) == (source.issued, source.skipped)
     assert restored.settle() == source.settle() and restored.rates == source.rates

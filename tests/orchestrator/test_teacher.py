@@ -6,18 +6,13 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rl.messages import VersionSpan
-from rl.orchestrator.config import TeacherConfig
-from rl.orchestrator.rollouts import Group, Rollout, Turn
+from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.samples import group_samples
-from rl.orchestrator.teacher import Teacher, TeacherError, make_teachers
+from rl.orchestrator.teacher import Teacher, make_teachers
+from rl.system.errors import RunError
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
-from tests.tiny_model import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def turn(prompt, completion):
@@ -30,7 +25,7 @@ def against(stub, act, **options):
 
     async def main():
         async with stub:
-            teacher = Teacher(TeacherConfig(base_url=stub.base_url + "/", **{"timeout_s": 20.0, **options}))
+            teacher = Teacher(TeacherConfig(base_url=stub.url + "/", **{"timeout_s": 20.0, **options}))
             try:
                 return await act(teacher, stub)
             finally:
@@ -54,7 +49,7 @@ def test_a_chain_of_turns_is_one_request_and_every_sampled_token_gets_its_own_nu
 
     async def act(teacher, stub):
         teacher.model = "big"
-        await teacher.teach(Group(group_id=0, env="e", task=0, rollouts=rollouts), mask_truncated=True)
+        await teacher.score_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), mask_truncated=True)
         return stub.requests
 
     assert sorted(against(StubTeacher(), act)) == [[1, 2, 3, 4, 9, 7], [5, 6]]
@@ -79,8 +74,8 @@ def test_what_passes_is_repeated_and_what_does_not_fails_the_rollout():
         stub.answers = trouble
         first = await teacher.score([1, 2])
         stub.answers = [web.json_response({"error": {"message": "Token id 2 is out of vocabulary"}}, status=400)]
-        await teacher._teach(rollouts[0])
-        await teacher._teach(rollouts[1])
+        await teacher._score_rollout(rollouts[0])
+        await teacher._score_rollout(rollouts[1])
         return first
 
     assert against(StubTeacher(), act) == [0.0, logprob([1, 2], 1)]
@@ -96,7 +91,7 @@ def test_a_teacher_that_is_down_fails_at_its_deadline(answer):
         stub.answers = [None]
         if answer == "away":
             await stub.runner.cleanup()
-        with pytest.raises(TeacherError, match=r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s") as caught:
+        with pytest.raises(RunError, match=r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s") as caught:
             await teacher.score([1, 2])
         assert ("Connect" if answer == "away" else "no answer yet") in str(caught.value)
 
@@ -116,20 +111,20 @@ def test_the_check_at_the_start(model, monkeypatch):
 
     assert check(StubTeacher(tokenizer=ours)) == "big"
     assert check(StubTeacher()) == "big"  # no /detokenize: believed
-    with pytest.raises(TeacherError, match="serves big, not small"):
+    with pytest.raises(RunError, match="serves big, not small"):
         check(StubTeacher(), model="small")
-    with pytest.raises(TeacherError, match=r"sequences of 256 tokens.*max_model_len = 256 needs 257"):
+    with pytest.raises(RunError, match=r"sequences of 256 tokens.*max_model_len = 256 needs 257"):
         check(StubTeacher(max_model_len=256))
-    with pytest.raises(TeacherError, match="no prompt_logprobs"):
+    with pytest.raises(RunError, match="no prompt_logprobs"):
         check(StubTeacher(), [nonsense('{"choices": [{"text": ""}]}')])
 
     class Shorter:
         def decode(self, ids, **_):
             return "" if max(ids) == ours.get_vocab_size() - 1 else ours.decode(ids, skip_special_tokens=False)
 
-    with pytest.raises(TeacherError, match="has another tokenizer"):
+    with pytest.raises(RunError, match="has another tokenizer"):
         check(StubTeacher(tokenizer=Shorter()))
-    with pytest.raises(TeacherError, match=r"wrong key.*environment variable SOME_KEY"):
+    with pytest.raises(RunError, match=r"wrong key.*environment variable SOME_KEY"):
         check(StubTeacher(key="secret"), api_key_var="SOME_KEY")
     monkeypatch.setenv("SOME_KEY", "secret")
     assert check(StubTeacher(key="secret"), api_key_var="SOME_KEY") == "big"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rl.trainer.distributed import start_world, stop_world
+from rl.trainer.parallel.world import start_world
 from tests.tiny_model import make_tiny_model
 
 
@@ -10,7 +10,7 @@ def world():
     """A process group of one rank."""
     torch.set_num_threads(1)
     yield start_world(use_gpus=False, timeout_s=60)
-    stop_world()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session", params=["tied", "untied"])

@@ -17,18 +17,20 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rl.config import RLConfig
-from rl.messages import TrainBatch, VersionSpan
-from rl.trainer import checkpoint, distributed
-from rl.trainer.distributed import World, check_nodes, start_world, stop_world
+from rl.config.run import RLConfig
+from rl.system.errors import RunError
+from rl.trainer.measure.performance import Timer
 from rl.trainer.model import load_policy, score
-from rl.trainer.nodes import WorldError
 from rl.trainer.optim import make_optimizer
-from rl.trainer.parallel import RowGather
-from rl.trainer.performance import Timer
-from rl.trainer.prefetch import Ready
-from rl.trainer.train import Learner, prepare, train_step
-from tests.trainer.samples import make_batch, make_sample
+from rl.trainer.parallel import world as world_module
+from rl.trainer.parallel.sharding import RowGather
+from rl.trainer.parallel.world import World, check_nodes, start_world
+from rl.trainer.prefetch import prepare
+from rl.trainer.start import Learner
+from rl.trainer.store import checkpoint
+from rl.trainer.train import train_step
+from rl.wire.messages import TrainBatch, VersionSpan
+from tests.trainer.samples import make_batch, make_sample, save_checkpoint
 
 STEPS = 3
 
@@ -124,8 +126,8 @@ def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str
     optimizer = make_optimizer(model, config.trainer.optim)
     metrics, first = [], {}
     for batch in make_batches(layout.alone):
-        ready = Ready(batch, prepare(batch, config, world, model.config.get_text_config().hidden_size))
-        metrics.append(train_step(Learner(model, optimizer, config.trainer, world), ready, 1e-3, Timer()))
+        packed = prepare(batch, config, world, model.config.get_text_config().hidden_size)
+        metrics.append(train_step(Learner(model, optimizer, config.trainer, world), packed, 1e-3, Timer()))
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
     return metrics, gradients | {name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")}
@@ -139,21 +141,21 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
         assert checkpoint.load(*checkpoint.newest_sound(source, world), model, optimizer, world) == 1
     else:
         batch = make_batches(False)[0]
-        ready = Ready(batch, prepare(batch, config, world, 64))
-        train_step(Learner(model, optimizer, config.trainer, world), ready, 1e-3, Timer())
-    checkpoint.save(target / "000001", 1, model, optimizer, world)
+        packed = prepare(batch, config, world, 64)
+        train_step(Learner(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
+    save_checkpoint(target / "000001", 1, model, optimizer, world)
     return state(model, optimizer)
 
 
 def node_faults(world: World, shared: Path) -> list[str]:
     """What this rank says when all is well, when the configurations differ, and when rank 1 does not see the run directory."""
-    distributed.SEEN_WITHIN_S = 0.5
+    world_module.SEEN_WITHIN_S = 0.5
     said = []
     for directory, config in ((shared, b"1"), (shared, b"%d" % world.rank), (shared.with_name(f"run-{world.rank}"), b"1")):
         try:
             check_nodes(world, directory, config)
             said.append("")
-        except WorldError as error:
+        except RunError as error:
             said.append(str(error))
     return said
 
@@ -199,7 +201,7 @@ def main(rank: int, folder: Path) -> None:
             yield None
             return
         yield start_world(False, 60.0, layout.dp_replicate, layout.context_parallel, start_timeout_s=60.0)
-        stop_world()
+        torch.distributed.destroy_process_group()
 
     for name, layout in LAYOUTS.items():
         with world_of(layout) as world:

@@ -1,8 +1,9 @@
-"""Samples for the trainer's tests."""
+"""Samples and checkpoints for the trainer's tests."""
 
 import random
 
-from rl.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.trainer.store import checkpoint
+from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
 
 def make_sample(
@@ -54,3 +55,7 @@ def branching_batch() -> TrainBatch:
         *(make_sample([*history, 50 + i // 2], [60 + i] * 8, group=11, rollout=i, advantage=0.1 * i - 0.2) for i in range(5)),
     ]
     return TrainBatch(step=5, samples=samples)
+
+
+def save_checkpoint(path, step, model, optimizer, world):
+    checkpoint.write(path, step, checkpoint.tensors_of(model, optimizer, world), checkpoint.fingerprint(model), world)

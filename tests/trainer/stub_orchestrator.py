@@ -4,11 +4,11 @@ import asyncio
 import threading
 import time
 
-from rl.batch_log import encode_batch
-from rl.messages import Acknowledged, BatchBytes, GetProbe, NotReady, Probe, Published, RunEnded, TrainBatch
-from rl.run_dir import RunDir
-from rl.status import write_status
-from rl.transport import TrainerServer
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import Phase, RoleStatus, write_status
+from rl.wire.batch_file import encode_batch
+from rl.wire.messages import Acknowledged, BatchBytes, GetProbe, NotReady, Probe, Published, RunEnded, TrainBatch
+from rl.wire.transport import TrainerServer
 
 
 class StubOrchestrator:
@@ -36,7 +36,7 @@ class StubOrchestrator:
 
     async def serve(self) -> None:
         server = TrainerServer(self.host, 0)
-        status = {"address": server.address, "heartbeat": time.time(), "doing": "serving"}
+        status = RoleStatus(address=server.address, heartbeat=time.time(), phase=Phase.SERVING)
         write_status(self.run_dir.status("orchestrator"), status)
         while not self.stopping.is_set():
             try:
@@ -54,10 +54,10 @@ class StubOrchestrator:
             return Probe([])  # there is no inference to sample from
         self.asked.append(request.step)
         if self.asked.count(request.step) == 1 and request.step == 1:
-            return NotReady("the first answer of a test")
+            return NotReady(RoleStatus(phase=Phase.STARTING))
         if request.step == self.missing:
-            return NotReady("it does not come")
+            return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=request.step))
         if self.lockstep and request.step > len(self.published) + 1:
-            return NotReady(f"version {request.step - 1} is not there")
+            return NotReady(RoleStatus(phase=Phase.WAITING_FOR_VERSION, step=request.step - 1))
         data = self.batches.get(request.step)
         return BatchBytes(data) if data else RunEnded("no more batches")

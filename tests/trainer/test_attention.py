@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl.models import ModelError
+from rl.system.errors import RunError
 from rl.trainer import attention as module
 from rl.trainer.attention import TreeMask, attend_blocks, attend_flex, attention, cut_blocks
 
@@ -99,9 +99,9 @@ def test_what_is_not_plain_attention_is_refused():
     tree = TreeMask(torch.tensor([2, 2]), torch.tensor([0, 1]))
     tensors = qkv(2, 2)
     for special in ({"softcap": 30.0}, {"s_aux": torch.zeros(6)}):
-        with pytest.raises(ModelError, match=f"{next(iter(special))}: set trainer.attention = eager"):
+        with pytest.raises(RunError, match=f"{next(iter(special))}: set trainer.attention = eager"):
             attention(nn.Module(), *tensors, None, tree=tree, **special)
-    with pytest.raises(ModelError, match="keyword arguments"):
+    with pytest.raises(RunError, match="keyword arguments"):
         attention(nn.Module(), *tensors, None)
     out, _ = attention(nn.Module(), *tensors, None, tree=tree, sliding_window=0, softcap=None)
     assert out.shape == (1, 2, 6, 16) and tree.windows == {None}

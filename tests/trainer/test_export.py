@@ -11,14 +11,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.cli import to_toml
 from rl.commands.export import main
-from rl.config import RLConfig
-from rl.files import write_file
-from rl.processes import Children
-from rl.trainer import checkpoint, weights
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.run_dir.files import write_file
 from rl.trainer.model import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
+from rl.trainer.store import versions
+from tests.trainer.samples import save_checkpoint
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
 
@@ -37,10 +38,9 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
         optimizer.step()
         optimizer.zero_grad()
         if step in (2, 4):
-            checkpoint.save(config.run_dir.checkpoint(step), step, model, optimizer, world)
+            save_checkpoint(config.run_dir.checkpoint(step), step, model, optimizer, world)
         if step in (2, 3):
-            tensors = weights.gather_weights(model, DTYPES[dtype], world)
-            version = weights.Version(tensors, model, model_folder, DTYPES[dtype])
+            version = versions.snapshot(model, model_folder, DTYPES[dtype], {}, world)
             version.write(config.run_dir.weights(step), config.run_dir.digests(step))
     return config.run_dir, model
 

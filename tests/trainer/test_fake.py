@@ -1,7 +1,8 @@
-from rl.messages import TrainBatch
-from rl.trainer.config import FakeDataConfig
+from rl.config.trainer import FakeDataConfig
+from rl.trainer.balance import Layout
 from rl.trainer.fake import FakeBatches, full_batch, step_line, summary
-from rl.trainer.packing import Layout, pack
+from rl.trainer.packing import pack
+from rl.wire.messages import TrainBatch
 
 
 def test_batches_are_a_function_of_seed_and_step():

@@ -10,9 +10,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rl.functions import FunctionError
-from rl.trainer.loss import LossInputs, compute_loss, custom_function, sample_weights
-from rl.trainer.loss_config import LossConfig, check_loss
+from rl.config.check import check_loss
+from rl.config.loss import LossConfig
+from rl.system.errors import RunError
+from rl.trainer.loss import LossInputs, compute_loss, log_ratio, outside_masks, sample_weights
+from rl.trainer.losses import custom_function, loss_function
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.samples import make_sample
 
@@ -53,14 +55,14 @@ def inputs_of(trainer, sampler, advantages, lengths=None, dtype=torch.float32, *
 
 def run(inputs, config):
     """The terms, and the gradient of the sum of the losses by the trainer's log-probabilities."""
-    terms = compute_loss(inputs, config)
+    terms = compute_loss(inputs, config, loss_function(config))
     (terms.loss * inputs.weights).sum().backward()
     return terms, inputs.trainer_logprobs.grad
 
 
 def literals(config, trainer, sampler, advantages, lengths=None, **more):
     terms, gradient = run(inputs_of(trainer, sampler, advantages, lengths, **more), config)
-    return terms.loss.tolist(), gradient.tolist(), terms.clipped.tolist()
+    return terms.loss.tolist(), gradient.tolist(), terms.masked.tolist()
 
 
 # Literal numbers. The sampler's log-probability is -2 throughout, so that -2 + x is a ratio of e^x. ---------------------------
@@ -72,7 +74,7 @@ def test_policy_gradient_literals():
     terms, gradient = run(inputs_of(trainer, sampler, advantages), loss_config())
     assert terms.loss.tolist() == pytest.approx([1.0, 1.6487213 * 1.5, -2.0, 0, 0])
     assert gradient.tolist() == pytest.approx([-0.5, -1.6487213, 2.0, 0, 0])
-    assert terms.masked.tolist() == [False, False, False, True, True] and not terms.clipped.any()
+    assert terms.masked.tolist() == [False, False, False, True, True]
     assert terms.ratio.tolist() == pytest.approx([1, 1.6487213, E, 20.0855369, 0.0497871])
     assert terms.kl.tolist() == pytest.approx([0, 0.1487213, E - 2, 16.0855369, 2.0497871], rel=1e-6)  # r - 1 - log r
 
@@ -169,10 +171,10 @@ def test_masked_tokens_have_no_term_and_clipped_ones_keep_kl_and_entropy():
     more = {"reference_logprobs": [-1.0], "entropies": [0.5]}
     extra = {"kl_coefficient": 1.0, "entropy_coefficient": 1.0}
     terms, gradient = run(inputs_of([-1.0], [-2.0], [1.0], **more), loss_config(**extra, token_mask=[0.5, 2.0]))
-    assert terms.loss.tolist() == [0] == gradient.tolist() and terms.masked.all() and not terms.clipped.any()
+    assert terms.loss.tolist() == [0] == gradient.tolist() and terms.masked.all()
     terms, gradient = run(inputs_of([-1.5], [-2.0], [1.0], **more), loss_config("clip", **extra))
     assert terms.loss.tolist() == pytest.approx([-1.28 + E**0.5 - 1.5 - 0.5]) and gradient.tolist() == pytest.approx([1 - E**0.5])
-    assert terms.masked.all() and terms.clipped.all()
+    assert terms.masked.all()
 
 
 # The papers' formulas -------------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_losses_equal_the_papers(name, spread):
         np.testing.assert_allclose(terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
         single = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS)
-        assert torch.allclose(compute_loss(single, config).loss.double(), terms.loss, rtol=3e-5, atol=1e-5)
+        assert torch.allclose(compute_loss(single, config, loss_function(config)).loss.double(), terms.loss, rtol=3e-5, atol=1e-5)
 
 
 MASKS = {
@@ -290,10 +292,11 @@ def test_extreme_values_stay_finite(name):
     reference, teacher = [-1000.0, -1.0, 0.0, -1000.0] + [-1.0] * 500, [-1000.0, 0, -math.inf, -1] + [-1.0] * 500
     more = {"reference_logprobs": reference, "teacher_logprobs": teacher}
     for sign in (1.0, -1.0, 0.0):
-        terms, gradient = run(inputs_of(trainer, sampler, [sign] * 504, [1, 1, 2, 500], **more), config)
+        inputs = inputs_of(trainer, sampler, [sign] * 504, [1, 1, 2, 500], **more)
+        terms, gradient = run(inputs, config)
         assert terms.loss.isfinite().all() and gradient.isfinite().all() and terms.kl.isfinite().all()
         assert terms.reference_kl.isfinite().all()
-        assert not gradient[terms.masked & ~terms.clipped].any()
+        assert not gradient[outside_masks(inputs, config, log_ratio(inputs).detach())].any()
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -324,7 +327,7 @@ def test_a_ratio_on_the_bound_of_a_clip_has_its_gradient(kind):
     for trainer, sampler, advantage, ratio in ((half, 0.0, -1.0, 0.5), (0.0, half, 1.0, 2.0)):
         inputs = inputs_of([trainer], [sampler], [advantage], dtype=torch.float64)
         terms, gradient = run(inputs, loss_config(kind, clip_low=0.5, clip_high=1.0))
-        assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.clipped.any()
+        assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.masked.any()
 
 
 @pytest.mark.parametrize("name", ["sequence", "gspo", "masks", "gspo-masks"])
@@ -357,7 +360,7 @@ def sums_of(part, config):
         sent.append(values.new_zeros(len(LENGTHS)).index_add(0, part.sequences, values))
         return sent[-1]
 
-    compute_loss(replace(part, sequence_sum=send), config)
+    compute_loss(replace(part, sequence_sum=send), config, loss_function(config))
     return sent
 
 
@@ -378,7 +381,7 @@ def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     config = loss_config("custom", function="my_loss.py:topr", args={"high": 1.0})
-    assert check_loss(config) == []
+    assert not list(check_loss(config))
     loss, gradient, clipped = literals(config, [-1, -1, -3], [-2.0] * 3, [2.0, -2.0, -2.0])
     assert gradient == pytest.approx([-2, 2, 2 / E]) and loss == pytest.approx([2, -2, -6 / E]) and clipped == [False] * 3
 
@@ -401,7 +404,7 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
         ("broken_loss.py:f", r"trainer\.loss\.function .*importing the file raised ZeroDivisionError: .*broken_loss\.py:2\); correct it"),
         ("sound_loss.py:my_los", r"sound_loss\.py has no function my_los; did you mean my_loss\?"),
     ):
-        with pytest.raises(FunctionError, match=message):
+        with pytest.raises(RunError, match=message):
             custom_function(f"{tmp_path}/{name}")
 
 
@@ -446,4 +449,4 @@ def test_combinations_that_make_no_sense(settings, key, message):
     ],
 )
 def test_combinations_that_make_sense(settings):
-    assert check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings)) == []
+    assert not list(check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings)))

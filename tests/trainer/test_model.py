@@ -6,19 +6,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rl.config import ModelConfig
-from rl.messages import TrainBatch
-from rl.models import ModelError
-from rl.trainer import weights
+from rl.config.loss import PolicyGradientConfig
+from rl.config.run import ModelConfig
+from rl.config.trainer import TrainerConfig
+from rl.system.errors import RESTART, RunError
 from rl.trainer.attention import TreeMask
-from rl.trainer.config import TrainerConfig
-from rl.trainer.loss_config import PolicyGradientConfig
+from rl.trainer.balance import Layout
+from rl.trainer.measure.performance import Timer
 from rl.trainer.model import check_attention, load_policy, score
 from rl.trainer.optim import make_optimizer
-from rl.trainer.packing import Layout, Packed, pack
-from rl.trainer.performance import Timer
-from rl.trainer.prefetch import Ready
-from rl.trainer.train import Learner, NotFiniteError, train_step
+from rl.trainer.packing import Packed, pack
+from rl.trainer.start import Learner
+from rl.trainer.store import versions
+from rl.trainer.train import train_step
+from rl.wire.messages import TrainBatch
 from tests.tiny_model import FAMILIES, make_tiny_model
 from tests.trainer.samples import branching_batch, make_batch, make_sample
 
@@ -40,7 +41,7 @@ def backward(model, world, batch, max_tokens=4096):
     for row in rows_of(batch, max_tokens):
         scores = score(model, row, world, entropy_gradient=True)
         (row.advantages * scores.logprobs + ENTROPY * scores.entropies).sum().backward()
-        for n, place in enumerate(row.samples[row.sequences].tolist()):
+        for n, place in enumerate(row.sequences.tolist()):
             depth = int(row.position_ids[row.predictors[row.rows[n]]])
             scored[place, depth + 1] = (scores.logprobs[n].item(), scores.entropies[n].item())
     gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
@@ -167,7 +168,7 @@ def test_selective_checkpointing_computes_no_product_again(tied_folder, world):
 
 
 def test_selective_checkpointing_with_compile_is_refused(tied_folder, world):
-    with pytest.raises(ModelError, match="use none or full"):
+    with pytest.raises(RunError, match="use none or full"):
         policy(tied_folder, world, compile=True, activation_checkpointing="selective")
 
 
@@ -185,7 +186,7 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
     own = score(model, row, world)
     row.logprobs = own.logprobs.detach()
     assert not own.entropies.requires_grad
-    metrics = step(model, make_optimizer(model, TrainerConfig().optim), Ready(batch, Packed([row], 0.0)), world)
+    metrics = step(model, make_optimizer(model, TrainerConfig().optim), Packed(batch, [row], 0.0), world)
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
 
 
@@ -200,22 +201,21 @@ def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
     model = policy(model_folder, world)
-    tensors = weights.gather_weights(model, torch.float32, world)
-    weights.Version(tensors, model, model_folder, torch.float32).write(tmp_path / "000001", tmp_path / "digests" / "000001.json")
+    versions.snapshot(model, model_folder, torch.float32, {}, world).write(tmp_path / "000001", tmp_path / "digests" / "000001.json")
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     published, base = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "000001", model_folder))
     assert torch.equal(published(ids).logits, base(ids).logits)
     assert published.config.tie_word_embeddings == base.config.tie_word_embeddings
 
 
-def step(model, optimizer, ready, world):
+def step(model, optimizer, packed, world):
     settings = TrainerConfig(loss=PolicyGradientConfig())
-    return train_step(Learner(model, optimizer, settings, world), ready, 1e-2, Timer())
+    return train_step(Learner(model, optimizer, settings, world), packed, 1e-2, Timer())
 
 
 def ready(*samples):
     batch = TrainBatch(step=1, samples=list(samples))
-    return Ready(batch, Packed(rows_of(batch), 0.0))
+    return Packed(batch, rows_of(batch), 0.0)
 
 
 def test_a_step_raises_what_was_good(tied_folder, world):
@@ -224,9 +224,9 @@ def test_a_step_raises_what_was_good(tied_folder, world):
     good = make_sample([5, 6], [7], advantage=1.0, logprobs=[0, 0, -5.5])
     bad = make_sample([5, 6], [8], advantage=-1.0, logprobs=[0, 0, -5.5])
     both = ready(good, bad)
-    before = score(model, both.packed.micro_batches[0], world).logprobs.detach()
+    before = score(model, both.micro_batches[0], world).logprobs.detach()
     metrics = step(model, optimizer, both, world)
-    after = score(model, both.packed.micro_batches[0], world).logprobs.detach()
+    after = score(model, both.micro_batches[0], world).logprobs.detach()
     assert after[0] > before[0] and after[1] < before[1]
     assert metrics["optim/grad_norm"] > 0 and metrics["optim/lr"] == 1e-2 and 0 < metrics["entropy/mean"] < 5.6
     assert all(p.grad is None for p in model.parameters())
@@ -236,28 +236,29 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     model = policy(tied_folder, world)
     optimizer = make_optimizer(model, TrainerConfig().optim)
     before = [p.full_tensor().clone() for p in model.parameters()]
-    with pytest.raises(NotFiniteError, match="nan"):
+    with pytest.raises(RunError, match="nan") as caught:
         step(model, optimizer, ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])), world)
+    assert caught.value.exit_code == RESTART
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_attention_that_trees_do_not_describe_is_refused(tied_folder, world):
     model = policy(tied_folder, world)
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ModelError, match="linear_attention"):
+    with pytest.raises(RunError, match="linear_attention"):
         check_attention(model)
     (row,) = rows_of(make_batch(1))
     model.config.layer_types = ["full_attention", "sliding_attention"]
     model.config.sliding_window = 4
-    with pytest.raises(ModelError, match=r"window of 4 tokens; set trainer.attention = eager"):
+    with pytest.raises(RunError, match=r"window of 4 tokens; set trainer.attention = eager"):
         score(model, row, world)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(ModelError, match=r"does not call it; set trainer.attention = eager"):
+    with pytest.raises(RunError, match=r"does not call it; set trainer.attention = eager"):
         score(model, row, world)
 
 
 def test_flex_attention_needs_a_gpu(tied_folder, world):
-    with pytest.raises(ModelError, match="use blocks"):
+    with pytest.raises(RunError, match="use blocks"):
         policy(tied_folder, world, attention="flex")
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.trainer.config import OptimConfig
+from rl.config.trainer import OptimConfig
 from rl.trainer.optim import clip_gradients, gradient_norm, lr_at, make_optimizer
 
 

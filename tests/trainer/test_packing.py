@@ -6,9 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.trainer.attention import TreeMask
-from rl.trainer.packing import Layout, Line, lay_out, make_line, pack, piece_cost, piece_tokens, plan
+from rl.trainer.balance import Layout, piece_cost, piece_tokens, plan
+from rl.trainer.packing import pack
+from rl.trainer.prefix_tree import Line, lay_out, make_line
+from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.trainer.samples import make_batch, make_sample
 
 A, B, C, D, E = 10, 11, 12, 13, 14
@@ -26,7 +28,7 @@ def test_literal_tree_of_the_docstring():
     (row,) = packed(batch_of(make_sample([A], [B, C]), make_sample([A], [B, D, E]))).micro_batches
     assert row.input_ids.tolist() == [A, B, D] and row.position_ids.tolist() == [0, 1, 2] and row.ends.tolist() == [3, 3, 3]
     assert row.predictors.tolist() == [0, 1, 2] and row.rows.tolist() == [0, 0, 1, 1, 2] and row.targets.tolist() == [B, B, C, D, E]
-    assert row.sequences.tolist() == [0, 1, 0, 1, 1] and row.samples.tolist() == [0, 1] and row.weights.tolist() == [1, 2, 1, 2, 2]
+    assert row.sequences.tolist() == [0, 1, 0, 1, 1] and row.weights.tolist() == [1, 2, 1, 2, 2]
 
 
 def test_tensors_of_two_trees():
@@ -115,7 +117,7 @@ def packed_tokens(row) -> list[tuple]:
         predictor = int(row.predictors[row.rows[n]])
         seen = [j for j in range(predictor + 1) if predictor < row.ends[j]]
         assert [int(row.position_ids[j]) for j in seen] == list(range(len(seen)))
-        place = int(row.samples[row.sequences[n]])
+        place = int(row.sequences[n])
         teacher = None if row.teacher_logprobs is None or row.teacher_logprobs[n].isnan() else row.teacher_logprobs[n].numpy()[()]
         values = [x.numpy()[()] for x in (row.logprobs[n], row.advantages[n], row.weights[n], row.temperatures[row.rows[n]])]
         context = tuple(row.input_ids[seen].tolist())
@@ -136,7 +138,7 @@ def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_to
     for row in rows:
         assert len(row.input_ids) <= max(max_tokens, longest)
         assert row.predictors.tolist() == sorted(set(row.predictors.tolist())) and row.rows.tolist() == sorted(row.rows.tolist())
-        assert len(row.predictors) == len(row.temperatures) >= 1 and row.samples.tolist() == sorted(set(row.samples.tolist()))
+        assert len(row.predictors) == len(row.temperatures) >= 1
     assert sum(len(result.micro_batches[0].targets) > 0 for result in results) == min(ranks, len(make_line(batch).items))
 
 

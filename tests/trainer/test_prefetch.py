@@ -5,13 +5,15 @@ import time
 
 import pytest
 
-from rl.files import CorruptFileError
-from rl.messages import Acknowledged
-from rl.run_dir import RunDir, numbered
-from rl.trainer.config import WeightsConfig
+from rl.config.trainer import WeightsConfig
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import Phase
 from rl.trainer.prefetch import Prefetch
-from rl.trainer.publisher import Publisher
-from rl.transport import Wait
+from rl.trainer.store.background import Background
+from rl.trainer.store.publisher import Publisher
+from rl.wire.messages import Acknowledged
+from rl.wire.transport import Wait
 from tests.trainer.samples import make_batch
 
 
@@ -41,17 +43,17 @@ def nothing(*_):
 def test_the_next_batch_is_made_ready_while_this_one_is_trained():
     source = Source()
     batches = Prefetch(source, lambda batch: f"packed {batch.step}", Wait(10, nothing), 10)
-    first = batches.take(1, nothing)  # nobody had asked
-    assert first.batch.step == 1 and first.packed == "packed 1"
+    first = batches.take(1)  # nobody had asked
+    assert first == "packed 1"
     batches.ask(2)
     while source.asked != [1, 2]:
         time.sleep(0.01)
     source.release.set()
-    assert batches.take(2, nothing).packed == "packed 2"
+    assert batches.take(2) == "packed 2"
     batches.ask(3)
     with pytest.raises(CorruptFileError, match="batch 3: cut short at byte 7"):
-        batches.take(3, nothing)
-    assert batches.take(4, nothing) is None
+        batches.take(3)
+    assert batches.take(4) is None
     assert source.asked == [1, 2, 3, 4] and threading.main_thread() not in source.threads
 
 
@@ -59,13 +61,15 @@ def test_who_waits_has_the_deadline_and_hears_of_other_failures():
     def fail():
         raise OSError("no space left")
 
+    publishing = Background()
+    publishing.start(fail)
     batches = Prefetch(Source(), nothing, Wait(10, nothing), 0.2)
     batches.ask(2)
     time.sleep(0.3)  # asking ahead has no deadline
     with pytest.raises(OSError, match="no space left"):
-        batches.take(2, fail)
+        batches.take(2, [publishing])
     with pytest.raises(TimeoutError, match="waited 0 s for batch 2, which rank 0 was to send"):
-        batches.take(2, nothing)
+        batches.take(2)
 
 
 class Client:
@@ -75,7 +79,7 @@ class Client:
         self.versions, self.release = [], threading.Event()
 
     def published(self, version, wait):
-        wait.about(f"waiting for word of version {version.policy_version}")
+        wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
         assert self.release.wait(10)
         self.versions.append(version.policy_version)
         return Acknowledged(version.policy_version)
@@ -91,13 +95,13 @@ class Empty:
 def test_versions_are_written_and_announced_one_after_another(tmp_path):
     said = []
     client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, said.append))
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, lambda *what: said.append(what)))
     publisher.start(1, Empty(), checkpoints={0})
     time.sleep(0.2)
     assert list(numbered(run_dir.weights_dir)) == [1] and client.versions == [] and said == [] and publisher.metrics() == {}
     threading.Timer(0.2, client.release.set).start()
     publisher.start(2, Empty(), checkpoints={1})  # waits for version 1
-    assert client.versions[:1] == [1] and said[0] == "waiting for word of version 1"
+    assert client.versions[:1] == [1] and said[0] == (Phase.ANNOUNCING_VERSION, 1, "")
     assert 0.4 <= publisher.metrics()["time/publish_latency"] < 5
     for version in (3, 4):
         publisher.start(version, Empty(), checkpoints={1})
@@ -105,23 +109,23 @@ def test_versions_are_written_and_announced_one_after_another(tmp_path):
     assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]  # 1 is the checkpoint's
 
 
-def test_an_error_of_the_publisher_comes_once_at_the_next_look(tmp_path):
+def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
     class Full:
         def write(self, path, record):
             raise OSError(28, "No space left on device", str(path))
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
-    publisher.look()
+    publisher.background.raise_errors()
     publisher.start(1, Full(), {0})
     with pytest.raises(OSError, match=r"No space left on device.*000001"):
         for _ in range(100):
-            publisher.look()
+            publisher.background.raise_errors()
             time.sleep(0.05)
     publisher.finish()
 
 
 def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.trainer.publisher.DISK_S", 0.1)
+    monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
     hangs = threading.Event()
 
     class Hangs:

@@ -8,17 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl.batch_log import decode_batch, write_batch
-from rl.cli import to_toml
-from rl.config import RLConfig
-from rl.digests import digest, first_difference, read_digests, verify_version
-from rl.files import CorruptFileError, write_file
-from rl.metrics import read_metrics
-from rl.run_dir import RunDir, numbered
-from rl.status import Status
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.run_dir.checksums import first_difference, read_digests, verify_version
+from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.hashes import sha256
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import Status
 from rl.trainer.replay import FOUND, compare, open_log
 from rl.trainer.start import start
 from rl.trainer.train import train
+from rl.wire.batch_file import decode_batch, write_batch
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 
@@ -92,7 +93,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(recorded):
     folder = recorded[0].run_dir.weights(STEPS)
     tensors = load_file(next(folder.glob("*.safetensors")))
     content = read_digests(folder / "digests.json")
-    assert content["tensors"] == {name: digest(tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
+    assert content["tensors"] == {name: sha256(tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
     assert content["made_by"] | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__} == content["made_by"]
     assert "files" in content and "files" not in read_digests(recorded[0].run_dir.digests(STEPS))
 

@@ -1,1 +1,1 @@
-"""The subcommands of `rl` that play a policy without training it. They may use every other package; none of those uses them."""
+"""The subcommands of `rl`. They may use every other room; none of those uses them."""

@@ -6,19 +6,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.commands.playing import PlayError, say
-from rl.config import RLConfig
-from rl.files import write_file
-from rl.orchestrator.config import EvalConfig
-from rl.orchestrator.evals import Difference, Results, difference, episodes, example_rewards, pass_at_k
+from rl.commands.arena import say
+from rl.config.orchestrator import EvalConfig
+from rl.config.run import RLConfig
+from rl.orchestrator.eval_metrics import Difference, Results, difference, episodes, example_rewards, pass_at_k
+from rl.run_dir.files import write_file
+from rl.system.errors import RunError
 
 Part = dict[str, Any]
 WIDTH = 160
-"""Of the table where there is no terminal that has one."""
+"""Columns of the table where the output is no terminal."""
 
 
 def eval_part(entry: EvalConfig, sampling: dict[str, Any], results: Results, metrics: dict[str, float]) -> Part:
-    """What the report says of one evaluation of one policy; `examples` is all that a later comparison needs."""
+    """The report of one policy on one evaluation. `examples` holds all that a later comparison needs."""
     rewards = example_rewards(results)
     examples = {}
     for task, rollouts in results:
@@ -35,7 +36,10 @@ def eval_part(entry: EvalConfig, sampling: dict[str, Any], results: Results, met
 
 
 def finished_report(spec: str) -> dict[str, Any] | None:
-    """The first policy of an earlier report, if SPEC is one (report.json, or its directory). Raises PlayError if it cannot be read."""
+    """The first policy of an earlier report, or None if `spec` is neither a report.json nor its directory.
+
+    Raises RunError for a report that cannot be read.
+    """
     path = Path(spec).expanduser()
     path = path / "report.json" if (path / "report.json").is_file() else path
     if path.suffix != ".json":
@@ -44,11 +48,14 @@ def finished_report(spec: str) -> dict[str, Any] | None:
         first = json.loads(path.read_text())["policies"][0]
         return first | {"policy": f"{first['policy']} ({path.resolve().parent.name})", "evals": first["evals"]}
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise PlayError(f"--compare {spec}: not a report of `rl eval` ({type(error).__name__}: {error})") from None
+        raise RunError(f"--compare {spec}: not a report of `rl eval` ({type(error).__name__}: {error})") from None
 
 
 def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
-    """Differences of the reward and of every pass@k that both have, over the examples that both have."""
+    """Paired differences of the mean reward and of each pass@k that both measured, over the examples that both played.
+
+    seed: of the bootstrap.
+    """
     mine, other = ours["examples"], theirs["examples"]
     common = sorted(set(mine) & set(other), key=int)
     if not common:
@@ -65,7 +72,7 @@ def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
 
 
 def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[str, Any]:
-    """Writes report.json and report.md. With two policies, differences are the first minus the second."""
+    """Writes report.json and report.md. Differences of two policies are the first minus the second."""
     comparison = {}
     if len(policies) == 2:
         ours, theirs = policies[0]["evals"], policies[1]["evals"]
@@ -73,7 +80,7 @@ def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[s
             comparison[label] = {name: gap._asdict() for name, gap in compare(ours[label], theirs[label], config.seed).items()}
             warn_of_differences(label, ours[label], theirs[label])
         if not any(comparison.values()):
-            raise PlayError(f"the two policies have no example in common: {', '.join(ours)} and {', '.join(theirs)} were evaluated")
+            raise RunError(f"the two policies have no example in common: {', '.join(ours)} and {', '.join(theirs)} were evaluated")
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     report = {"name": config.name, "time": now, "seed": config.seed, "policies": policies, "comparison": comparison}
     write_file(output / "report.json", (json.dumps(report, indent=1) + "\n").encode())
@@ -82,7 +89,7 @@ def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[s
 
 
 def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
-    """An earlier report may be about something else under the same name."""
+    """Warns when an earlier report evaluated something else under the same label."""
     for key in ("environment", "sampling", "samples"):
         if ours[key] != theirs[key]:
             say(f"warning: eval {label}: the two differ in {key}: {ours[key]} and {theirs[key]}")
@@ -91,11 +98,11 @@ def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
         say(f"warning: eval {label}: {ours['num_examples']} and {theirs['num_examples']} examples; the difference is over {common}")
 
 
-# For people -------------------------------------------------------------------------------------------------------------
+# Tables -----------------------------------------------------------------------------------------------------------------
 
 
 def value_text(part: Part | None, name: str) -> str:
-    """A mean with its standard error."""
+    """`0.512 ± 0.021`: a metric with its standard error; `-` for a policy without it."""
     if part is None or name not in part["metrics"]:
         return "-"
     value, error = part["metrics"][name], part["metrics"].get(f"{name}_stderr")
@@ -108,7 +115,7 @@ def headings(report: dict[str, Any]) -> list[str]:
 
 
 def rows(report: dict[str, Any]) -> list[list[str]]:
-    """The table: a line for each measure of each evaluation, a column for each policy."""
+    """The cells of the table: a row for each metric of each evaluation, a column for each policy."""
     policies = report["policies"]
     lines = []
     for label, part in policies[0]["evals"].items():
@@ -125,7 +132,7 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
 
 
 def note(report: dict[str, Any]) -> str:
-    """How the numbers are to be read."""
+    """The line below the table that explains its numbers."""
     text = "(examples x samples); ± is the standard error over examples"
     if report["comparison"]:
         text += "; the interval of the difference is a paired bootstrap over examples: where it does not hold 0, the two differ"
@@ -141,7 +148,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def show(report: dict[str, Any], output: Path) -> None:
-    """Prints the table and where everything is."""
+    """Prints the table and the paths of the report and the rollouts."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

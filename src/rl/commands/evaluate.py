@@ -1,14 +1,21 @@
 """`rl eval`: how good a policy is on the configured evaluations, and whether it is better than another."""
 
 import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from rl.commands.arena import Job, arena, check_environments, run, say, task_count
+from rl.commands.eval_report import eval_part, finished_report, show, write_report
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, usage
-from rl.config import RLConfig
-from rl.orchestrator.config import EnvSource, EvalConfig
-from rl.processes import Children
-from rl.quick import made_quick
+from rl.commands.policy_spec import Source, resolve
+from rl.config.orchestrator import EnvSource, EvalConfig
+from rl.config.quick import shrink
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.orchestrator.eval_metrics import Results, write_eval
+from rl.orchestrator.setups import eval_workers
+from rl.system.errors import RunError
 
 OPTIONS = (
     POLICY,
@@ -28,19 +35,14 @@ HELP = usage(
 )
 
 
-def eval_entries(config: RLConfig) -> list[EvalConfig]:
-    """What is evaluated: the configured evaluations, else the eval splits of the training environments."""
-    if config.orchestrator.eval:
-        return config.orchestrator.eval
-    shared = set(EnvSource.model_fields)
-    return [EvalConfig(**env.model_dump(include=shared)) for env in config.orchestrator.environment]
-
-
 def evaluations_only(config: RLConfig, limit: int | None, samples: int | None, *, quick: bool) -> RLConfig:
-    """The configuration with nothing but its evaluations to play."""
+    """The configuration without training environments, whose eval splits are its evaluations if it has none. Each is limited to `limit`
+    examples and `samples` rollouts."""
     config = config.model_copy(deep=True)
-    config.orchestrator.eval, config.orchestrator.environment = eval_entries(config), []
-    config = made_quick(config) if quick else config
+    settings, shared = config.orchestrator, set(EnvSource.model_fields)
+    settings.eval = settings.eval or [EvalConfig(**env.model_dump(include=shared)) for env in settings.environment]
+    settings.environment = []
+    config = shrink(config) if quick else config
     for entry in config.orchestrator.eval:
         entry.num_examples = limit or entry.num_examples
         entry.samples = samples or entry.samples
@@ -48,24 +50,17 @@ def evaluations_only(config: RLConfig, limit: int | None, samples: int | None, *
 
 
 def main(args: list[str], children: Children) -> int:
-    """The command."""
     config, line, values = load("rl eval", args, OPTIONS, HELP, optional=("orchestrator.environment",))
     config = evaluations_only(config, values["limit"], values["samples"], quick="quick" in line.switches)
-    from rl.commands.playing import run
-
     return run("rl eval", children, evaluate(config, values, children))
 
 
 async def evaluate(config: RLConfig, values: dict[str, Any], children: Children) -> int:
-    """From the policies to the report. Both are looked for before the first is played."""
-    from rl.commands.eval_report import finished_report, show, write_report
-    from rl.commands.playing import PlayError, check_environments
-    from rl.commands.policy import resolve
-
+    """Plays one policy or two and writes the report. Both are resolved before the first is played."""
     entries = config.orchestrator.eval
     if not entries:
-        raise PlayError("nothing to evaluate: give an environment (--orchestrator.environment.id owner/name), a file (@ run.toml) or a run")
-    check_environments(entries)
+        raise RunError("nothing to evaluate: give an environment (--orchestrator.environment.id owner/name), a file (@ run.toml) or a run")
+    check_environments(config)
     labels = tuple(entry.label for entry in entries)
     second = values["compare"]
     earlier = finished_report(second) if second else None
@@ -82,13 +77,8 @@ async def evaluate(config: RLConfig, values: dict[str, Any], children: Children)
     return 0
 
 
-async def evaluate_policy(config: RLConfig, source: Any, output: Path, slug: str, concurrency: int | None, children: Children) -> dict:
+async def evaluate_policy(config: RLConfig, source: Source, output: Path, slug: str, concurrency: int | None, children: Children) -> dict:
     """Plays every evaluation with one policy, writes its rollouts, and returns its part of the report."""
-    from rl.commands.eval_report import eval_part
-    from rl.commands.playing import Job, Progress, arena
-    from rl.orchestrator.evals import Results, write_eval
-    from rl.orchestrator.main import eval_workers
-
     async with arena(config, source, output, children) as place:
         names = eval_workers(config)
         labels = {names[entry.label]: entry.label for entry in config.orchestrator.eval}
@@ -98,46 +88,34 @@ async def evaluate_policy(config: RLConfig, source: Any, output: Path, slug: str
             for task in range(num_examples(entry, place.ready[names[entry.label]].num_eval))
         ]
         results: dict[str, Results] = {label: [] for label in labels.values()}
-        progress = Progress(source.label, sum(job.num_episodes for job in jobs))
-
-        def on_done(job: Job, rollouts: list) -> None:
-            results[labels[job.env]].append((job.task, rollouts))
-            progress.advance(job.num_episodes)
-
-        try:
-            await place.play(jobs, concurrency, on_done)
-        finally:
-            progress.close()
+        async with aclosing(place.play(source.label, jobs, concurrency)) as played:
+            async for job, rollouts in played:
+                results[labels[job.env]].append((job.task, rollouts))
     parts = {}
     for entry in config.orchestrator.eval:
-        played = sorted(results[entry.label], key=lambda result: result[0])
-        warn_of_failures(source.label, entry.label, played)
-        metrics = write_eval(output / slug / f"{entry.label}.jsonl", source.policy_version, entry.label, played)
-        parts[entry.label] = eval_part(entry, config.sampling_of(entry), played, metrics)
+        by_task = sorted(results[entry.label], key=lambda result: result[0])
+        warn_of_failures(source.label, entry.label, by_task)
+        metrics = write_eval(output / slug / f"{entry.label}.jsonl", source.policy_version, entry.label, by_task)
+        parts[entry.label] = eval_part(entry, config.sampling_of(entry), by_task, metrics)
     model = source.adapter or source.model
     return {"policy": source.label, "policy_version": source.policy_version, "model": model, "files": slug, "evals": parts}
 
 
-def warn_of_failures(policy: str, label: str, results: Any) -> None:
-    """Says how many rollouts count as 0 because they failed, and how one of them did."""
-    from rl.commands.playing import say
-
+def warn_of_failures(policy: str, label: str, results: Results) -> None:
+    """Warns how many rollouts count as reward 0 because they failed, with the error of the first."""
     failed = [rollout.error for _, rollouts in results for rollout in rollouts if rollout.error]
     if failed:
-        how = failed[0].splitlines()[0]
-        say(f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first: {how}")
+        first = failed[0].splitlines()[0]
+        say(f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first: {first}")
 
 
 def num_examples(entry: EvalConfig, size: int | None) -> int:
-    """How many examples an evaluation has. Raises PlayError for none, and for no end of them."""
-    from rl.commands.playing import PlayError
-
-    if size is None and entry.num_examples < 0:
-        raise PlayError(f"eval {entry.label}: its tasks are endless; say how many with --limit")
+    """Number of examples to play of an eval split with `size` examples (None: endless). Raises RunError for none and for endless ones."""
+    count = task_count(entry.num_examples, size)
+    if count is None:
+        raise RunError(f"eval {entry.label}: its tasks are endless; say how many with --limit")
     if size == 0:
-        raise PlayError(f"eval {entry.label}: its environment has no eval examples; give it an eval dataset (args, eval_dataset)")
-    asked = entry.num_examples if entry.num_examples >= 0 else size
-    count = min(size if size is not None else asked, asked) if asked is not None else 0
+        raise RunError(f"eval {entry.label}: its environment has no eval examples; give it an eval dataset (args, eval_dataset)")
     if not count:
-        raise PlayError(f"eval {entry.label}: num_examples = {entry.num_examples} leaves nothing to play")
+        raise RunError(f"eval {entry.label}: num_examples = {entry.num_examples} leaves nothing to play")
     return count

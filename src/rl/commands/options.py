@@ -1,13 +1,17 @@
 """The flags that a subcommand has beside the configuration's keys."""
 
+import json
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from rl.cli import CommandLine, ConfigError, Spelled, fail, load_config
-from rl.cli_help import SETTINGS
-from rl.commands.policy import split_run
-from rl.config import RLConfig
+from rl.commands.policy_spec import split_run
+from rl.config.command_line import CommandLine, fail, load_config
+from rl.config.faults import Spelled
+from rl.config.help import SETTINGS
+from rl.config.run import RLConfig
+from rl.system.errors import ConfigError
 
 WIDTH = 27
 
@@ -18,7 +22,7 @@ class Option:
 
     name: str
     value: str
-    """What stands behind it in the help: N for a number from 1, empty for a switch."""
+    """What follows it: N is a number from 1, JSON an object, A|B one of these words, any other name text; empty for a switch."""
     help: str
 
     @property
@@ -26,7 +30,7 @@ class Option:
         return self.name.replace("-", "_")
 
 
-POLICY = Option("policy", "SPEC", "whom to play; default: the model of the configuration")
+POLICY = Option("policy", "SPEC", "what to play; default: the model of the configuration")
 ENDPOINT = (
     Option("endpoint-model", "NAME", "the model to ask an endpoint for; default: the only one that it has. Also SPEC = URL#NAME"),
     Option("api-key-var", "VAR", "environment variable with the endpoint's key; default: OPENAI_API_KEY"),
@@ -42,22 +46,26 @@ SPEC is one of
 """
 
 
-def take(program: str, args: list[str], options: tuple[Option, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Splits off a command's own flags: (their values by key, the other arguments). Ends the program with 2 for a fault."""
+def take(program: str, args: list[str], options: tuple[Option, ...], text: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Splits off a command's own flags: (their values by key, the other arguments). Ends the program with 2 for a fault, and for --help
+    after printing `text`, if there is any."""
+    if text and {"-h", "--help"} & set(args):
+        print(text)
+        raise SystemExit(0)
     by_name = {option.name: option for option in options}
     values: dict[str, Any] = {option.key: None for option in options}
     rest, left = [], list(args)
     try:
         while left:
             word = left.pop(0)
-            name, has_value, text = word[2:].partition("=")
+            name, has_value, given = word[2:].partition("=")
             option = by_name.get(name.replace("_", "-")) if word.startswith("--") else None
             if option is None:
                 rest.append(word)
             elif not option.value:
                 values[option.key] = True
             elif has_value or (left and not left[0].startswith("--")):
-                values[option.key] = parse(option, text if has_value else left.pop(0))
+                values[option.key] = parse(option, given if has_value else left.pop(0))
             else:
                 raise ConfigError(f"--{option.name} needs a value: {option.value}")
     except ConfigError as error:
@@ -66,27 +74,43 @@ def take(program: str, args: list[str], options: tuple[Option, ...]) -> tuple[di
 
 
 def parse(option: Option, text: str) -> Any:
-    if option.value != "N":
-        return text
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ConfigError(f"--{option.name} {text}: needs a number from 1")
-    return int(text)
+    """The value of a flag. Raises ConfigError for text that cannot be one."""
+    choices, fault = option.value.split("|"), f"--{option.name} {text}"
+    if option.value == "N":
+        if not (text.isascii() and text.isdigit()) or int(text) < 1:
+            raise ConfigError(f"{fault}: needs a number from 1")
+        return int(text)
+    if option.value == "JSON":
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{fault}: not JSON ({error}); give '{{\"key\": value}}'") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{fault}: give an object, '{{\"key\": value}}'")
+        return value
+    if len(choices) > 1 and text not in choices:
+        raise ConfigError(f"{fault}: give {' or '.join(choices)}")
+    return text
+
+
+def option_lines(options: tuple[Option, ...]) -> str:
+    """The help of a command's own flags, a line for each."""
+    return "\n".join(f"  {f'--{option.name} {option.value}'.strip():<{WIDTH}} {option.help}" for option in options)
 
 
 def usage(head: str, options: tuple[Option, ...], tail: str = "") -> str:
     """The help of a command above the configuration's keys."""
-    own = "\n".join(f"  {f'--{option.name} {option.value}'.strip():<{WIDTH}} {option.help}" for option in options)
-    return f"{head}\n\n{own}\n{tail}\n{SETTINGS}"
+    return f"{head}\n\n{option_lines(options)}\n{tail}\n{SETTINGS}"
 
 
 def load(
     program: str, args: list[str], options: tuple[Option, ...], text: str, *, given: Spelled | None = None, optional: Collection[str] = ()
 ) -> tuple[RLConfig, CommandLine, dict[str, Any]]:
-    """The configuration of a command, and its own flags. A run that is named as the policy lends its configuration if no file is given."""
+    """The configuration of a command, and its own flags. Without a file, that of the run which is named as the policy is used."""
     values, rest = take(program, args, options)
     run = split_run(values["policy"]) if values.get("policy") else None
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
-    config, line = load_config(rest, program, usage=text, given=given, optional=optional)
-    config.sft = None  # a run of supervised fine-tuning lends its model; here something plays
+    config, line = load_config(rest, program, variables=os.environ, usage=text, given=given, optional=optional)
+    config.sft = None  # of a run of supervised fine-tuning only the model is used: here something plays
     return config, line, values

@@ -1,9 +1,11 @@
 """`rl sft`: supervised fine-tuning. The trainer alone, in a run directory like any other."""
 
-from rl.cli import load_config
-from rl.cli_help import USAGE
-from rl.main import launch, resume_command
-from rl.processes import Children
+import os
+
+from rl.config.command_line import load_config
+from rl.config.help import USAGE
+from rl.launch.children import Children
+from rl.launch.run import launch, resume_command
 
 HELP = (
     "Trains on examples: JSONL or a Hugging Face data set with prompts and completions or with conversations, or the best rollouts of a\n"
@@ -12,6 +14,5 @@ HELP = (
 
 
 def main(args: list[str], children: Children) -> int:
-    """The command."""
-    config, line = load_config(args, "rl sft", usage=HELP, given={"sft": (True, "rl sft")})
+    config, line = load_config(args, "rl sft", variables=os.environ, usage=HELP, given={"sft": (True, "rl sft")})
     return launch(config, line, children, resume_command(args, "rl sft"))

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.inference.weight_files import Tensors, WeightsError, read_header, refuse_faults, weight_files
+from rl.inference.weight_files import Tensors, refuse_faults, weight_files
+from rl.run_dir.safetensors import read_header
+from rl.system.errors import RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +24,7 @@ ABSENT = ("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "alpha_patt
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands in an adapter's folder."""
+    """The content of an adapter's folder."""
 
     folder: Path
     base: Path
@@ -44,37 +46,37 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Reads the settings and the header of the weights. Raises WeightsError for what is damaged or no plain LoRA."""
+    """Reads the settings and the header of the weights. Raises RunError for what is damaged or no plain LoRA."""
     try:
         fields = json.loads((folder / CONFIG).read_text())
         base, rank, alpha = Path(fields["base_model_name_or_path"]), int(fields["r"]), float(fields["lora_alpha"])
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"{folder / CONFIG}: not readable as the settings of a LoRA adapter: {error!r}") from None
+        raise RunError(f"{folder / CONFIG}: not readable as the settings of a LoRA adapter: {error!r}") from None
     special = [key for key, allowed in PLAIN.items() if fields.get(key) not in allowed] + [key for key in ABSENT if fields.get(key)]
     if special:
-        said = ", ".join(f"{key} = {fields[key]!r}" for key in special if key in fields) or f"no {special[0]}"
-        raise WeightsError(f"{folder / CONFIG}: {said}: only plain LoRA adapters can be served; merge it into its base with peft")
+        found = ", ".join(f"{key} = {fields[key]!r}" for key in special if key in fields) or f"no {special[0]}"
+        raise RunError(f"{folder / CONFIG}: {found}: only plain LoRA adapters can be served; merge it into its base with peft")
     rooted, transposed = bool(fields.get("use_rslora")), bool(fields.get("fan_in_fan_out"))
     return Adapter(folder, base, rank, alpha, rooted, transposed, read_header(folder / WEIGHTS))
 
 
 def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
-    """Raises WeightsError unless the adapter fits the model at `base`, whose tensors are `expected`; names at most eight faults.
+    """Raises RunError unless the adapter fits the model at `base`, whose tensors are `expected`; names at most eight faults.
 
     A base that is not on this machine (a run that was moved) is only compared by shapes.
     """
     if adapter.base.is_dir() and not same_files(adapter.base, base):
-        raise WeightsError(f"{adapter.folder} is an adapter of {adapter.base}; this server was started with {base}")
+        raise RunError(f"{adapter.folder} is an adapter of {adapter.base}; this server was started with {base}")
     faults = [f"{name} is no factor of a matrix" for name in adapter.tensors if not name.endswith((A, B))]
     found = {name.removeprefix(PREFIX).removesuffix(B) for name in adapter.tensors if name.endswith(B)}
     faults += [f"{layer} has only one of its two factors" for layer in found ^ set(adapter.layers)]
     for layer in found & set(adapter.layers):
-        (rank, width), (height, rank_b) = (adapter.tensors[PREFIX + layer + end][1] for end in (A, B))
-        shape = expected.get(f"{layer}.weight", ("", None))[1]
-        if shape is None:
+        (rank, width), (height, rank_b) = (adapter.tensors[PREFIX + layer + end].shape for end in (A, B))
+        matrix = expected.get(f"{layer}.weight")
+        if matrix is None:
             faults.append(f"{layer}.weight is not in the model")
-        elif rank != rank_b or shape not in {(height, width), (width, height) if adapter.transposed else ()}:
-            faults.append(f"{layer} has factors {[height, rank_b]} x {[rank, width]}, the model {list(shape)}")
+        elif rank != rank_b or matrix.shape not in {(height, width), (width, height) if adapter.transposed else ()}:
+            faults.append(f"{layer} has factors {[height, rank_b]} x {[rank, width]}, the model {list(matrix.shape)}")
     refuse_faults(adapter.folder, faults)
 
 

@@ -16,22 +16,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.weight_files import Tensors, WeightsError, WeightsGoneError, check_weights, verify
+from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, verify
+from rl.system.errors import RunError
+from rl.wire.inference_client import Generation
+from rl.wire.messages import VersionSpan
 
 SLOT_POLL_S = 0.05
-"""How often it is looked whether the requests of some adapter have all ended."""
+"""Seconds between checks whether the requests of some adapter have all ended."""
 STAGING_POLL_S = 0.01
-"""How often workers are asked whether they have read the new weights; each question costs the engine less than a millisecond."""
-
-
-@dataclass
-class Sampled:
-    """One answer; the three lists describe the same tokens, in the order they were sampled."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # nats, under the distribution that was sampled from
-    policy_versions: list[tuple[int, int]]  # runs of (policy_version, num_tokens)
-    finish_reason: str
+"""Seconds between questions to the workers whether they have read the new weights; each costs the engine less than a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class VersionedEngine(AsyncLLM):
     """New weights are being put in place: the engine may need longer than a step until it answers."""
 
     def set_model(self, policy_version: int, expected: Tensors, on_tokens: Callable[[int], None]) -> None:
-        """Says which weights the engine started with; comes before the first request. `on_tokens` is told how many tokens were sampled."""
+        """Names the weights that the engine started with; comes before the first request. `on_tokens` gets the number of new tokens."""
         self.policy_version, self.expected, self.on_tokens = policy_version, expected, on_tokens
         self.vocab_size = self.model_config.get_vocab_size()
         self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
@@ -118,8 +111,8 @@ class VersionedEngine(AsyncLLM):
         except OverflowError:
             raise ValueError("a number among the sampling parameters does not fit into 64 bits") from None
 
-    async def sample(self, token_ids: list[int], params: SamplingParams) -> Sampled:
-        """Answers one prompt. Cancelling aborts the request."""
+    async def sample(self, token_ids: list[int], params: SamplingParams) -> Generation:
+        """Answers one prompt; log-probabilities are nats under the distribution that was sampled from. Cancelling aborts the request."""
         request_id = uuid.uuid4().hex
         try:
             queue = await self.add_request(request_id, tokens_input(prompt_token_ids=token_ids), params)
@@ -131,10 +124,10 @@ class VersionedEngine(AsyncLLM):
         sampled = list(answer.token_ids)
         logprobs = list(answer.logprobs.logprobs) if sampled else []
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
-        return Sampled(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
+        return Generation(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
     async def load_weights(self, policy_version: int, path: str) -> LoadTimes:
-        """Loads a version under running requests. Raises WeightsError with the old version still served.
+        """Loads a version under running requests. Raises RunError with the old version still served.
 
         Loading what is loaded does nothing.
         """
@@ -144,7 +137,7 @@ class VersionedEngine(AsyncLLM):
             self.loading = policy_version
             try:
                 return await self._load_weights(policy_version, path)
-            except WeightsError as error:
+            except RunError as error:
                 if not Path(path).is_dir():  # deleted, or replaced at this moment, while it was read
                     raise WeightsGoneError(f"{path} is not there (any more): {error}") from None
                 raise
@@ -164,12 +157,12 @@ class VersionedEngine(AsyncLLM):
         return LoadTimes(verified - start, staged - verified, drain_s, pause_s)
 
     def check(self, folder: Path) -> None:
-        """Raises WeightsError unless a version's files are whole, what the trainer wrote, and fit the model."""
+        """Raises RunError unless a version's files are whole, what the trainer wrote, and fit the model."""
         verify(folder)
         if is_adapter(folder):
             check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
         elif self.slots:
-            raise WeightsError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
+            raise RunError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
         else:
             tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
             check_weights(folder, self.expected, tied)
@@ -202,7 +195,7 @@ class VersionedEngine(AsyncLLM):
         while True:
             states = await self.collective_rpc("staging_state")
             if faults := [fault for done, fault in states if done and fault]:
-                raise WeightsError(f"{path}: {faults[0]}")
+                raise RunError(f"{path}: {faults[0]}")
             if all(done for done, _ in states):
                 return
             await asyncio.sleep(STAGING_POLL_S)
@@ -233,7 +226,7 @@ class VersionedEngine(AsyncLLM):
         return stopped - ordered, time.perf_counter() - stopped
 
 
-def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
-    """From (index of the first token, policy_version) in order to runs of (policy_version, num_tokens), empty ones left out."""
+def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:
+    """From (index of the first token, policy_version) in order to spans, empty ones left out."""
     ends = [start for start, _ in starts[1:]] + [num_tokens]
-    return [(version, end - start) for (start, version), end in zip(starts, ends, strict=True) if end > start]
+    return [VersionSpan(version, end - start) for (start, version), end in zip(starts, ends, strict=True) if end > start]

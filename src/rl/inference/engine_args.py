@@ -6,6 +6,8 @@ import json
 from argparse import Namespace
 from typing import Any
 
+from rl.system.errors import ConfigError
+
 OWNED = {
     "model": "model.name",
     "tokenizer": "model.name",
@@ -36,28 +38,24 @@ FIXED = {
 """vLLM arguments that cannot be changed -> why."""
 
 
-class EngineArgsError(Exception):
-    """Some of `[inference.vllm]` is wrong; the message lists every fault."""
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """vLLM's server parser, raising EngineArgsError instead of ending the process."""
+    """vLLM's server parser, raising ConfigError instead of ending the process."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class RaisingParser(FlexibleArgumentParser):
         def error(self, message: str) -> None:
-            raise EngineArgsError(message)
+            raise ConfigError(message)
 
     return make_arg_parser(RaisingParser())
 
 
 def to_flags(action: argparse.Action, value: Any) -> list[str]:
-    """The command line that says `value` (from TOML) to one argument. Raises EngineArgsError when it cannot be said."""
+    """The command line that says `value` (from TOML) to one argument. Raises ConfigError when it cannot be said."""
     flag = action.option_strings[0]
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise EngineArgsError("takes true or false")
+            raise ConfigError("takes true or false")
         if value:
             return [flag]
         negative = [option for option in action.option_strings if option.startswith("--no-")]
@@ -73,17 +71,17 @@ def parse_one(parser: argparse.ArgumentParser, action: argparse.Action, value: A
     """`value` as vLLM's own parser reads it."""
     try:
         return getattr(parser.parse_args(to_flags(action, value)), action.dest)
-    except EngineArgsError as error:
+    except ConfigError as error:
         reason = str(error).partition(": ")
-        raise EngineArgsError(reason[2] if reason[0].startswith("argument ") else str(error)) from None
+        raise ConfigError(reason[2] if reason[0].startswith("argument ") else str(error)) from None
     except (ValueError, TypeError) as error:
-        raise EngineArgsError(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Namespace:
     """All arguments of vLLM's server: vLLM's defaults, then `defaults` (ours, trusted), then `given` (the user's, `_` or `-` in keys).
 
-    Raises EngineArgsError that lists every fault of `given`, each with key, value and remedy.
+    Raises ConfigError that lists every fault of `given`, each with key, value and remedy.
     """
     parser = make_parser()
     actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
@@ -104,8 +102,8 @@ def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = N
         else:
             try:
                 setattr(args, name, parse_one(parser, actions[name], value))
-            except EngineArgsError as error:
+            except ConfigError as error:
                 faults.append(f"{said}: {error}")
     if faults:
-        raise EngineArgsError("\n".join(faults))
+        raise ConfigError("\n".join(faults))
     return args

@@ -1,25 +1,32 @@
-"""How the engine's process comes and goes: started quickly, never left behind, and ended although it may not want to."""
+"""The engine's process: started quickly, never left behind, and ended even when it hangs."""
 
+import asyncio
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-import psutil
-
-from rl.inference.watch import stopped_processes
-from rl.processes import LIBC, PR_SET_PDEATHSIG
+from rl.system.children import descendants, kill_descendants
+from rl.system.linux import end_with_parent, set_process_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PR_SET_NAME = 15  # linux/prctl.h
+    from rl.inference.engine import VersionedEngine
+
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 END_DEADLINE_S = 10.0
 """An orderly end takes about a second; a thread in the middle of reading weights, or an engine that hangs, may hold it up."""
+POLL_S = 0.1
+"""How often the engine is checked; vLLM's own watchdog takes up to 5 s and exits with code 0."""
+QUESTIONS_PER_TIMEOUT = 4
+"""How often the engine is asked for a sign of life while `inference.engine_timeout_s` passes."""
+SWAP_PATIENCE = 10
+"""Times `inference.engine_timeout_s` that an engine may take to put new weights in place: on GPUs it copies and packs all of them."""
 
 
 def fork_engine(config: "VllmConfig", asked_for: str | None) -> None:
@@ -33,8 +40,8 @@ def fork_engine(config: "VllmConfig", asked_for: str | None) -> None:
 
 
 def tie_children(inherited: Iterable[int]) -> None:
-    """From now on the kernel ends forked children with this process, from their first moment, also stopped ones; what is `inherited` (file
-    descriptors of ports and locks) they let go, so that a successor of this process finds it free."""
+    """Has the kernel end all children that are forked from now on together with this process, also stopped ones. They close `inherited`,
+    file descriptors of ports and locks, so that a successor of this process finds these free."""
     forker = 0
 
     def before() -> None:
@@ -42,8 +49,8 @@ def tie_children(inherited: Iterable[int]) -> None:
         forker = os.getpid()
 
     def in_child() -> None:
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        LIBC.prctl(PR_SET_NAME, b"EngineCore", 0, 0, 0)  # else `ps` shows two servers
+        end_with_parent(signal.SIGKILL)
+        set_process_name("EngineCore")  # else `ps` shows two servers
         if os.getppid() != forker:
             os._exit(1)
         signal.set_wakeup_fd(-1)  # the server's event loop takes for its own what is written there
@@ -58,7 +65,7 @@ def tie_children(inherited: Iterable[int]) -> None:
 
 @contextmanager
 def starting(timeout_s: float) -> Iterator[None]:
-    """While the engine starts it answers nobody: one that is stopped for so long meanwhile ends the server."""
+    """Watches the engine while it starts and cannot answer: the server ends when the engine has been stopped (SIGSTOP) for `timeout_s`."""
     started = threading.Event()
 
     def watch() -> None:
@@ -66,8 +73,8 @@ def starting(timeout_s: float) -> Iterator[None]:
         while not started.wait(1.0):
             stopped_s = stopped_s + 1.0 if stopped_processes() else 0.0
             if stopped_s > timeout_s:
-                said = f"the engine's process {stopped_processes()} has been stopped for {stopped_s:.0f} s while it started; it is killed"
-                print(f"inference: {said}", file=sys.stderr, flush=True)
+                text = f"the engine's process {stopped_processes()} has been stopped for {stopped_s:.0f} s while it started; it is killed"
+                print(f"inference: {text}", file=sys.stderr, flush=True)
                 end_all(1)
 
     threading.Thread(target=watch, name="watch-start", daemon=True).start()
@@ -78,7 +85,7 @@ def starting(timeout_s: float) -> Iterator[None]:
 
 
 def end_within(deadline_s: float, exit_code: int) -> None:
-    """After this time, whatever holds up an orderly end, everything below this process is killed, and it ends."""
+    """Kills everything below this process and ends it after `deadline_s`, whatever holds up an orderly end until then."""
     timer = threading.Timer(deadline_s, end_all, (exit_code,))
     timer.daemon = True
     timer.start()
@@ -86,13 +93,60 @@ def end_within(deadline_s: float, exit_code: int) -> None:
 
 def end_all(exit_code: int) -> None:
     """Kills everything below this process and ends it, at once."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    kill_descendants()
     os._exit(exit_code)
 
 
 def end_while_starting(*_: object) -> None:
-    """Answers SIGTERM and SIGINT: unwinds, so that the engine's process ends too and its sockets go; code that swallows that is killed."""
+    """Handles SIGTERM and SIGINT: unwinds, so that the engine's process ends too and its sockets go; code that swallows that is killed."""
     end_within(END_DEADLINE_S, 0)
     sys.exit(0)
+
+
+async def engine_death(engine: "VersionedEngine", timeout_s: float) -> str:
+    """Waits until the engine can no longer be used. Returns why."""
+    silence = asyncio.create_task(engine_silence(engine, timeout_s))
+    try:
+        while not silence.done():
+            if engine.errored:
+                return engine.broken or "the engine process died; its last lines are above"
+            # While a swap runs `broken` is set in advance; it counts once the swap has ended.
+            if engine.broken and not engine.swapping:
+                return engine.broken
+            await asyncio.wait([silence], timeout=POLL_S)
+        return silence.result()
+    finally:
+        silence.cancel()
+
+
+async def engine_silence(engine: "VersionedEngine", timeout_s: float) -> str:
+    """Asks every worker for a sign of life, again and again, and waits until an answer is overdue. Returns what to say of it.
+
+    An engine answers between two steps.
+    """
+    while True:
+        await asyncio.sleep(timeout_s / QUESTIONS_PER_TIMEOUT)
+        answer = asyncio.ensure_future(engine.collective_rpc("answer"))
+        # What fails at once is the engine's death, which is noticed otherwise.
+        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+        waited_s, last = 0.0, time.monotonic()
+        while not answer.done():
+            await asyncio.wait([answer], timeout=min(POLL_S, timeout_s / 10))
+            now = time.monotonic()
+            # This process may have been stopped itself, and the engine with it: what it slept does not count.
+            waited_s, last = waited_s + min(now - last, 1.0), now
+            if waited_s > timeout_s and not (engine.swapping and waited_s <= SWAP_PATIENCE * timeout_s and not stopped_processes()):
+                answer.cancel()
+                return describe_silence(waited_s)
+
+
+def stopped_processes() -> list[int]:
+    """Processes below this one that are stopped (SIGSTOP, a debugger)."""
+    return [pid for pid, line in descendants().items() if line.state in "Tt"]  # t: by a debugger
+
+
+def describe_silence(waited_s: float) -> str:
+    """The message about an engine that does not answer."""
+    stopped = stopped_processes()
+    why = f"process {', '.join(map(str, stopped))} is stopped" if stopped else "it hangs, or a step takes that long"
+    return f"the engine has not answered for {waited_s:.0f} s (inference.engine_timeout_s): {why}; it is killed"

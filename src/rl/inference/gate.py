@@ -7,24 +7,19 @@ from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY_BYTES = 16 << 20
 """A prompt of a million token ids takes 7 MB."""
+CLOSE = {"connection": "close"}
+"""Has the connection closed: what the client still sends is not read."""
 
 
-def error_body(kind: str, message: str, **more: Any) -> bytes:
-    """Every error that is ours has this form."""
-    return msgspec.json.encode({"error": {"type": kind, "message": message, **more}})
-
-
-async def refuse(send: Send, status: int, kind: str, message: str) -> None:
-    """Answers and has the connection closed: what the client still sends is not read."""
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": error_body(kind, message)})
+def refusal(status: int, kind: str, message: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
+    """An error of ours: `{"error": {"type": kind, "message": message, **more}}`."""
+    content = msgspec.json.encode({"error": {"type": kind, "message": message, **more}})
+    return Response(content, status, headers, media_type="application/json")
 
 
 class Gate:
@@ -45,7 +40,8 @@ class Gate:
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 message = "this server wants the run's token: send `Authorization: Bearer TOKEN`, TOKEN from RL_TOKEN or status/token"
-                await refuse(send, 401, "unauthorized", message)
+                headers = CLOSE | {"www-authenticate": "Bearer"}
+                await refusal(401, "unauthorized", message, headers)(scope, receive, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
         else:
@@ -63,7 +59,8 @@ class Gate:
         """Passes the request on; one whose body gets too long looks to the app as if its client had gone."""
         body_bytes, too_long, answered = announced_length(scope), False, False
         if body_bytes > MAX_BODY_BYTES:
-            await refuse(send, 413, "too_large", f"the body has {body_bytes} bytes, {MAX_BODY_BYTES} are allowed")
+            message = f"the body has {body_bytes} bytes, {MAX_BODY_BYTES} are allowed"
+            await refusal(413, "too_large", message, CLOSE)(scope, receive, send)
             return
         body_bytes = 0
 
@@ -86,7 +83,7 @@ class Gate:
             if not too_long:
                 return
         if too_long and not answered:
-            await refuse(send, 413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes")
+            await refusal(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes", CLOSE)(scope, receive, send)
 
 
 def announced_length(scope: Scope) -> int:

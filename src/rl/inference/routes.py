@@ -12,8 +12,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.engine import VersionedEngine
-from rl.inference.gate import error_body
-from rl.inference.weight_files import WeightsError, WeightsGoneError
+from rl.inference.gate import refusal
+from rl.inference.weight_files import WeightsGoneError
+from rl.system.errors import RunError
 
 TokenId = Annotated[int, Meta(ge=0)]
 
@@ -47,10 +48,6 @@ class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
 
 def reply(status: int, content: Any) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def refuse(status: int, kind: str, message: str, **more: Any) -> Response:
-    return Response(error_body(kind, message, **more), status, media_type="application/json")
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
@@ -88,13 +85,13 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
             num_tokens = len(body.token_ids)
             if num_tokens >= max_model_len:
                 message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} holds prompt and answer together"
-                return refuse(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
+                return refusal(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
             params = to_sampling_params(body.sampling)
             sampled = await unless_disconnected(request, engine.sample(body.token_ids, params))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
-            return refuse(400, "bad_request", str(error))
+            return refusal(400, "bad_request", str(error))
         except asyncio.CancelledError:
-            return refuse(503, "stopping", "the server ends; repeat the request elsewhere or later")
+            return refusal(503, "stopping", "the server ends; repeat the request elsewhere or later")
         return reply(200, sampled)
 
     @router.post("/load_weights")
@@ -107,11 +104,11 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
             times = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
         except msgspec.DecodeError as error:
-            return refuse(400, "bad_request", str(error))
+            return refusal(400, "bad_request", str(error))
         except WeightsGoneError as error:
-            return refuse(404, "weights_gone", str(error), policy_version=engine.policy_version)
-        except WeightsError as error:
-            return refuse(422, "bad_weights", str(error), policy_version=engine.policy_version)
+            return refusal(404, "weights_gone", str(error), policy_version=engine.policy_version)
+        except RunError as error:
+            return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
         return reply(200, {"policy_version": body.policy_version, **asdict(times)})
 
     @router.get("/status")

@@ -13,14 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.config.run import RLConfig
 from rl.inference import engine_process
-from rl.inference.engine_args import EngineArgsError, parse_engine_args
-from rl.messages import WeightVersion
-from rl.status import Status, reachable
+from rl.inference.engine_args import parse_engine_args
+from rl.inference.weight_files import read_tensors
+from rl.run_dir.status import Phase, Status, reachable
+from rl.system.credentials import resolve
+from rl.system.errors import ConfigError
+from rl.wire.messages import WeightVersion
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
 """Sequences that the KV cache on the CPU is laid out for (more of them wait, none fails), and the tokens of a block. Only whole blocks are
 shared, so vLLM's 128 there would compute a short prompt once for every rollout of its group: 64 answers took 4.6 s instead of 3.2."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM lays its buffers out for; a smaller one fits into the next."""
 
 PORT_WAIT_S = 10.0
 """For a port that a predecessor, or a child of one, has not yet let go."""
@@ -74,8 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
             return sock
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                said = f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
-                raise OSError(error.errno, said) from None
+                text = f"inference.port = {port} on {host}: {error.strerror}; choose another, or 0 for a free one"
+                raise OSError(error.errno, text) from None
             time.sleep(0.2)
 
 
@@ -93,7 +100,7 @@ def cpu_kv_cache_bytes(config: Any) -> int:
 
 @contextmanager
 def running_engine(args: Namespace, timeout_s: float):
-    """The engine, its process started; ended on the way out. Raises EngineArgsError for settings that vLLM refuses together."""
+    """The engine, its process started; ended on the way out. Raises ConfigError for settings that vLLM refuses together."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -103,7 +110,7 @@ def running_engine(args: Namespace, timeout_s: float):
     try:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
     except (ValueError, NotImplementedError) as error:
-        raise EngineArgsError(f"vLLM refuses the model or its settings: {error}") from error
+        raise ConfigError(f"vLLM refuses the model or its settings: {error}") from error
     if config.device_config.device_type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
     engine_process.fork_engine(config, method)
@@ -131,7 +138,7 @@ async def build_app(engine: Any, args: Namespace) -> Any:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, to whom, and under whose eyes."""
+    """What is served, to whom, and where that is reported."""
 
     policy_version: int
     """Of the weights that the engine starts with."""
@@ -146,11 +153,9 @@ class Served:
 
 
 async def run(args: Namespace, sock: socket.socket, served: Served) -> str:
-    """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or "". Raises WeightsError for a bad adapter."""
-    from rl.inference.watch import engine_death
-
+    """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or "". Raises RunError for a bad adapter."""
     with running_engine(args, served.engine_timeout_s) as engine:
-        death = asyncio.create_task(engine_death(engine, served.engine_timeout_s))
+        death = asyncio.create_task(engine_process.engine_death(engine, served.engine_timeout_s))
         ready = asyncio.create_task(make_ready(engine, args, served))
         await asyncio.wait([death, ready], return_when=asyncio.FIRST_COMPLETED)
         fault = death.result() if death.done() else await answer_requests(ready.result(), sock, served.status, served.token, death)
@@ -164,8 +169,6 @@ async def run(args: Namespace, sock: socket.socket, served: Served) -> str:
 
 async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     """All that comes between the start of the engine and the first request; returns the app."""
-    from rl.inference.weight_files import read_tensors
-
     engine.set_model(served.policy_version, read_tensors(Path(args.model)), served.status.advance)
     served.status.gauges["requests"] = engine.get_num_unfinished_requests
     await engine.collective_rpc("begin", args=(os.getpid(),))
@@ -194,7 +197,7 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
-    status.doing("serving", address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
     await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
     # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
     server.should_exit = server.force_exit = True
@@ -206,44 +209,40 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     return death.result() if death.done() else "the HTTP server has ended"
 
 
-def serve(
-    *,
-    model_path: str,
-    served_model_name: str,
-    host: str,
-    port: int,
-    max_model_len: int,
-    dtype: str,
-    served: Served,
-    engine_args: dict[str, Any],
-    adapter_args: dict[str, Any],
-    on_cpu: bool,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    chat_template: str | None = None,
-) -> int:
-    """Runs the server in this process and returns its exit code. Raises EngineArgsError first of all, later WeightsError.
+def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's arguments for adapters beside the model; none where they are merged or the run has none."""
+    lora, way = config.trainer.lora, config.inference.adapters
+    if lora is None or way == "merge" or (way == "auto" and on_cpu):
+        return {}
+    rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise ConfigError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; set inference.adapters = merge")
+    # Requests of that many versions can be in flight: older ones are cancelled. One more is the next.
+    return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
 
-    `engine_args` are the user's, by vLLM's names; `adapter_args` have it serve adapters beside the model.
-    """
+
+def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:
+    """Runs the server in this process and returns its exit code. Raises ConfigError first of all, later RunError."""
+    model, settings = config.model, config.inference
     ours = {
         "model": model_path,
-        "served_model_name": [served_model_name],
-        "host": host,
-        "max_model_len": max_model_len,
-        "dtype": dtype,
-        "seed": seed,
-        "trust_remote_code": trust_remote_code,
-        "chat_template": chat_template,
+        "served_model_name": [model.name],
+        "host": settings.host,
+        "max_model_len": model.max_model_len,
+        "dtype": model.dtype,
+        "seed": config.seed,
+        "trust_remote_code": model.trust_remote_code,
+        "chat_template": model.chat_template,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    engine_args = resolve(settings.vllm, "inference.vllm")
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, engine_process.end_while_starting)
-    args = parse_engine_args(engine_args, ours | adapter_args | (cpu_defaults(engine_args) if on_cpu else {}))
-    sock = bind(host, port)
+    args = parse_engine_args(engine_args, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(engine_args) if on_cpu else {}))
+    sock = bind(settings.host, settings.port)
     args.port = sock.getsockname()[1]
     engine_process.tie_children([sock.fileno(), served.lock])
     import uvloop

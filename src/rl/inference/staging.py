@@ -70,17 +70,13 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     tensors: dict[int, Tensor] = {}  # by the live tensor: what is tied stays tied
     for live, twin in twins.items():
         twin.__dict__["_modules"] = {name: twins.get(child) for name, child in live._modules.items()}
-        twin.__dict__["_parameters"] = {name: twin_parameter(live, twin, name, tensors) for name in parameter_names(live)}
+        names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}  # those before its weights were packed, and now
+        twin.__dict__["_parameters"] = {name: twin_parameter(live, twin, name, tensors) for name in names}
         twin.__dict__["_buffers"] = {name: twin_buffer(live, name, tensors) for name in live._buffers}
     for twin in twins.values():
         if getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
             twin.quant_method.moe_kernel = None  # experts are packed when their kernel is made, and only then
     return twins
-
-
-def parameter_names(live: nn.Module) -> list[str]:
-    """Those that it has now and those that it had before its weights were packed."""
-    return list(dict.fromkeys([*get_layerwise_info(live).restore_metadata[0], *live._parameters]))
 
 
 def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 
 from rl.inference.adapter import is_adapter, merge, read_adapter
 from rl.inference.weight_files import weight_files
-from rl.processes import LIBC, PR_SET_PDEATHSIG
+from rl.system.linux import end_with_parent
 
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
@@ -63,7 +63,7 @@ class WeightLoader:
         The kernel does it where the server is the parent, so also to a process that is stopped. With several workers the parent is the
         engine process: a worker that sees the server's end ends it, and the kernel ends the workers with it.
         """
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(signal.SIGKILL)
         server, parent = os.pidfd_open(pid), os.getppid()
 
         def watch() -> None:

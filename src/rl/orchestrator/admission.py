@@ -17,28 +17,30 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rl.orchestrator.rollouts import Group
-from rl.orchestrator.tasks import TaskRef
+from rl.config.run import RLConfig
+from rl.orchestrator.tasks import TaskRef, TaskSource
+from rl.wire.rollouts import Group
 
 MAX_REFILL = 3
 """So many batches' worth of rollouts are played for one batch; then it is trained short."""
 SLOW = 2.0
-REMEMBERED = 32
-"""Groups of an environment whose times make its median."""
+"""Times the typical time that a group takes: one that has played for longer holds no place."""
+PACE_GROUPS = 32
+"""Newest groups of an environment whose times make its median."""
 
 
 class Pace:
-    """How long groups take."""
+    """How long groups take, seconds."""
 
     def __init__(self, shares: dict[str, float]):
         self.shares = shares
-        self.seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self.seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PACE_GROUPS))
 
-    def note(self, env: str, seconds: float) -> None:
+    def add(self, env: str, seconds: float) -> None:
         self.seconds[env].append(seconds)
 
     def typical_s(self) -> float:
-        """The weighted median of the environments' median times; infinite until environments with half of the weight have one."""
+        """The weighted median of the environments' median times, seconds; infinite until environments with half of the weight have one."""
         medians = sorted((statistics.median(self.seconds[env]), env) for env in self.shares if self.seconds[env])
         reached = 0.0
         for seconds, env in medians:
@@ -78,18 +80,6 @@ class InFlight:
     task: "asyncio.Task[None]"
 
 
-def count_places(finished: Iterable[Group], playing: Iterable[InFlight], slow_s: float) -> Places:
-    """What the rollouts of groups that are finished and wait, and of those in flight, are doing; slow after `slow_s` seconds."""
-    places, now = Places(), time.monotonic()
-    for group in finished:
-        kind = places.usable if group.why is None else places.dropped
-        kind[group.env] += group.num_episodes
-    for play in playing:
-        kind = places.slow if now - play.started > slow_s else places.playing
-        kind[play.ref.env] += play.episodes
-    return places
-
-
 def eligible(shares: dict[str, float], places: Places, batch_size: int, batches_ahead: int, max_in_flight: int) -> list[str]:
     """The environments of which a group may be started now; none if there is no room.
 
@@ -108,3 +98,51 @@ def eligible(shares: dict[str, float], places: Places, batch_size: int, batches_
     below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
     played = places.usable + places.playing + places.dropped
     return [env for env in below_cap if played[env] < shares[env] * (window + dropped)] or below_cap
+
+
+class Admission:
+    """The groups in flight, and the environments of which another may be started."""
+
+    def __init__(self, config: RLConfig, source: TaskSource):
+        self.config = config
+        self.source = source
+        self.pace = Pace(source.shares)
+        self.in_flight: dict[int, InFlight] = {}
+        """By group id."""
+
+    def places(self, finished: Iterable[Group]) -> Places:
+        """What the rollouts of each environment are doing; `finished` are the groups that no batch has used yet."""
+        places, now = Places(), time.monotonic()
+        for group in finished:
+            kind = places.usable if group.why is None else places.dropped
+            kind[group.env] += group.num_episodes
+        slow_s = SLOW * self.pace.typical_s() if self.config.max_lag else float("inf")
+        for play in self.in_flight.values():
+            kind = places.slow if now - play.started > slow_s else places.playing
+            kind[play.ref.env] += play.episodes
+        return places
+
+    def eligible(self, places: Places, batches_ahead: int) -> list[str]:
+        """The environments of which a group may be started: by the lag bound, the run's end, the limit of refills, and their shares."""
+        if self.source.again and batches_ahead > 0:
+            return list(self.source.shares)  # what was lost had its place already
+        settings = self.config.orchestrator
+        max_in_flight = settings.batch_size * (1 + settings.max_off_policy_steps)
+        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, max_in_flight)
+
+    def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
+        """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.
+
+        Not those that have `arrived`: they are played, and only not durable yet. Returns what was cancelled.
+        """
+        oldest, kept = loaded - self.config.orchestrator.max_off_policy_steps, {group.group_id for group in arrived}
+        stale = [play for play in self.in_flight.values() if play.start_version < oldest and play.ref.group_id not in kept]
+        for play in stale:
+            play.task.cancel()
+            self.source.again.append(self.in_flight.pop(play.ref.group_id).ref)
+        return stale
+
+    def quarantine(self, env: str) -> None:
+        """Leaves an environment out until the next start; its share goes to the others."""
+        self.source.quarantine(env, [play.ref for play in self.in_flight.values()])
+        self.in_flight = {group_id: play for group_id, play in self.in_flight.items() if play.ref.env != env}

@@ -1,7 +1,7 @@
 """Credit: rewards to advantages. Pure, one function each; docs/algorithms.md has them in one table with their sources.
 
-r_1..r_n are the rewards of the rollouts of one group that are compared with each other. Equal rewards give exactly 0.0, whatever rounding
-does to their mean, for a group of zeros is replaced.
+r_1..r_n are the rewards of the rollouts of one group that are compared with each other. Equal rewards give exactly 0.0 (`all_equal`),
+whatever rounding does to their mean, for a group of zeros is replaced.
 
 std is the unbiased one, divided by n - 1: a group is a small sample of what the policy would get, and it is that spread which is meant.
 The papers leave it open; TRL and verl take torch.std, which is the same.
@@ -9,7 +9,7 @@ The papers leave it open; TRL and verl take torch.std, which is the same.
 
 import math
 
-from rl.orchestrator.credit_config import (
+from rl.config.orchestrator import (
     CreditSettings,
     DrGrpoConfig,
     GrpoConfig,
@@ -24,7 +24,7 @@ BATCH_EPSILON = 1e-8
 
 
 def mean(values: list[float]) -> float:
-    """0.0 for none."""
+    """The arithmetic mean; 0.0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -55,8 +55,6 @@ def grpo(rewards: list[float], epsilon: float) -> list[float]:
 
     See "DeepSeekMath" by Shao et al. (https://arxiv.org/abs/2402.03300), which has no epsilon.
     """
-    if all_equal(rewards):
-        return [0.0] * len(rewards)
     scale = deviation(rewards) + epsilon
     return [advantage / scale for advantage in dr_grpo(rewards)]
 
@@ -67,8 +65,6 @@ def rloo(rewards: list[float]) -> list[float]:
     See "Back to Basics" by Ahmadian et al. (https://arxiv.org/abs/2402.14740): a baseline that does not depend on the rollout itself.
     It is n / (n - 1) times dr_grpo.
     """
-    if all_equal(rewards):
-        return [0.0] * len(rewards)
     total, others = sum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others for reward in rewards]
 
@@ -80,7 +76,7 @@ def max_rl(rewards: list[float]) -> list[float]:
     gradient is that of log pass rate, to the order n, instead of that of the pass rate: hard tasks weigh more.
     """
     center = mean(rewards)
-    if all_equal(rewards) or center <= 0:
+    if center <= 0:
         return [0.0] * len(rewards)
     return [advantage / center for advantage in dr_grpo(rewards)]
 
@@ -101,7 +97,7 @@ def reinforce_pp(groups: list[list[float]], group_baseline: bool) -> list[list[f
 
 
 def length_penalties(rewards: list[float], lengths: list[int], coefficient: float) -> list[float]:
-    """What each reward of a group loses: coefficient * p * length_i / max(length), with p = mean(r) clamped to 0..1.
+    """The penalty of each reward of a group: coefficient * p * length_i / max(length), with p = mean(r) clamped to 0..1.
 
     Lengths are in sampled tokens. Groups that fail lose nothing, so that short failures do not pay; groups that always succeed learn to be
     shorter. The linear length penalty of prime-rl.
@@ -113,18 +109,10 @@ def length_penalties(rewards: list[float], lengths: list[int], coefficient: floa
     return [coefficient * pass_rate * length / longest for length in lengths]
 
 
-def over_batch(config: CreditSettings) -> bool:
-    """Whether advantages are final only once a batch is chosen."""
-    return isinstance(config, ReinforcePlusPlusConfig)
-
-
-def has_group_baseline(config: CreditSettings) -> bool:
-    """Whether a group of equal rewards has no advantages. Without a baseline only its batch can tell."""
-    return not isinstance(config, ReinforcePlusPlusConfig) or config.group_baseline
-
-
 def group_advantages(rewards: list[float], config: CreditSettings) -> list[float]:
     """The configured advantages of one group. Of credit over a batch: those before it is normalised, 0.0 where it has no group baseline."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
     match config:
         case GrpoConfig():
             return grpo(rewards, config.epsilon)
@@ -132,11 +120,7 @@ def group_advantages(rewards: list[float], config: CreditSettings) -> list[float
             return rloo(rewards)
         case MaxRlConfig():
             return max_rl(rewards)
-        case DrGrpoConfig():
-            return dr_grpo(rewards)
-        case ReinforcePlusPlusConfig(group_baseline=True):
+        case DrGrpoConfig() | ReinforcePlusPlusConfig(group_baseline=True):
             return dr_grpo(rewards)
         case ReinforcePlusPlusConfig() | NoCreditConfig():
             return [0.0] * len(rewards)
-        case _:
-            raise TypeError(f"no credit function for {type(config).__name__}")

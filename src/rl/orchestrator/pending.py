@@ -4,33 +4,34 @@ from pathlib import Path
 
 import msgspec
 
-from rl.files import HEADER, MAGIC, CorruptFileError, append_file, decode_records, encode_record, reading, write_file
-from rl.orchestrator.rollouts import Group
+from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, append_file, decode_records, encode_record, reading, write_file
+from rl.wire.messages import UNREADABLE
+from rl.wire.rollouts import Group
 
 ENCODER = msgspec.msgpack.Encoder()
 DECODER = msgspec.msgpack.Decoder(Group)
 
 
 def read_groups(path: Path) -> tuple[list[Group], list[str]]:
-    """The groups of a log, and a remark on each place that is damaged: by a death within a write, at its end, or by a failing disk."""
+    """The groups of a log, and a warning for each place that is damaged: by a death within a write, at its end, or by a failing disk."""
     groups: list[Group] = []
-    remarks: list[str] = []
+    warnings: list[str] = []
     data, offset = b"", 0
     try:
         with reading(path):
             data = path.read_bytes() if path.exists() else b""
     except CorruptFileError as error:
-        remarks.append(f"{error}; what was there is sampled again")
+        warnings.append(f"{error}; what was there is sampled again")
     while offset < len(data):
         try:
             for payload in decode_records(data[offset:], f"{path} from byte {offset}"):
                 groups.append(DECODER.decode(payload))
                 offset += HEADER.size + len(payload)
-        except (CorruptFileError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (CorruptFileError, *UNREADABLE) as error:
             following = data.find(MAGIC, offset + 1)
             offset = following if following > 0 else len(data)
-            remarks.append(f"{error}; what was there is sampled again")
-    return groups, remarks
+            warnings.append(f"{error}; what was there is sampled again")
+    return groups, warnings
 
 
 class PendingLog:
@@ -42,17 +43,17 @@ class PendingLog:
         self.groups: list[Group] = []
 
     def load(self, settled: set[int], newest: int) -> list[str]:
-        """Reads what is not settled by a batch. What is damaged, or sampled by versions after `newest`, the newest batch's, is left out.
+        """Reads the groups that no batch has settled, without damaged ones and those that versions after `newest` sampled.
 
-        Returns a remark on each such thing. There are such versions no more when the run was taken back.
+        newest: the newest batch; later versions are gone when the run was taken back. Returns a warning for each thing that is left out.
         """
-        groups, remarks = read_groups(self.path)
+        groups, warnings = read_groups(self.path)
         unsettled = {group.group_id: group for group in groups if group.group_id not in settled}
-        kept = [group for group in unsettled.values() if group.newest_version <= newest]
+        kept = [group for group in unsettled.values() if max(group.versions, default=0) <= newest]
         if dropped := len(unsettled) - len(kept):
-            remarks.append(f"{dropped} finished groups are dropped: versions after {newest}, which were taken back, sampled them")
+            warnings.append(f"{dropped} finished groups are dropped: versions after {newest}, which were taken back, sampled them")
         self.rewrite(kept)
-        return remarks
+        return warnings
 
     def append(self, groups: list[Group]) -> None:
         """Adds finished groups durably."""

@@ -1,9 +1,9 @@
-"""Completions that nobody scores: on them the trainer compares its log-probabilities with inference's."""
+"""Probes: completions without reward, on which the trainer compares its log-probabilities with inference's."""
 
 import asyncio
 
-from rl.messages import TrainBatch, TrainingSample
-from rl.orchestrator.inference_client import InferenceServers
+from rl.wire.inference_client import InferenceServers
+from rl.wire.messages import TrainBatch, TrainingSample
 
 PROMPTS, TOKENS = 4, 32
 

@@ -1,10 +1,11 @@
 """How far the run is: what the orchestrator's loops share, and wait for."""
 
 import asyncio
+from collections.abc import Callable
 
 
 class Progress:
-    """Numbers that only grow, but for `final`, and the condition that tells of every change."""
+    """Numbers of the run that only grow, but for `final`, and the condition that tells of every change."""
 
     def __init__(self, max_steps: int):
         self.newest = 0
@@ -16,10 +17,19 @@ class Progress:
         self.changed = asyncio.Condition()
 
     def end(self, reason: str) -> None:
-        """No further batch is made."""
+        """Makes the newest batch the last one."""
         self.final, self.end_reason = min(self.newest, self.final), reason
 
-    async def wake(self) -> None:
-        """Lets every loop look again whether what it waits for has come."""
+    async def notify(self) -> None:
+        """Has every `wait_until` check its condition again."""
         async with self.changed:
             self.changed.notify_all()
+
+    async def wait_until(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
+        """Waits until `holds()` is true, which is checked after every `notify`. Returns False if `timeout_s` seconds passed before."""
+        try:
+            async with asyncio.timeout(timeout_s), self.changed:
+                await self.changed.wait_for(holds)
+        except TimeoutError:
+            return False
+        return True

@@ -1,19 +1,19 @@
-"""A rollout's turns to training samples: ids as sampled, never tokenised again."""
+"""From a rollout's turns to flat training samples: ids as they were sent and sampled, never tokenised again."""
 
-from rl.messages import TrainingSample, VersionSpan
-from rl.orchestrator.rollouts import Group, Rollout, Turn
+from rl.wire.messages import TrainingSample, VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 
 
 def merge_turns(turns: list[Turn]) -> list[list[Turn]]:
-    """Turns that continue each other: a turn joins the first chain whose ids, prompt and answer, its prompt starts with.
+    """Chains of turns that continue each other: a turn joins the first chain whose ids, prompt and completion, its prompt starts with.
 
-    A template that rewrites history starts a new chain; both ways every trained token stands behind exactly the ids it was sampled after.
+    A template that rewrites history starts a new chain; either way every trained token follows exactly the ids that it was sampled after.
     """
     chains: list[list[Turn]] = []
     for turn in turns:
         for chain in chains:
-            whole = chain[-1].prompt_ids + chain[-1].completion_ids
-            if turn.prompt_ids[: len(whole)] == whole:
+            before = chain[-1].token_ids
+            if turn.prompt_ids[: len(before)] == before:
                 chain.append(turn)
                 break
         else:
@@ -22,7 +22,7 @@ def merge_turns(turns: list[Turn]) -> list[list[Turn]]:
 
 
 def join_spans(spans: list[VersionSpan]) -> list[VersionSpan]:
-    """Neighbouring runs of one version become one; empty ones vanish."""
+    """The same spans with neighbours of one version joined, and without empty ones."""
     joined: list[VersionSpan] = []
     for span in spans:
         if joined and joined[-1].policy_version == span.policy_version:
@@ -32,10 +32,9 @@ def join_spans(spans: list[VersionSpan]) -> list[VersionSpan]:
     return joined
 
 
-def rollout_samples(
-    rollout: Rollout, advantage: float, env: str, group_id: int, rollout_id: int, temperature: float
-) -> list[TrainingSample]:
-    """One sample a chain of turns; every sampled token of a rollout has the rollout's advantage."""
+def rollout_samples(group: Group, rollout_id: int) -> list[TrainingSample]:
+    """One sample for each chain of turns; every sampled token of a rollout has the rollout's advantage."""
+    rollout, advantage = group.rollouts[rollout_id], group.advantages[rollout_id]
     samples = []
     for chain in merge_turns(rollout.turns):
         token_ids: list[int] = []
@@ -55,10 +54,10 @@ def rollout_samples(
                 logprobs=logprobs,
                 advantages=[advantage if sampled else 0.0 for sampled in mask],
                 policy_versions=join_spans([span for turn in chain for span in turn.policy_versions]),
-                env=env,
-                group_id=group_id,
+                env=group.env,
+                group_id=group.group_id,
                 rollout_id=rollout_id,
-                temperature=temperature,
+                temperature=group.temperature,
                 teacher_logprobs=teacher if any(turn.teacher_logprobs for turn in chain) else None,
             )
         )
@@ -66,7 +65,7 @@ def rollout_samples(
 
 
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
-    """Whether the tokens of a rollout whose group is trained are: not those of failed ones, and of agents that are not trained."""
+    """Whether a rollout is trained if its group is: not failed ones, agents that are not trained, or masked truncated answers."""
     return rollout.trainable and not rollout.error and not (rollout.truncated and mask_truncated)
 
 
@@ -74,8 +73,8 @@ def group_samples(group: Group, mask_truncated: bool = False) -> list[TrainingSa
     """The samples of a group. Rollouts without a sampled token have none."""
     return [
         sample
-        for i, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
+        for i, rollout in enumerate(group.rollouts)
         if is_trained(rollout, mask_truncated)
-        for sample in rollout_samples(rollout, advantage, group.env, group.group_id, i, group.temperature)
+        for sample in rollout_samples(group, i)
         if any(sample.loss_mask)
     ]

@@ -1,4 +1,4 @@
-"""Which task comes next: a function of seed, counters and the solve rates of the last batch, so that its state is small."""
+"""Which task comes next: a function of the seed, counters and the solve rates of the last batch, so that its state is small."""
 
 import random
 from collections import Counter, deque
@@ -8,14 +8,14 @@ from typing import Literal
 
 import msgspec
 
-from rl.orchestrator.config import DifficultyConfig
+from rl.config.orchestrator import DifficultyConfig
 
 MEMORY = 0.5
-"""What the rewards before a task's newest group still count in its solve rate."""
+"""Weight of the earlier rewards in a task's solve rate, when a new group of it has finished."""
 
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True):
-    """A group to be played: its number, and the task of the environment's training set."""
+    """A group to be played: its number, and its task in the environment's training set."""
 
     group_id: int
     env: str
@@ -23,7 +23,7 @@ class TaskRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskState(msgspec.Struct, kw_only=True):
-    """Where the source stands."""
+    """The state of a TaskSource, which is written with every batch."""
 
     next_group: int
     issued: dict[str, int]
@@ -38,7 +38,7 @@ class TaskState(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class EnvTasks:
-    """What the source knows of an environment."""
+    """An environment, as the source needs it."""
 
     size: int | None
     """Tasks; None: endless, played in their own order."""
@@ -48,7 +48,7 @@ class EnvTasks:
 
 
 def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
-    """Where a task of this solve rate belongs."""
+    """The difficulty pool of a task with this solve rate."""
     return "hard" if rate <= difficulty.hard_up_to else "easy" if rate > difficulty.easy_above else "normal"
 
 
@@ -69,27 +69,21 @@ class TaskSource:
         self.pooled = {name: env.difficulty for name, env in envs.items() if env.difficulty and env.size is not None}
         self.rates: dict[str, dict[int, float]] = {env: {} for env in self.pooled}
         self.noted: list[tuple[str, int, float]] = []
-        self.in_flight: dict[int, TaskRef] = {}
         self.again: deque[TaskRef] = deque()
+        """Groups that were cancelled or lost, to be played next."""
         self.parked: list[TaskRef] = []
-        """Of environments that are left out until the next start."""
+        """Groups of environments that are left out until the next start."""
         self.orders: dict[tuple[str, int], list[int]] = {}
         total = sum(env.weight for env in envs.values())
         self.shares = {name: env.weight / total for name, env in envs.items()}
 
     def next(self, eligible: Collection[str]) -> TaskRef:
-        """The next group to play: one that was lost, else one of the eligible environment that is furthest behind its share.
-
-        It is in flight until `finished` or `reissue`.
-        """
+        """The next group to play: one that was lost, else one of the eligible environment that is furthest behind its share."""
         if self.again:
-            task = self.again.popleft()
-        else:
-            rollouts = {name: self.issued[name] * self.envs[name].group_size for name in self.shares}
-            total = sum(rollouts.values())
-            task = self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
-        self.in_flight[task.group_id] = task
-        return task
+            return self.again.popleft()
+        rollouts = {name: self.issued[name] * self.envs[name].group_size for name in self.shares}
+        total = sum(rollouts.values())
+        return self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
 
     def _draw(self, env: str) -> TaskRef:
         """The environment's next task that is not skipped; after as many skipped as there are tasks the next one is played anyway."""
@@ -103,12 +97,12 @@ class TaskSource:
         return TaskRef(self.next_group - 1, env, task)
 
     def _task(self, env: str) -> int:
-        """The task whose turn it is."""
+        """The next task of the environment's order."""
         place, size = self.issued[env] + self.skipped[env], self.envs[env].size
         return place if size is None else self._order(env, place // size)[place % size]
 
     def _skips(self, env: str) -> bool:
-        """Whether the task whose turn it is is passed over: by its pool's weight, a fixed draw for each turn."""
+        """Whether the next task is skipped: by its pool's weight, with a fixed random draw for each turn."""
         difficulty = self.pooled.get(env)
         rate = self.rates[env].get(self._task(env)) if difficulty else None
         if difficulty is None or rate is None:
@@ -124,16 +118,13 @@ class TaskSource:
             self.orders = {key: value for key, value in self.orders.items() if key[0] != env} | {(env, epoch): order}
         return self.orders[env, epoch]
 
-    def finished(self, group_id: int) -> None:
-        self.in_flight.pop(group_id, None)
-
     def note(self, env: str, task: int, rewards: Sequence[float]) -> None:
-        """Keeps what a finished group got, for the next `settle`."""
+        """Keeps the rewards of a finished group for the next `settle`."""
         if env in self.pooled and rewards:
             self.noted.append((env, task, sum(rewards) / len(rewards)))
 
     def settle(self) -> dict[str, float]:
-        """Counts what was noted into the solve rates; called for every batch, before `state`. Returns metrics of the pools."""
+        """Updates the solve rates with the rewards since the last batch; called before `state`. Returns metrics of the pools."""
         for env, task, reward in self.noted:
             before = self.rates[env].get(task, reward)
             self.rates[env][task] = MEMORY * before + (1 - MEMORY) * reward
@@ -146,31 +137,26 @@ class TaskSource:
         self.skipped_before = dict(self.skipped)
         return metrics
 
-    def reissue(self, group_id: int) -> None:
-        """Puts a group that was cancelled or lost back, first in line."""
-        self.again.append(self.in_flight.pop(group_id))
-
-    def quarantine(self, env: str) -> None:
-        """Leaves an environment out: its share goes to the others, its tasks in flight are issued again by the next start."""
+    def quarantine(self, env: str, in_flight: Iterable[TaskRef]) -> None:
+        """Leaves an environment out: its share goes to the others, its tasks `in_flight` are issued again by the next start."""
         del self.shares[env]
         total = sum(self.shares.values())
         self.shares |= {name: share / total for name, share in self.shares.items()}
-        self.parked += [ref for ref in [*self.in_flight.values(), *self.again] if ref.env == env]
-        self.in_flight = {number: ref for number, ref in self.in_flight.items() if ref.env != env}
+        self.parked += [ref for ref in [*in_flight, *self.again] if ref.env == env]
         self.again = deque(ref for ref in self.again if ref.env != env)
 
-    def state(self) -> TaskState:
-        """To be written with a batch, after `settle`."""
+    def state(self, in_flight: Iterable[TaskRef]) -> TaskState:
+        """The state to be written with a batch, after `settle`. `in_flight`: the groups that are being played."""
         return TaskState(
             next_group=self.next_group,
             issued=dict(self.issued),
-            in_flight=[*self.in_flight.values(), *self.again, *self.parked],
+            in_flight=[*in_flight, *self.again, *self.parked],
             skipped={env: count for env, count in self.skipped.items() if env in self.pooled},
             rates=self.rates,
         )
 
     def restore(self, state: TaskState | None, done: Iterable[TaskRef]) -> None:
-        """Continues from a state, or from the beginning; what is in `done` is finished already and not played again."""
+        """Continues from a state, or from the beginning. The groups in `done` are finished already and not played again."""
         done = [ref for ref in done if ref.env in self.envs]
         finished = {ref.group_id for ref in done}
         if state is not None:

@@ -2,7 +2,7 @@
 
 Token ids go in (`prompt` of /completions), `prompt_logprobs` come out: of each token after the ones before it. vLLM gives them at
 temperature 1 and without top_p and the like, whatever the request and the server's --logprobs-mode say, so rollouts that are distilled
-are sampled at temperature 1 (`rl.config.check` sees to it).
+are sampled at temperature 1 (`rl.config.check.check` sees to it).
 """
 
 import asyncio
@@ -16,35 +16,20 @@ import aiohttp
 import msgspec
 from tokenizers import Tokenizer
 
-from rl.credentials import redact
-from rl.orchestrator.config import TeacherConfig
-from rl.orchestrator.rollouts import Group, Rollout
+from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.samples import is_trained, merge_turns
+from rl.system.credentials import redact
+from rl.system.errors import RunError
+from rl.wire.inference_client import RETRY_S, RefusedError, open_session
+from rl.wire.messages import UNREADABLE
+from rl.wire.rollouts import Group, Rollout
 
-RETRY_S = 0.5
-CONNECT_S = 10.0
 TRY_AGAIN = (408, 425, 429)
-"""Statuses below 500 that another time may be answered otherwise."""
+"""Statuses below 500 after which the same request may succeed later."""
 NO_SUCH_ROUTE = (404, 405, 501)
 PROBE = "The teacher and the model must share their tokens: 1 + 2 = 3, naïve café, def f(x): return x"
 
 T = TypeVar("T")
-
-
-class TeacherError(Exception):
-    """The teacher cannot score; the message names its address and what to do."""
-
-
-class RefusedError(TeacherError):
-    """It answered with a status that will not change."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-class NonsenseError(TeacherError):
-    """It answered, but not what was asked for."""
 
 
 class PromptToken(msgspec.Struct):
@@ -54,7 +39,7 @@ class PromptToken(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """The part of a completion that is read."""
+    """The part of a completion that we read."""
 
     prompt_logprobs: list[dict[int, PromptToken] | None] | None = None
     """One a token of the prompt, None for the first; by token id."""
@@ -67,14 +52,14 @@ class Completion(msgspec.Struct):
 
 
 class ServedModel(msgspec.Struct):
-    """One entry of /models; vLLM says how long its sequences may be."""
+    """One entry of /models; vLLM gives the length that its sequences may have."""
 
     id: str
     max_model_len: int | None = None
 
 
 class ServedModels(msgspec.Struct):
-    """The answer to /models."""
+    """The answer of /models."""
 
     data: list[ServedModel]
 
@@ -86,7 +71,7 @@ class Detokenized(msgspec.Struct):
 
 
 class Teacher:
-    """One teacher server. `check` comes first."""
+    """One teacher server. Call `check` before anything else."""
 
     def __init__(self, config: TeacherConfig):
         self.config = config
@@ -96,20 +81,20 @@ class Teacher:
         self.session: aiohttp.ClientSession | None = None
 
     async def check(self, model_path: str, max_model_len: int) -> None:
-        """Waits until it is up; then it must serve the model, long enough sequences, the policy's tokens, and prompt_logprobs.
+        """Waits until it is up, then checks that it serves the model, long enough sequences, the policy's tokens, and prompt_logprobs.
 
-        Raises TeacherError that says what is wrong.
+        Raises RunError with the remedy.
         """
         served = (await self._ask("GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels))).data
         names = [model.id for model in served]
         if not names or (self.model or names[0]) not in names:
-            raise TeacherError(
+            raise RunError(
                 f"teacher {self.url} serves {', '.join(names) or 'no model'}, not {self.model}: set teacher.model to one of its names"
             )
         self.model = self.model or names[0]
         longest = served[names.index(self.model)].max_model_len
         if longest is not None and longest <= max_model_len:
-            raise TeacherError(
+            raise RunError(
                 f"teacher {self.url} takes sequences of {longest} tokens, one of which it generates itself; model.max_model_len = "
                 f"{max_model_len} needs {max_model_len + 1}: start it with a higher --max-model-len, or lower model.max_model_len"
             )
@@ -123,9 +108,9 @@ class Teacher:
         self.checked = True
 
     async def _check_tokens(self, ids: list[int], expected: str) -> None:
-        """The policy's ids must be the same text there. Servers without /detokenize are believed.
+        """Checks that the policy's ids are the same text there. Servers without /detokenize are trusted.
 
-        To score an id that it does not have would be no test: one just past its vocabulary ends the engine of vLLM 0.29.
+        Scoring an id that it may not have is no alternative: one just past its vocabulary ends the engine of vLLM 0.29.
         """
         url, body = f"{self.url.removesuffix('/v1')}/detokenize", {"model": self.model, "tokens": ids}
         try:
@@ -135,21 +120,21 @@ class Teacher:
                 return
             raise
         if "".join(text.split()) != "".join(expected.split()):
-            raise TeacherError(
+            raise RunError(
                 f"teacher {self.url} has another tokenizer: ids {ids[0]}... are {expected!r} to the model and {text!r} to it. "
                 "A teacher must have the tokenizer of the model that is trained: take one of the same family"
             )
 
-    async def teach(self, group: Group, mask_truncated: bool) -> None:
+    async def score_group(self, group: Group, mask_truncated: bool) -> None:
         """Scores every rollout that will be trained. One that could not be scored has failed with cause `teacher`."""
         rollouts = [rollout for rollout in group.rollouts if is_trained(rollout, mask_truncated)]
-        await asyncio.gather(*(self._teach(rollout) for rollout in rollouts))
+        await asyncio.gather(*(self._score_rollout(rollout) for rollout in rollouts))
 
-    async def _teach(self, rollout: Rollout) -> None:
+    async def _score_rollout(self, rollout: Rollout) -> None:
         chains = [chain for chain in merge_turns(rollout.turns) if any(turn.completion_ids for turn in chain)]
         try:
-            scores = await asyncio.gather(*(self.score(chain[-1].prompt_ids + chain[-1].completion_ids) for chain in chains))
-        except TeacherError as error:
+            scores = await asyncio.gather(*(self.score(chain[-1].token_ids) for chain in chains))
+        except RunError as error:
             rollout.error, rollout.cause = redact(str(error)), "teacher"
             return
         for chain, logprobs in zip(chains, scores, strict=True):
@@ -158,15 +143,14 @@ class Teacher:
                 turn.teacher_logprobs = logprobs[start : start + len(turn.completion_ids)]
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """[T] log-probability of each token after those before it, nats; 0.0 for the first. Raises TeacherError."""
+        """[T] log-probability of each token after those before it, nats; 0.0 for the first. Raises RunError."""
         body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return await self._ask("POST", f"{self.url}/completions", body, lambda content: read_logprobs(content, token_ids))
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the answer. Repeated until the deadline while the server is away, busy, or talks nonsense."""
+        """The answer as `read` parses it. Asks again until the deadline while the server is away or busy, or `read` raises."""
         if self.session is None:  # can only be made inside a running event loop
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+            self.session = open_session()
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self.config.api_key_var):
             headers["Authorization"] = f"Bearer {key}"
@@ -179,19 +163,21 @@ class Teacher:
                         async with self.session.request(method, url, data=data, headers=headers) as response:
                             content = await response.read()
                         if response.status == 200:
-                            return read(content)
-                        problem = f"it answered {response.status}: {content[:300].decode(errors='replace')}"
-                        if response.status < 500 and response.status not in TRY_AGAIN:
-                            raise RefusedError(response.status, f"teacher {url} refused: {problem}. {self._remedy(response.status)}")
-                    except NonsenseError as error:
-                        if not self.checked:
-                            raise
-                        problem = str(error)
+                            try:
+                                return read(content)
+                            except RunError as error:
+                                if not self.checked:
+                                    raise
+                                problem = str(error)
+                        else:
+                            problem = f"it answered {response.status}: {content[:300].decode(errors='replace')}"
+                            if response.status < 500 and response.status not in TRY_AGAIN:
+                                raise RefusedError(response.status, f"teacher {url} refused: {problem}. {self._remedy(response.status)}")
                     except aiohttp.ClientError as error:
                         problem = f"{type(error).__name__} {error}"
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            raise TeacherError(
+            raise RunError(
                 f"waited {self.config.timeout_s:.0f} s for the teacher at {url} ({problem}). Is the server up and base_url right? "
                 "If it is just slow, raise teacher.timeout_s or give it more to run on"
             ) from None
@@ -209,38 +195,35 @@ class Teacher:
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """Raises NonsenseError."""
+    """An answer's content. Raises RunError for one that cannot be read."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise NonsenseError(
+    except UNREADABLE as error:
+        raise RunError(
             f"the teacher's answer cannot be read ({error}): {content[:200]!r}. Is it vLLM's OpenAI-compatible server?"
         ) from None
 
 
 def read_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
-    """[T] log-probabilities of `token_ids` out of an answer of /completions, 0.0 for the first. Raises NonsenseError."""
+    """[T] log-probabilities of `token_ids` out of an answer of /completions, 0.0 for the first. Raises RunError."""
     choices = decode(content, Completion).choices
     entries = choices[0].prompt_logprobs if choices else None
     if entries is None or len(entries) != len(token_ids):
-        raise NonsenseError("the teacher's answer has no prompt_logprobs for the tokens that were sent; a vLLM server gives them")
+        raise RunError("the teacher's answer has no prompt_logprobs for the tokens that were sent; a vLLM server gives them")
     logprobs = [0.0]
     for token, entry in zip(token_ids[1:], entries[1:], strict=True):
         value = entry[token].logprob if entry and token in entry else math.nan
         if not math.isfinite(value):
-            raise NonsenseError(f"the teacher's answer has no finite log-probability for token {token}")
+            raise RunError(f"the teacher's answer has no finite log-probability for token {token}")
         logprobs.append(value)
     return logprobs
 
 
 def make_teachers(default: TeacherConfig | None, own: dict[str, TeacherConfig | None]) -> dict[str, Teacher]:
     """The teacher of each environment that has one, by its own setting or the default's; equal settings share one."""
-    teachers: list[Teacher] = []
     by_env: dict[str, Teacher] = {}
     for env, config in own.items():
-        config = config or default
-        if config is not None:
-            same = [teacher for teacher in teachers if teacher.config == config]
-            by_env[env] = same[0] if same else Teacher(config)
-            teachers += [] if same else [by_env[env]]
+        if config := config or default:
+            same = (teacher for teacher in by_env.values() if teacher.config == config)
+            by_env[env] = next(same, None) or Teacher(config)
     return by_env

@@ -21,12 +21,12 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
-from rl.models import ModelError
+from rl.system.errors import RunError
 
 CALL_COST = 4096
-"""What a block costs beyond its (query, key) pairs, in pairs: a dozen small operations take as long as 64 queries on 64 keys."""
+"""Cost of a block beyond its (query, key) pairs, in pairs: a dozen small operations take as long as 64 queries on 64 keys."""
 BLOCK_PAIRS = 1 << 19
-"""Most pairs of a block: its scores, of all heads, are about to leave the CPU's caches."""
+"""The most pairs of a block: beyond it the scores of all heads leave the CPU's caches."""
 BLOCK_QUERIES = range(32, 129)
 """A block's least number of queries, whatever it sees, and its largest."""
 FLEX_BLOCK = 128
@@ -45,27 +45,22 @@ class Block:
     mask: Tensor  # [q, k], 0 where the query sees the key, else -inf
 
 
-def identity(part: Tensor) -> Tensor:
-    """The row is whole."""
-    return part
-
-
 class TreeMask:
-    """Who sees whom in a row of T tokens, of which this rank computes the T' `queries`; masks are made once and serve all layers.
+    """Which token sees which in a row of T, of which this rank computes the T' `queries`; masks are made once and serve all layers.
 
     No dataclass: FSDP would copy one for every layer.
     """
 
     def __init__(
-        self, ends: Tensor, positions: Tensor, queries: Tensor | None = None, gather: Callable[[Tensor], Tensor] = identity
+        self, ends: Tensor, positions: Tensor, queries: Tensor | None = None, gather: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.ends = ends  # [T] int64: token i sees token j if j <= i < ends[j]
         self.positions = positions  # [T] int64: a token's place in its sample, and so the number of its ancestors
         self.queries = queries  # [T'] int64, ascending; None: all T
-        self.gather = gather
+        self.gather = gather or (lambda part: part)
         """Keys or values [1, H, T', D] of this rank's queries -> [1, H, T, D] of the whole row (context parallelism)."""
         self.windows: set[int | None] = set()
-        """Those that layers have asked for; None: a layer without a window."""
+        """Windows that layers have asked for; None: a layer without one."""
         self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
         self._flex: dict[int | None, BlockMask] = {}
 
@@ -115,7 +110,7 @@ class TreeMask:
         return self._flex[window]
 
     def _make_flex(self, window: int | None) -> BlockMask:
-        """Which blocks of keys a block of queries sees in part or in full follows from each block's extremes: no [T, T] tensor."""
+        """Finds from each block's extremes which blocks of keys a block of queries sees in part or in full: no [T, T] tensor."""
         ends, positions = self.ends, self.positions
         queries = torch.arange(len(ends), device=ends.device) if self.queries is None else self.queries
         index = torch.arange(len(ends), device=ends.device)
@@ -154,7 +149,7 @@ def block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_unbranched(positions: np.ndarray) -> bool:
-    """Each token is its predecessor's child."""
+    """Whether each token is its predecessor's child."""
     return bool((np.diff(positions) == 1).all())
 
 
@@ -300,15 +295,15 @@ def attention(
     attend: Callable[..., Tensor] = attend_blocks,
     **special: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: query [1, H, T', D], key and value [1, heads, T', D] -> [1, T', H, D].
+    """The attention function that transformers calls in each layer: query [1, H, T', D], key and value [1, heads, T', D] -> [1, T', H, D].
 
-    Raises ModelError for attention that is not plain softmax over the visible keys.
+    Raises RunError for attention that is not plain softmax over the visible keys.
     """
     asked = [name for name in ("softcap", "s_aux", "position_bias") if special.get(name) is not None]
     asked += ["bidirectional attention"] * (getattr(module, "is_causal", True) is False)
     if tree is None or asked:
         what = f"wants {', '.join(asked)}" if asked else "is not given the keyword arguments of the model's call"
-        raise ModelError(f"{type(module).__name__} {what}: set trainer.attention = eager")
+        raise RunError(f"{type(module).__name__} {what}: set trainer.attention = eager")
     assert dropout == 0.0
     window = sliding_window or None
     tree.windows.add(window)

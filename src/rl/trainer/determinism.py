@@ -1,14 +1,12 @@
-"""The same batches give the same bits: what that depends on, and what torch is told for it."""
+"""The same batches give the same bits: what that depends on, and torch's settings for it."""
 
 import os
 from typing import Any
 
 import torch
 
-from rl.trainer.config import TrainerConfig
-from rl.trainer.distributed import World
-
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+from rl.config.trainer import TrainerConfig
+from rl.trainer.parallel.world import World
 
 
 def is_deterministic(settings: TrainerConfig, device: torch.device) -> bool:
@@ -24,14 +22,14 @@ def apply(settings: TrainerConfig, device: torch.device) -> None:
     if not is_deterministic(settings, device):
         return
     if device.type == "cuda":
-        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")  # cuBLAS's own workspaces would be shared between streams
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own workspaces would be shared between streams
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # that finds bugs, and costs a write of every buffer
 
 
 def conditions(settings: TrainerConfig, world: World) -> dict[str, Any]:
-    """What the bits of a version depend on beside base model, configuration and batches. Recorded with each version's digests."""
+    """The conditions that a version's bits depend on, beside base model, configuration and batches. Recorded with its digests."""
     on_gpu = world.device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -43,6 +41,6 @@ def conditions(settings: TrainerConfig, world: World) -> dict[str, Any]:
     }
 
 
-def unlike(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """In words, in what two conditions differ; empty when they are equal."""
+def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The conditions that differ, as text; empty when all are equal."""
     return ", ".join(f"{key} {there[key]} there and {here.get(key)} here" for key in there if there[key] != here.get(key))

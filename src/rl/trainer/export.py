@@ -9,33 +9,33 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from rl.digests import verify_checkpoint
-from rl.files import CorruptFileError, write_directory
-from rl.trainer import checkpoint, lora
-from rl.trainer.config import LoraConfig
+from rl.config.trainer import LoraConfig
+from rl.run_dir.checksums import verify_checkpoint
+from rl.run_dir.files import CorruptFileError, require_space, write_directory
+from rl.trainer import lora
 from rl.trainer.model import DTYPES
-from rl.trainer.space import require_space
-from rl.trainer.weights import copy_small_files, write_config
+from rl.trainer.store import checkpoint
+from rl.trainer.store.versions import copy_small_files, write_config
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights come from: a checkpoint, and where there is none or it is damaged, a version. One of them at least."""
+    """The files that weights are read from: a checkpoint, or where there is none or it is damaged, a version. One of them at least."""
 
     base: Path
     """The folder of the base model."""
     lora: LoraConfig | None
     checkpoint: Path | None = None
-    """Float32 masters."""
+    """Folder with the float32 masters."""
     version: Path | None = None
-    """As published, in the dtype of the run's model."""
+    """Folder as it was published, in the dtype of the run's model."""
     trust_remote_code: bool = False
 
 
 def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
     """Writes the weights to `target`, complete by rename: a whole model, or of a run with adapters these alone unless `merge` is set.
 
-    Raises CorruptFileError and CheckpointMismatchError for a checkpoint that cannot be used, ModelError for adapters that do not fit.
+    Raises CorruptFileError for a damaged checkpoint, RunError for one of another model and for adapters that do not fit.
     """
     disable_progress_bar()
     model = load(origin, DTYPES[dtype])
@@ -61,7 +61,7 @@ def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint with its manifest, verified. A damaged one is passed over with a loud word if there is a version."""
+    """The checkpoint with its manifest, verified. A damaged one is passed over, with a warning, if there is a version."""
     if not origin.checkpoint:
         return None
     try:

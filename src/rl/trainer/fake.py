@@ -1,14 +1,15 @@
-"""Random samples instead of the orchestrator's: measures the trainer alone, and tries whether its memory is enough."""
+"""Random samples instead of the orchestrator's: to measure the trainer alone, and to try whether its memory is enough."""
 
 import math
 import random
 from collections.abc import Iterable
 from statistics import median
 
-from rl.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.trainer.config import FakeDataConfig
+from rl.config.trainer import FakeDataConfig
+from rl.trainer.batch_sources import BatchSource
+from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
-SHOWN = {
+FORMATS = {
     "perf/tokens_per_s": "{:.0f} tokens/s",
     "time/step": "{:.3f} s",
     "time/forward_backward": "forward and backward {:.3f} s",
@@ -19,7 +20,7 @@ SHOWN = {
 }
 
 
-class FakeBatches:
+class FakeBatches(BatchSource):
     """A source of batches that are a function of seed and step; every rank makes the same."""
 
     def __init__(self, config: FakeDataConfig, vocab_size: int, seed: int):
@@ -36,9 +37,6 @@ class FakeBatches:
             answer = rng.choices(range(self.vocab_size), k=config.completion_tokens)
             samples.append(make_sample(prompt, answer, rng.gauss(0.0, 1.0), self.vocab_size, step, group, rollout))
         return TrainBatch(step=step, samples=samples)
-
-    def validation(self, step: int) -> list[TrainBatch]:
-        return []
 
 
 def make_sample(
@@ -74,14 +72,14 @@ def full_batch(num_rows: int, row_tokens: int, max_model_len: int, vocab_size: i
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
-    """What the benchmark prints of a step."""
-    return f"step {step}: " + ", ".join(text.format(metrics[name]) for name, text in SHOWN.items() if metrics.get(name) is not None)
+    """The line that the benchmark prints after a step."""
+    return f"step {step}: " + ", ".join(text.format(metrics[name]) for name, text in FORMATS.items() if metrics.get(name) is not None)
 
 
 def summary(lines: Iterable[dict[str, float]]) -> str:
     """Medians over the steps, without the first where there are others: it warms up."""
     lines = list(lines)
     lines = lines[1:] or lines
-    names = [name for name in SHOWN if lines and lines[0].get(name) is not None]
+    names = [name for name in FORMATS if lines and lines[0].get(name) is not None]
     medians = {name: median(line[name] for line in lines) for name in names}
-    return f"median of {len(lines)} steps: " + ", ".join(SHOWN[name].format(value) for name, value in medians.items())
+    return f"median of {len(lines)} steps: " + ", ".join(FORMATS[name].format(value) for name, value in medians.items())

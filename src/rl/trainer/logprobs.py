@@ -78,8 +78,8 @@ def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor
     return log_sums, entropies
 
 
-def of_both(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps and entropies of two slices of the vocabulary together.
+def merge_slices(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps and entropies over two slices of the vocabulary, from those of each.
 
     A slice has the share w = exp(its log-sum-exp - that of both) of the probability; the entropy is the sum of w * (its own - log w).
     """
@@ -90,7 +90,7 @@ def of_both(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
 @dataclass
 class Tokens:
-    """What is asked about P rows of logits: N targets, and the statistics of the rows as soon as they are known."""
+    """N target tokens in P rows of logits, and the statistics of the rows as soon as they are known."""
 
     rows: Tensor  # [N] int64, ascending
     targets: Tensor  # [N] int64
@@ -99,7 +99,7 @@ class Tokens:
     entropies: Tensor  # [P] float32
 
     def inside(self, start: int, width: int) -> tuple[Tensor, Tensor]:
-        """Which targets are in a slice of the vocabulary, and their places there; any place for the others."""
+        """[N] bool: which targets are in a slice of the vocabulary; [N] their places there, any place for the others."""
         places = self.targets - start
         return (places >= 0) & (places < width), places.clamp(0, width - 1)
 
@@ -176,7 +176,7 @@ class HeadLogprobs(torch.autograd.Function):
             ctx.logits = linear(hidden, weight[part], None if bias is None else bias[part])
             found = log_sums_and_entropies(ctx.logits, temperatures)
             so_far = (tokens.log_sums, tokens.entropies)
-            tokens.log_sums, tokens.entropies = found if part.start == 0 else of_both(so_far, found)
+            tokens.log_sums, tokens.entropies = found if part.start == 0 else merge_slices(so_far, found)
             inside, places = tokens.inside(part.start, part.stop - part.start)
             chosen = torch.where(inside, ctx.logits[rows, places] / temperatures[rows], chosen)
         ctx.save_for_backward(hidden, weight, bias, *vars(tokens).values())

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rl.models import ModelError
-from rl.trainer.config import LoraConfig
+from rl.config.trainer import LoraConfig
+from rl.system.errors import RunError
 
 ADAPTER = "default"
 """peft's name for an adapter that is the only one; it stands in the names of parameters, not in files."""
@@ -29,7 +29,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Freezes the model and gives its target layers trainable float32 adapters. Comes before the model is sharded.
 
-    A is drawn from torch's generator: ranks with the same seed get the same adapters. Raises ModelError for targets that are none.
+    A is drawn from torch's generator: ranks with the same seed get the same adapters. Raises RunError for targets that are none.
     """
     import peft
 
@@ -50,7 +50,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 def target_layers(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     """Names of the layers that get an adapter: every linear layer but the head, or those whose names end with a target.
 
-    Raises ModelError naming each target without a layer, and what there is.
+    Raises RunError naming each target without a layer, and what there is.
     """
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
@@ -63,12 +63,12 @@ def target_layers(model: PreTrainedModel, targets: list[str] | str) -> list[str]
         return linear
     for target in targets:
         if target in fused:
-            raise ModelError(
+            raise RunError(
                 f"trainer.lora.targets: {target} holds all experts of a layer in one parameter, which adapters are not made for; "
                 f"there are {', '.join(kinds)}. Train those, or the whole model without trainer.lora"
             )
         if not any(is_named(name, target) for name in linear):
-            raise ModelError(
+            raise RunError(
                 f"trainer.lora.targets: {target} is no linear layer of {type(model).__name__} that can have an adapter (embedding and head "
                 f"cannot); there are {', '.join(kinds)}, or all-linear"
             )
@@ -76,7 +76,7 @@ def target_layers(model: PreTrainedModel, targets: list[str] | str) -> list[str]
 
 
 def is_named(name: str, target: str) -> bool:
-    """Whether a layer is meant by a target, as peft reads it: its whole name, or the end of it from a dot on."""
+    """Whether a target means a layer, as peft reads it: the layer's whole name, or its end from a dot on."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -98,19 +98,16 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes as its base does: the reference of a run with adapters. Raises ValueError for a model that has none."""
-    adapted = layers(model)
-    if not adapted:
-        raise ValueError("the model has no adapters: set trainer.lora, or give the reference a model of its own")
+    """A context in which a model computes without the adapters that it may have: as its base does."""
+    adapted = layers(model).values() if has_adapters(model) else ()
     # Not peft's enable_adapters: it also switches requires_grad, behind FSDP's back.
-    before = [layer._disable_adapters for layer in adapted.values()]
-    for layer in adapted.values():
+    for layer in adapted:
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer, value in zip(adapted.values(), before, strict=True):
-            layer._disable_adapters = value
+        for layer in adapted:
+            layer._disable_adapters = False
 
 
 # Files ------------------------------------------------------------------------------------------------------------------
@@ -132,11 +129,11 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], model: PreTraine
 
 @torch.no_grad()
 def read_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Reads what `write_adapters` wrote into a model that is not sharded. Raises ModelError when its adapters are others."""
+    """Reads what `write_adapters` wrote into a model that is not sharded. Raises RunError when its adapters are others."""
     tensors, parameters = load_file(folder / WEIGHTS_FILE), trainable(model)
     names = {name_in_file(name): name for name in parameters}
     if names.keys() != tensors.keys() or any(tensors[key].shape != parameters[name].shape for key, name in names.items()):
-        raise ModelError(f"{folder}: its adapters do not fit {type(model).__name__} with the trainer.lora of the run's config.toml")
+        raise RunError(f"{folder}: its adapters do not fit {type(model).__name__} with the trainer.lora of the run's config.toml")
     for key, name in names.items():
         parameters[name].copy_(tensors[key])
 

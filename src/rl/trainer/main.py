@@ -1,33 +1,29 @@
 """`trainer`: one rank of the trainer. `torchrun ... -m rl.trainer.main @ outputs/x/config.toml`, or without torchrun a single rank."""
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
 import signal
 import sys
 import threading
-from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import NoReturn
 
-from rl.cli import load_config, to_toml
-from rl.config import RLConfig
-from rl.digests import newest_sound_checkpoint
-from rl.files import CorruptFileError, clean_leftovers
-from rl.functions import FunctionError
-from rl.metrics import read_metrics
-from rl.models import ModelError, resolve_model
-from rl.processes import CANNOT_WRITE, DAMAGED, GIVE_UP
-from rl.run_dir import RunDir
-from rl.sft.rows import DataError
-from rl.standby import PR_SET_PDEATHSIG, leave
-from rl.status import ROLE_WAIT_S, AlreadyRunningError, Status, hold_role
-from rl.trainer.threads import result_within
-from rl.transport import OrchestratorLostError
+from rl.config.command_line import load_config, to_toml
+from rl.config.run import RLConfig
+from rl.models.folder import resolve_model
+from rl.run_dir.checksums import newest_sound_checkpoint
+from rl.run_dir.files import clean_leftovers
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import ROLE_WAIT_S, Phase, Status, hold_role
+from rl.system.errors import CANNOT_WRITE, GIVE_UP, RunError
+from rl.system.linux import end_with_parent
+from rl.system.warm_start import leave
+from rl.trainer.store.background import Background
 
-SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft", "rl.trainer.start")
+SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft.source", "rl.trainer.start")
 
 
 def main() -> None:
@@ -38,12 +34,8 @@ def main() -> None:
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:
         run(config, rank)
-    except (AlreadyRunningError, OrchestratorLostError) as error:
-        fail(run_dir, str(error), 1)
-    except (DataError, FunctionError, ModelError) as error:
-        fail(run_dir, str(error), GIVE_UP)
-    except CorruptFileError as error:
-        fail(run_dir, str(error), DAMAGED)
+    except RunError as error:
+        fail(run_dir, str(error), error.exit_code)
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
@@ -55,7 +47,7 @@ def preload(config: RLConfig) -> None:
     """Imports what `run` will need, and does nothing else."""
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    with contextlib.suppress(ModelError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
+    with contextlib.suppress(RunError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
         # Whatever is wrong there, `run` will say it.
         folder = resolve_model(config.model, needs_template=config.sft is None)
         kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
@@ -65,50 +57,42 @@ def preload(config: RLConfig) -> None:
 def run(config: RLConfig, rank: int) -> None:
     """Holds the role, brings the ranks up, trains, and takes everything down again."""
     name = f"trainer-{rank}" if rank else "trainer"
-    checkpoints: AsyncResult | None = None
+    checkpoints = Background()
     if rank == 0:
-        hold_role(config.run_dir.lock("trainer"), "trainer", ROLE_WAIT_S)
+        hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
         clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests(0).parent)
         # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
-        checkpoints = ThreadPool(1).apply_async(newest_sound_checkpoint, (config.run_dir.checkpoints,))
+        checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
     status = Status(config.run_dir.status(name), name)
-    status.doing("loading the model")
+    status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.sft is None)
+    import torch.distributed as dist
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.trainer.checkpoint import CheckpointMismatchError
-    from rl.trainer.distributed import check_nodes, start_world, stop_world
     from rl.trainer.fake import summary
-    from rl.trainer.memory import OutOfMemoryError
-    from rl.trainer.nodes import WorldError
-    from rl.trainer.parity import ParityError
+    from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.replay import open_log
-    from rl.trainer.sft import FromExamples, open_source
+    from rl.trainer.sft.source import FromExamples, open_source
     from rl.trainer.start import start
-    from rl.trainer.train import NotFiniteError, train
+    from rl.trainer.train import train
 
     disable_progress_bar()
-    status.doing("waiting for the other ranks of the trainer")
+    status.enter(Phase.WAITING_FOR_RANKS)
     settings = config.trainer
-    try:
-        world = start_world(uses_gpus(config), settings.rank_timeout_s, settings.dp_replicate, settings.context_parallel)
-        check_nodes(world, config.run_dir.root, to_toml(config).encode())
-        source = None
-        if settings.data.replay:
-            source = open_log(config, settings.data.replay)
-        elif config.sft:
-            source = open_source(config, base, world, status)
-        if isinstance(source, FromExamples):
-            config = config.model_copy(update={"max_steps": source.num_steps})
-        status.doing("loading the model", max_steps=config.max_steps)
-        what = f"{config.run_dir.checkpoints} to be read"
-        found = result_within(checkpoints, settings.rank_timeout_s, what) if checkpoints else None
-        train(start(config, world, base, status, source, found))
-    except (CheckpointMismatchError, OutOfMemoryError, ParityError, WorldError) as error:
-        fail(config.run_dir, str(error), GIVE_UP)
-    except NotFiniteError as error:
-        fail(config.run_dir, str(error), 1)
-    stop_world()
+    world = start_world(uses_gpus(config), settings.rank_timeout_s, settings.dp_replicate, settings.context_parallel)
+    check_nodes(world, config.run_dir.root, to_toml(config).encode())
+    source = None
+    if settings.data.replay:
+        source = open_log(config, settings.data.replay)
+    elif config.sft:
+        source = open_source(config, base, world, status)
+    if isinstance(source, FromExamples):
+        config = config.model_copy(update={"max_steps": source.num_steps})
+    status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
+    what = f"{config.run_dir.checkpoints} to be read: does that disk answer?"
+    found = checkpoints.result(what, settings.rank_timeout_s)
+    train(start(config, world, base, status, source, found))
+    dist.destroy_process_group()
     status.close()
     if rank == 0 and settings.data.fake:
         print(summary(read_metrics(config.run_dir.metrics).values()))
@@ -151,7 +135,7 @@ def exit_on_sigterm() -> None:
 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
 
 
 if __name__ == "__main__":

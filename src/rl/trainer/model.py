@@ -6,18 +6,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rl.config import ModelConfig
-from rl.models import ModelError
+from rl.config.run import ModelConfig
+from rl.config.trainer import TrainerConfig
+from rl.system.errors import RunError
 from rl.trainer.attention import TreeMask
-from rl.trainer.config import TrainerConfig
-from rl.trainer.distributed import World
 from rl.trainer.logprobs import head_logprobs, token_logprobs
 from rl.trainer.lora import add_adapters
 from rl.trainer.packing import MicroBatch
-from rl.trainer.parallel import RowGather, reshard, shard_model
+from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
+from rl.trainer.parallel.world import World
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -41,36 +41,38 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     check_attention(model)
     turn_off_randomness(model)
     change_layers(model, settings)
-    install_head(model)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise RunError(f"{type(model).__name__} has no language-model head")
+    head.forward = LossHead(head)
     shard_model(model, DTYPES[config.dtype], settings.optim.offload, world)
     return model
 
 
 def attention_name(settings: TrainerConfig, world: World) -> str:
-    """What transformers calls the implementation of trainer.attention, see rl/trainer/attention.py."""
+    """transformers' name for the implementation that trainer.attention asks for, see rl/trainer/attention.py."""
     on_gpu = world.device.type == "cuda"
     name = settings.attention if settings.attention != "auto" else "flex" if on_gpu else "blocks"
     if name == "flex" and not on_gpu:
-        raise ModelError("trainer.attention = flex has no backward pass on CPUs; use blocks")
+        raise RunError("trainer.attention = flex has no backward pass on CPUs; use blocks")
     if name == "eager" and world.context_size > 1:
-        raise ModelError("trainer.attention = eager cannot share a sequence over ranks; set trainer.context_parallel to 1")
+        raise RunError("trainer.attention = eager cannot share a sequence over ranks; set trainer.context_parallel to 1")
     return name if name == "eager" else f"rl_{name}"
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Prefix trees are exact for softmax attention with or without a window; says which layers have another kind."""
+    """Raises RunError for layers of another kind than softmax attention: prefix trees are exact for that, with or without a window."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{type(model).__name__}: layers of kind {sorted(kinds)} carry state across samples and cannot be packed as trees")
+        raise RunError(f"{type(model).__name__}: layers of kind {sorted(kinds)} carry state across samples and cannot be packed as trees")
 
 
-def config_window(model: PreTrainedModel) -> int | None:
-    """The window that some layers have by the model's config."""
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """The window of each layer by the model's config, in tokens; None: it sees all before it."""
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-    return window if window and slides else None
+    window, slides = getattr(config, "sliding_window", None) or None, getattr(config, "use_sliding_window", True)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def turn_off_randomness(model: PreTrainedModel) -> None:
@@ -83,17 +85,13 @@ def turn_off_randomness(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-KEPT_OPERATIONS = {
+KEPT_OPERATIONS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.rl.block_attention.default,
-}
-"""Whose results selective checkpointing keeps: they cost the most to compute again, for the bytes they take."""
-
-
-def checkpoint_policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+]
+"""Operations whose results selective checkpointing keeps: they cost the most to compute again, for the bytes they take."""
 
 
 def change_layers(model: PreTrainedModel, settings: TrainerConfig) -> None:
@@ -101,12 +99,12 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig) -> None:
     model.train()
     kind = settings.activation_checkpointing
     if kind == "selective" and settings.compile:
-        raise ModelError("trainer.compile hides from activation_checkpointing = selective what it would keep; use none or full")
+        raise RunError("trainer.compile hides from activation_checkpointing = selective what it would keep; use none or full")
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if settings.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if kind != "none":
-            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, checkpoint_policy)} if kind == "selective" else {}
+            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)} if kind == "selective" else {}
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
@@ -121,7 +119,7 @@ class LossHead:
         self.fused = type(head) is nn.Linear
         """Else, and for models that change the logits after the head, the logits of the predictors are returned."""
         self.batch: MicroBatch | None = None
-        """None: the model is used for something else."""
+        """The micro batch that is scored; None where the head gives all logits."""
         self.entropy_gradient = False
         self.scores: Tensor | None = None  # [2, N], what the fused head has returned
 
@@ -138,16 +136,9 @@ class LossHead:
         return self.scores
 
 
-def install_head(model: PreTrainedModel) -> None:
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ModelError(f"{type(model).__name__} has no language-model head")
-    head.forward = LossHead(head)
-
-
 @dataclass(frozen=True)
 class Scores:
-    """What the model makes of a micro batch's N loss tokens."""
+    """Log-probability and entropy of a micro batch's N loss tokens."""
 
     logprobs: Tensor  # [N] float32, with gradient
     entropies: Tensor  # [N] float32, of the distribution that predicts the token
@@ -156,11 +147,11 @@ class Scores:
 def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradient: bool = False) -> Scores:
     """Scores of the micro batch's loss tokens. `entropy_gradient`: the entropies have a gradient too.
 
-    Raises ModelError for a model whose attention cannot be told what a prefix tree is.
+    Raises RunError for a model that does not pass the prefix tree on to its attention.
     """
     head: LossHead = model.get_output_embeddings().forward
     row = RowGather(len(batch.input_ids), world) if world.context_size > 1 else None
-    tree = TreeMask(batch.ends, batch.position_ids, batch.queries, **({"gather": row} if row else {}))
+    tree = TreeMask(batch.ends, batch.position_ids, batch.queries, row)
     head.batch, head.entropy_gradient, head.scores = batch, entropy_gradient, None
     with row.saved_as_parts() if row else nullcontext():
         output = call(model, batch, tree)
@@ -177,26 +168,26 @@ def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradi
 
 
 def call(model: PreTrainedModel, batch: MicroBatch, tree: TreeMask) -> Tensor:
-    """What the model makes of its head's output, logits as it believes."""
+    """The model's output: what its head returned, and what it did with these "logits" after it."""
     eager = model.config._attn_implementation == "eager"
     ids, positions = (x if batch.queries is None else x[batch.queries] for x in (batch.input_ids, batch.position_ids))
     attention = {"attention_mask": dense_masks(model, tree)} if eager else {"tree": tree}
     output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **attention).logits
-    window = config_window(model)
-    if not eager and (not tree.windows or (window and window not in tree.windows)):
-        unused = f"does not tell its attention function of its window of {window} tokens" if tree.windows else "does not call it"
-        raise ModelError(f"trainer.attention: {type(model).__name__} {unused}; set trainer.attention = eager")
+    unknown = {window for window in layer_windows(model) if window} - tree.windows
+    if not eager and (unknown or not tree.windows):
+        unused = f"does not tell its attention function of its window of {max(unknown)} tokens" if tree.windows else "does not call it"
+        raise RunError(f"trainer.attention: {type(model).__name__} {unused}; set trainer.attention = eager")
     return output
 
 
 def dense_masks(model: PreTrainedModel, tree: TreeMask) -> Tensor | dict[str, Tensor]:
-    """For transformers' own attention, added to the scores: [1, 1, T, T], one for each kind of layer if there are several."""
+    """Masks for transformers' own attention, added to the scores: [1, 1, T, T], one for each kind of layer if there are several."""
 
     def dense(window: int | None) -> Tensor:
         seen = tree.dense(window)[None, None]
         return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.bfloat16).min)
 
-    kinds, window = getattr(model.config.get_text_config(), "layer_types", None), config_window(model)
-    if not kinds or window is None:
-        return dense(window)
-    return {kind: dense(window if kind == "sliding_attention" else None) for kind in set(kinds)}
+    kinds, windows = getattr(model.config.get_text_config(), "layer_types", None), layer_windows(model)
+    if not kinds or not any(windows):
+        return dense(windows[0])
+    return {kind: dense(window) for kind, window in dict(zip(kinds, windows, strict=True)).items()}

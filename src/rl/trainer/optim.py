@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.trainer.config import OptimConfig
+from rl.config.trainer import OptimConfig
 
 
 def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:

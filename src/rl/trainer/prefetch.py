@@ -1,33 +1,26 @@
-"""The next batch, made ready in a thread while this step trains."""
+"""The next batch, fetched and packed by a thread while this step trains."""
 
-import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from multiprocessing.pool import AsyncResult, ThreadPool
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
-from rl.messages import TrainBatch
-from rl.trainer.data import BatchSource
-from rl.trainer.packing import Packed
-from rl.transport import Wait
-
-LOOK_S = 0.1
-"""Between two looks at what else could have gone wrong while a batch is waited for."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A batch, and this rank's part of it."""
-
-    batch: TrainBatch
-    packed: Packed
+from rl.config.run import RLConfig
+from rl.trainer.balance import Layout
+from rl.trainer.batch_sources import BatchSource
+from rl.trainer.loss import sample_weights
+from rl.trainer.packing import Packed, pack
+from rl.trainer.parallel.sharding import localise
+from rl.trainer.parallel.world import World
+from rl.trainer.store.background import Background
+from rl.wire.messages import TrainBatch
+from rl.wire.transport import Wait
 
 
 class Skipped:
-    """In place of a batch that is quarantined."""
+    """Stands for a batch that is quarantined."""
 
 
 class Prefetch:
-    """Asks a source for one batch ahead, and packs it. `ask` returns at once, `take` waits; errors of the thread are raised by `take`."""
+    """Fetches one batch ahead and packs it. `ask` returns at once, `take` waits and raises the errors of the thread."""
 
     def __init__(
         self,
@@ -38,35 +31,40 @@ class Prefetch:
         quarantined: Collection[int] = (),
     ):
         """`wait` is the source's, entered while the trainer is held up; `deadline_s`, longer than that, holds for every rank. The source is
-        not asked for batches that are quarantined: whoever reads them dies."""
+        not asked for batches that are quarantined: a trainer that reads one dies."""
         self.source, self.pack, self.wait, self.deadline_s, self.quarantined = source, pack, wait, deadline_s, quarantined
-        self.pool = ThreadPool(1)  # of a daemon thread: one that waits for ever does not keep the process from ending
         self.step = 0
-        self.coming: AsyncResult | None = None
+        """The step that was asked for last."""
+        self.background = Background()
 
     def ask(self, step: int) -> None:
-        """Starts to make the batch of `step` ready."""
-        self.step, self.coming = step, self.pool.apply_async(self._make, (step,))
+        """Begins to make the batch of `step` ready."""
+        self.step = step
+        self.background.start(self._make, step)
 
-    def _make(self, step: int) -> Ready | Skipped | None:
+    def _make(self, step: int) -> Packed | Skipped | None:
         if step in self.quarantined:
             return Skipped()
         batch = self.source.receive(step)
-        return None if batch is None else Ready(batch, self.pack(batch))
+        return None if batch is None else self.pack(batch)
 
-    def take(self, step: int, look: Callable[[], None]) -> Ready | Skipped | None:
-        """The batch of `step`, or None when the run has ended. Calls `look` now and then while it waits, which may raise.
+    def take(self, step: int, others: Iterable[Background] = ()) -> Packed | Skipped | None:
+        """The batch of `step`, or None when the run has ended. An error of `others` ends the wait.
 
         Waits for: the thread, and so for what the source waits for.
         """
         if self.step != step:
             self.ask(step)
-        assert self.coming is not None
         with self.wait:
-            since = time.monotonic()
-            while not self.coming.ready():
-                look()
-                self.coming.wait(LOOK_S)
-                if time.monotonic() - since > self.deadline_s:
-                    raise TimeoutError(f"waited {self.deadline_s:.0f} s for batch {step}, which rank 0 was to send; see its log")
-        return self.coming.get()
+            return self.background.result(f"batch {step}, which rank 0 was to send; see its log", self.deadline_s, others)
+
+
+def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int) -> Packed:
+    """Packs a batch for this rank, each token with its weight in the batch's loss."""
+    settings = config.trainer
+    constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
+    max_tokens = settings.micro_batch_tokens * world.context_size  # of a row, which that many ranks share
+    layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
+    packed = pack(batch, sample_weights(batch.samples, settings.loss, constant_length), layout)
+    rows = [localise(row, world) for row in packed.micro_batches]
+    return replace(packed, micro_batches=[row.pinned() for row in rows] if world.device.type == "cuda" else rows)

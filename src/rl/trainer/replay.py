@@ -1,8 +1,4 @@
-"""Retraining a run from its log: its batches come in, and in place of publisher and checkpoints stand those who compare.
-
-What they find goes to `replay.jsonl` of the scratch directory, a line for each version and checkpoint; `rl replay` reads it. The training
-in between is that of any run.
-"""
+"""Retraining a run from its log: versions and checkpoints are compared with those of the run, in place of being written."""
 
 import json
 from collections.abc import Collection
@@ -13,21 +9,22 @@ from safetensors import safe_open
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from rl.config import RLConfig
-from rl.digests import DIGESTS, first_difference, read_digests, verify_checkpoint, verify_version, weights_file
-from rl.files import CorruptFileError
-from rl.messages import TrainBatch
-from rl.run_dir import RunDir
-from rl.trainer import checkpoint
-from rl.trainer.config import ReplayConfig, TrainerConfig, WeightsConfig
-from rl.trainer.data import BatchSource, FromLog
-from rl.trainer.determinism import unlike
-from rl.trainer.distributed import World, ranks_without
-from rl.trainer.publisher import Publisher
-from rl.trainer.saver import Saver
-from rl.trainer.sft import FromExamples
-from rl.trainer.weights import Version
-from rl.transport import Wait
+from rl.config.run import RLConfig
+from rl.config.trainer import ReplayConfig, TrainerConfig, WeightsConfig
+from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, verify_checkpoint, verify_version
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir
+from rl.run_dir.safetensors import weights_file
+from rl.run_dir.status import Phase
+from rl.trainer.batch_sources import BatchSource, FromLog
+from rl.trainer.determinism import differing_conditions
+from rl.trainer.parallel.world import World, ranks_without
+from rl.trainer.sft.source import FromExamples
+from rl.trainer.store import checkpoint
+from rl.trainer.store.publisher import Publisher
+from rl.trainer.store.saver import Saver
+from rl.trainer.store.versions import Version
+from rl.wire.transport import Wait
 
 FOUND = "replay.jsonl"
 
@@ -38,26 +35,12 @@ def origin(replay: ReplayConfig) -> RunDir:
 
 
 def open_log(config: RLConfig, replay: ReplayConfig) -> BatchSource:
-    """The run's batches: those it has kept, or of supervised fine-tuning those that follow from its examples."""
-    return ExamplesUntil(config, Path(replay.run) / "data", replay.until) if config.sft else FromLog(origin(replay), replay.until)
+    """The source of the run's batches: those it has kept; in supervised fine-tuning those that follow from its examples."""
+    return FromExamples(config, Path(replay.run) / "data") if config.sft else FromLog(origin(replay))
 
 
-class ExamplesUntil(FromExamples):
-    """The first batches of a run of supervised fine-tuning, without its validation."""
-
-    def __init__(self, config: RLConfig, data: Path, until: int):
-        super().__init__(config, data)
-        self.until = until
-
-    def receive(self, step: int) -> TrainBatch | None:
-        return super().receive(step) if step <= self.until else None
-
-    def validation(self, step: int) -> list[TrainBatch]:
-        return []
-
-
-def note(root: Path, found: dict[str, Any]) -> None:
-    """Adds a line to what was found."""
+def record(root: Path, found: dict[str, Any]) -> None:
+    """Adds a line, about a version or a checkpoint, to `replay.jsonl` of the scratch directory, which `rl replay` reads."""
     with (root / FOUND).open("a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -70,15 +53,16 @@ class Comparer(Publisher):
         self.replayed = replayed
 
     def _publish(self, number: int, version: Version, checkpoints: Collection[int], since: float) -> None:
-        self.wait.about(f"comparing version {number}")
-        note(self.run_dir.root, {"version": number, **compare(self.replayed, number, version)})
+        self.wait.about(Phase.COMPARING, number)
+        record(self.run_dir.root, {"version": number, **compare(self.replayed, number, version)})
 
 
 def compare(replayed: RunDir, number: int, version: Version) -> dict[str, Any]:
-    """What a version is against the one of the same number that the run made.
+    """Compares a version with the one of the same number that the run made.
 
-    `kept`: what there is of it; `tensor`: the first that differs, with `max_difference` where the weights are there; `fault`: a file of the
-    run that does not hold what was written; `unlike`: under which other conditions the run made it, and whether `deterministic`.
+    `kept`: which of its digests and weights there are; `tensor`: the first that differs, with `max_difference` where the weights are
+    there; `fault`: of a file of the run that does not hold what was written; `unlike`: the other conditions under which the run made it;
+    `deterministic`: whether they make the same bits.
     """
     folder = replayed.weights(number)
     contents, fault = kept_of(replayed.digests(number), folder)
@@ -92,16 +76,16 @@ def compare(replayed: RunDir, number: int, version: Version) -> dict[str, Any]:
         "tensor": tensor,
         "max_difference": largest_difference(folder, tensor, version) if tensor and "weights" in contents else None,
         "fault": fault,
-        "unlike": unlike(made_by, version.made_by),
+        "unlike": differing_conditions(made_by, version.made_by),
         "deterministic": made_by.get("deterministic", False),
     }
 
 
-def kept_of(record: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """(the digests of a version by where they stand, the first file that is damaged)."""
+def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """(the digests of a version by where they were found, the fault of the first damaged file)."""
     contents: dict[str, dict[str, Any]] = {}
     fault = None
-    for kind, path in (("digests", record), ("weights", folder)):
+    for kind, path in (("digests", digests), ("weights", folder)):
         try:
             if path.exists():
                 contents[kind] = read_digests(path) if kind == "digests" else verify_version(path)
@@ -111,7 +95,7 @@ def kept_of(record: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str 
 
 
 def largest_difference(folder: Path, name: str, version: Version) -> float | None:
-    """Of one tensor, largest absolute difference of an element; None where shapes or names differ."""
+    """Largest absolute difference of an element of one tensor; None where shapes or names differ."""
     with safe_open(weights_file(folder), "pt") as file:
         if name not in version.named or name not in file.keys():  # noqa: SIM118
             return None
@@ -129,7 +113,7 @@ class StateComparer(Saver):
         self.replayed = replayed
 
     def due(self, step: int, last: int) -> bool:
-        """Every checkpoint counts, and none is made at the end."""
+        """Whether the run has kept a checkpoint of this step."""
         self.began = step
         return bool(self.world.broadcast_int(self.replayed.checkpoint(step).is_dir()))
 
@@ -145,4 +129,4 @@ class StateComparer(Saver):
         names = [] if fault else checkpoint.differing(path, model, optimizer, self.world)
         ranks = ranks_without(self.world, not names)
         if self.world.is_main:
-            note(self.run_dir.root, {"checkpoint": step, "tensor": next(iter(names), None), "ranks": ranks, "fault": fault or None})
+            record(self.run_dir.root, {"checkpoint": step, "tensor": next(iter(names), None), "ranks": ranks, "fault": fault or None})

@@ -1,34 +1,163 @@
-"""From the configuration to the live objects of a rank: model, optimizer, the newest checkpoint's state, and where batches come from."""
+"""From the configuration to the live objects of a rank (`start`), and what they do around a step (`Trainer`)."""
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
-from rl.config import RLConfig
-from rl.files import move
-from rl.metrics import MetricsLog
-from rl.parity import run_limit
-from rl.run_dir import RunDir
-from rl.status import Status
-from rl.trainer import checkpoint, determinism
-from rl.trainer.data import BatchSource, FromOrchestrator, quarantined_steps
-from rl.trainer.distributed import World
-from rl.trainer.fake import FakeBatches
-from rl.trainer.loss import custom_function
-from rl.trainer.loss_config import CustomConfig
-from rl.trainer.model import load_policy
+from rl.config.loss import CustomConfig
+from rl.config.run import RLConfig
+from rl.config.trainer import TrainerConfig
+from rl.run_dir.files import move
+from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import Phase, Status
+from rl.trainer import determinism
+from rl.trainer.batch_sources import BatchSource, FromOrchestrator, quarantined_steps
+from rl.trainer.fake import FakeBatches, step_line
+from rl.trainer.losses import custom_function
+from rl.trainer.measure.agreement import ParityWatch
+from rl.trainer.measure.memory import try_largest
+from rl.trainer.measure.performance import Timer, Work, performance, work_of
+from rl.trainer.model import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.parity import ParityWatch
-from rl.trainer.performance import work_of
-from rl.trainer.prefetch import Prefetch
-from rl.trainer.publisher import Publisher
+from rl.trainer.packing import Packed
+from rl.trainer.parallel.world import World
+from rl.trainer.prefetch import Prefetch, Skipped, prepare
 from rl.trainer.reference import load_reference
 from rl.trainer.replay import Comparer, StateComparer, origin
-from rl.trainer.saver import Saver
-from rl.trainer.train import Learner, Trainer, prepare
-from rl.transport import OrchestratorClient, Wait
+from rl.trainer.sft.source import validate
+from rl.trainer.store import checkpoint, versions
+from rl.trainer.store.publisher import Publisher
+from rl.trainer.store.saver import Saver
+from rl.wire.agreement import RUN_LIMITS
+from rl.wire.transport import OrchestratorClient, Wait
+
+
+@dataclass
+class Learner:
+    """The model that a step trains, and all that it needs for that."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    settings: TrainerConfig
+    world: World
+    reference: PreTrainedModel | None = None
+    """The frozen model of the KL term: the policy itself, if that has adapters to switch off."""
+    parity: ParityWatch | None = None
+    """Compares trainer and inference; None where nothing is sampled."""
+    status: Status | None = None
+    """Counts the micro batches of a step, where somebody reads them."""
+
+
+@dataclass
+class Trainer:
+    """The live objects of one rank, and what is done with them before and after a step. Every rank calls every method."""
+
+    config: RLConfig
+    base: Path
+    learner: Learner
+    step: int
+    """Optimizer steps done: the policy version of the model's weights."""
+    batches: Prefetch
+    publisher: Publisher
+    saver: Saver
+    work: Work
+    metrics: MetricsLog | None
+    """Rank 0's."""
+    status: Status
+
+    @property
+    def last(self) -> int:
+        """The last step that is trained."""
+        replay = self.config.trainer.data.replay
+        return min(self.config.max_steps, replay.until) if replay else self.config.max_steps
+
+    @property
+    def every_version_is_read(self) -> bool:
+        """Rollouts are sampled from each version, or a replay compares it; else only those of checkpoints are published."""
+        settings = self.config.trainer.data
+        return not (self.config.sft or settings.fake) or bool(settings.replay)
+
+    def begin(self) -> None:
+        """Asks for the first batch. Publishes the version that the run resumes from, or validates the base model."""
+        if self.step < self.last:
+            self.batches.ask(self.step + 1)
+            if self.learner.world.device.type == "cuda":
+                self.status.enter(Phase.TRYING_MEMORY)
+                try_largest(self.learner.model, self.learner.optimizer, self.batches.pack, self.config, self.learner.world)
+        if self.step:
+            self.publish()  # a kill may have come before; what is there already is not written again
+        elif before := self.validate():
+            self.write(before)
+
+    def receive(self, step: int) -> Packed | Skipped | None:
+        """The batch of `step`, None when the run has ended; the one after it is asked for. Raises the errors of all threads."""
+        ready = self.batches.take(step, (self.publisher.background, self.saver.background))
+        if ready is not None and step < self.last:
+            self.batches.ask(step + 1)
+        self.saver.start_clock()
+        return ready
+
+    def publish(self) -> None:
+        """Copies the weights of version `step`; the publisher's thread writes and announces them while training goes on."""
+        learner = self.learner
+        if learner.settings.data.fake:
+            return
+        self.status.enter(Phase.PUBLISHING, self.step)
+        self.publisher.finish()  # before the copy: two of them would take twice the memory
+        made_by = determinism.conditions(learner.settings, learner.world)
+        version = versions.snapshot(learner.model, self.base, DTYPES[self.config.model.dtype], made_by, learner.world)
+        self.publisher.start(self.step, version, {self.saver.step, self.saver.began})
+
+    def probe(self, timer: Timer) -> dict[str, float]:
+        """Compares trainer and inference on version `step`, if no batch since the last checkpoint allowed it. Returns the metrics."""
+        learner = self.learner
+        if not learner.parity:
+            return {}
+        metrics = learner.parity.at_checkpoint(self.step, learner.model, self.batches.pack, learner.world)
+        timer.lap("parity")
+        return metrics
+
+    def validate(self, timer: Timer | None = None) -> dict[str, float]:
+        """The loss of the held-out batches that are due now; nothing if the source has none, and in a replay."""
+        batches = self.batches.source.validation(self.step)
+        if not batches or self.config.trainer.data.replay:
+            return {}
+        self.status.enter(Phase.VALIDATING, self.step)
+        metrics = validate(self.learner.model, batches, self.batches.pack, self.learner.world)
+        if timer:
+            timer.lap("validation")
+        return metrics
+
+    def save_checkpoint(self) -> None:
+        """Copies the state after `step`; the saver's thread writes it while training goes on."""
+        self.status.enter(Phase.COPYING_STATE, self.step)
+        self.saver.save(self.step, self.learner.model, self.learner.optimizer)
+
+    def log(self, metrics: dict[str, float], ready: Packed | Skipped, timer: Timer) -> None:
+        """Writes the line of this step: its own metrics, seconds, and throughput."""
+        metrics = metrics | timer.metrics() | self.publisher.metrics()
+        if isinstance(ready, Packed):
+            metrics |= performance(ready, timer, self.work, self.config.model.dtype, self.learner.world)
+        self.write(metrics)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        if self.metrics:
+            self.metrics.write(self.step, metrics)
+            if self.config.trainer.data.fake:
+                print(step_line(self.step, metrics), flush=True)
+
+    def finish(self) -> None:
+        """Saves a checkpoint of the last step if there is none, and waits for the threads that write."""
+        if self.step > self.saver.began and not self.config.trainer.data.fake:
+            self.save_checkpoint()
+        self.publisher.finish()
+        self.status.enter(Phase.CHECKPOINTING, self.saver.began)
+        self.saver.finish()
 
 
 def start(
@@ -36,13 +165,13 @@ def start(
 ) -> Trainer:
     """Loads the model, and the newest intact checkpoint if there is one. Batches come from `source`, by default the orchestrator.
 
-    `found`: what rank 0 knows of the checkpoints already.
+    `found`: the checkpoints, where rank 0 has verified them already.
     """
     settings, run_dir = config.trainer, config.run_dir
     replay = settings.data.replay
     determinism.apply(settings, world.device)
     if isinstance(settings.loss, CustomConfig):
-        custom_function(settings.loss.function)  # what is wrong with it is said before a model is loaded
+        custom_function(settings.loss.function)  # raises its errors before a model is loaded
     torch.manual_seed(config.seed)
     model = load_policy(base, config.model, settings, world)
     reference = load_reference(config, base, model, world)
@@ -52,10 +181,10 @@ def start(
     step = checkpoint.load(*sound, model, optimizer, world) if sound else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
-    waits = [Wait(settings.batch_timeout_s, status.doing) for _ in range(2)]
+    waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
     asks = world.is_main and not source
-    client = OrchestratorClient(run_dir.status("orchestrator"), settings.batch_timeout_s, status.doing) if asks else None
-    parity = None if source else ParityWatch(run_limit(config.model.dtype), settings.strict_parity, client)
+    client = OrchestratorClient(run_dir.status("orchestrator")) if asks else None
+    parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
     packing = partial(prepare, config=config, world=world, hidden_size=model.config.get_text_config().hidden_size)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s, quarantined_steps(log, world))
@@ -68,7 +197,7 @@ def start(
 
 
 def newest_checkpoint(config: RLConfig, log: RunDir, world: World, found: checkpoint.Found | None) -> tuple[Path, dict] | None:
-    """Where training starts. A replay starts at the checkpoint that it was told, in the run that it replays.
+    """The checkpoint at which training starts, None for the base model. A replay's is a setting, and one of the run that it replays.
 
     Damaged checkpoints are moved away, so that retention does not count them, unless there is no other: then rl repairs the run.
     """

@@ -1,0 +1,312 @@
+"""Starts a policy and environments, plays tasks and ends both again: the common part of `rl eval`, `rl collect` and `rl env`."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.commands.policy_spec import Source
+from rl.config.command_line import to_toml
+from rl.config.installed import check_installed
+from rl.config.orchestrator import EnvConfig
+from rl.config.run import RLConfig
+from rl.config.trainer import LoraConfig
+from rl.launch import devices, roles
+from rl.launch.children import Children
+from rl.launch.role_state import failure
+from rl.models.folder import read_json, resolve_model
+from rl.orchestrator.setups import policy_spec, worker_setups
+from rl.run_dir.files import write_file
+from rl.run_dir.logs import last_lines
+from rl.run_dir.status import describe, read_status
+from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
+from rl.system.errors import RunError
+from rl.system.machine import machine
+from rl.wire.rollouts import Rollout, Split
+from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
+
+if TYPE_CHECKING:
+    from rl.orchestrator.pool import WorkerPool
+
+POLL_S = 0.2
+CONCURRENCY = 64
+HOPELESS = 16
+"""Rollouts after which playing ends if all of them have failed."""
+PROGRESS_S = 20.0
+"""Seconds between two lines that tell how far something is."""
+
+
+def say(text: str) -> None:
+    """Prints progress for people; standard output is the command's result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:
+    """Runs a command and returns its exit code: 1 after printing an error that the user can fix, 128 + N after signal N. Ends every
+    process that it started."""
+    before = set(descendants())
+    try:
+        return asyncio.run(until_stopped(children, work))
+    except RunError as error:
+        say(f"{program}: {error}")
+    except OSError as error:
+        say(f"{program}: {error.filename or 'input or output'}: {error.strerror or error}")
+    finally:
+        children.stop_on_signals()
+        children.stop()
+        kill_descendants(without=before)  # what environments started and their workers left to us
+    return 1
+
+
+async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> int:
+    """Awaits the work; the first SIGINT or SIGTERM cancels it, a second one kills everything."""
+    loop, task, caught = asyncio.get_running_loop(), asyncio.ensure_future(work), []
+
+    def on_signal(signum: int) -> None:
+        if children.stopping:
+            children.kill()
+            os._exit(128 + signum)
+        children.stopping = True
+        caught.append(signum)
+        say(f"{signal.Signals(signum).name}: stopping (once more kills at once)")
+        task.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + caught[0]
+
+
+def check_environments(config: RLConfig) -> None:
+    """Raises RunError with the command that installs a missing environment, before anything is started."""
+    for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
+        if entry.id and not entry.python:
+            check_installed(entry.id)
+
+
+def task_count(limit: int, size: int | None) -> int | None:
+    """Number of tasks to play of `size` (None: endless) under a limit (negative: none). None: endless."""
+    return size if limit < 0 else limit if size is None else min(size, limit)
+
+
+# The policy -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """Our inference server as a child of this command."""
+
+    child: Child
+    children: Children
+    config: RLConfig
+
+    def check(self) -> None:
+        """Raises RunError when it has ended."""
+        if self.child.exit_code is not None:
+            raise failure(self.child, self.child.ending())
+
+    async def ready(self) -> None:
+        """Waits until it serves. Raises RunError when it does not within inference.startup_timeout_s."""
+        limit, shown = self.config.inference.startup_timeout_s, time.monotonic()
+        while not ((status := read_status(self.config.run_dir.status("inference"))) and status.address):
+            self.check()
+            doing, now = describe(status), time.monotonic()
+            if now - self.child.started > limit:
+                raise failure(self.child, f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: {doing}")
+            if now - shown > PROGRESS_S:
+                shown = now
+                say(f"  waiting for inference for {now - self.child.started:.0f} s: {doing} (log: {self.child.log})")
+            await asyncio.sleep(POLL_S)
+
+    async def end(self) -> None:
+        """Ends it and all that it has started: SIGTERM, and SIGKILL after the deadline. Deletes its run directory."""
+        self.child.terminate()
+        await self.child.wait_async(STOP_DEADLINE_S)
+        self.children.kill_tree(self.child)
+        shutil.rmtree(self.config.run_dir.root, ignore_errors=True)
+
+
+def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -> RLConfig:
+    """The configuration of a server that has the whole machine to itself."""
+    config = config.model_copy(deep=True)
+    config.output_dir, config.name = str(work), "server"
+    config.model.name = model
+    config.trainer.lora = None
+    if adapter:  # a server needs rank and alpha before it loads the adapters
+        fields = read_json(Path(adapter) / "adapter_config.json")
+        config.trainer.lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
+    config.trainer.gpus, config.trainer.cpus, config.trainer.ranks, config.trainer.weights.dir = 0, None, None, None
+    config.orchestrator.inference_urls, config.orchestrator.eval = [], []
+    config.orchestrator.environment = [EnvConfig(id="none")]  # a server has nothing to do with them, but each configuration names one
+    return config.with_absolute_paths()
+
+
+async def start_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> tuple[Server, str]:
+    """Finds or downloads the model and starts its server, with the adapters in folder `adapter` if one is given.
+
+    Returns the server, which need not be ready yet, and the model's folder. Raises RunError.
+    """
+    config = server_config(config, model, work, adapter)
+    division = devices.split(config, machine())
+    config = devices.write_into(config, division)
+    run_dir, logs = config.run_dir, work / "logs"
+    shutil.rmtree(run_dir.root, ignore_errors=True)
+    write_file(run_dir.config, to_toml(config).encode())
+    if adapter:  # a server starts at its run's newest version
+        name = Path(adapter).name
+        run_dir.weights_dir.mkdir()
+        run_dir.weights(int(name) if name.isdigit() else 1).symlink_to(adapter)
+    found = children.start("model", roles.command("model", run_dir, 1), dict(os.environ), logs)
+    while await found.wait_async(PROGRESS_S) is None:  # a download has no deadline of ours
+        say(f"  waiting for the model {model} (log: {found.log})")
+    if found.exit_code:
+        lines = last_lines(found.log)
+        raise RunError(f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: {found.log}")
+    env = {**os.environ, **division.inference.env}
+    child = children.start("inference", roles.command("inference", run_dir, 1), env, logs, division.inference.cores)
+    return Server(child, children, config), resolve_model(config.model)
+
+
+# Environments -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task to play and how often."""
+
+    env: str
+    split: Split
+    task: int
+    num_episodes: int
+    sampling: dict[str, Any]
+
+
+@dataclass
+class Arena:
+    """Environment workers that are ready, and the policy that they sample from."""
+
+    pool: "WorkerPool"
+    ready: dict[str, Ready]
+    config: RLConfig
+    server: Server | None
+
+    async def play(self, label: str, jobs: list[Job], concurrency: int | None) -> AsyncGenerator[tuple[Job, list[Rollout]]]:
+        """Plays jobs, `concurrency` rollouts at once, and yields each job with its rollouts when it is finished. `label` names the
+        progress that is shown.
+
+        Close it with `contextlib.aclosing`: that cancels what is still being played. Raises RunError when nothing finishes for longer
+        than the rollouts' own deadlines allow, or when all fail from the start.
+        """
+        todo, playing = iter(jobs), {}
+        finished, failures, last = 0, [], time.monotonic()
+        patience_s = self.patience_s()
+        progress = Progress(label, sum(job.num_episodes for job in jobs))
+        try:
+            while True:
+                while sum(job.num_episodes for job in playing.values()) < (concurrency or CONCURRENCY) and (job := next(todo, None)):
+                    rollouts = self.pool.play(job.env, job.split, job.task, job.num_episodes, job.sampling, job.task)
+                    playing[asyncio.create_task(rollouts)] = job
+                if not playing:
+                    break
+                done, _ = await asyncio.wait({*playing, self.pool.failed}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                if self.pool.failed in done:
+                    self.pool.failed.result()
+                for task in done:
+                    job, rollouts = playing.pop(task), task.result()
+                    last, finished = time.monotonic(), finished + len(rollouts)
+                    failures += [rollout.error for rollout in rollouts if rollout.error]
+                    progress.advance(job.num_episodes)
+                    yield job, rollouts
+                if finished >= HOPELESS and len(failures) == finished:
+                    break
+                if self.server:
+                    self.server.check()
+                if time.monotonic() - last > patience_s:
+                    names = sorted({job.env for job in playing.values()})
+                    raise RunError(
+                        f"waited {patience_s:.0f} s for any of {len(playing)} tasks of {', '.join(names)} to finish, longer than their "
+                        f"deadlines (orchestrator.rollout_timeout_s, timeout_s); see {self.pool.log_dir}"
+                    )
+            if failures and len(failures) == finished:
+                raise RunError(f"all of the first {finished} rollouts failed; one of them:\n{failures[0]}\nSee {self.pool.log_dir}")
+        finally:
+            progress.close()
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    def patience_s(self) -> float:
+        """Seconds that a rollout may take at most: generated and scored, and both again for every retry."""
+        settings = self.config.orchestrator
+        limits = [entry.timeout_s or settings.rollout_timeout_s for entry in [*settings.environment, *settings.eval]]
+        return 2 * max(limits) * (settings.rollout_retries + 1) + 60.0
+
+
+@contextlib.asynccontextmanager
+async def arena(config: RLConfig, source: Source | None, work: Path, children: Children) -> AsyncIterator[Arena]:
+    """Starts the configured environments and, if the policy is a model, its server; ends them on exit.
+
+    Without a source the environments can only be described.
+    """
+    from rl.orchestrator.pool import WorkerPool  # 0.2 s, which `--help` does not need
+
+    server, pool = None, None
+    try:
+        if source is None or source.endpoint:
+            endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never asked
+            policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)
+        elif not source.model:
+            config = config.with_absolute_paths()
+            policy = policy_spec(config, resolve_model(config.model))
+        else:
+            server, folder = await start_server(config, source.model, work, children, source.adapter)
+            policy = policy_spec(server.config, folder)
+        settings = config.orchestrator
+        pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+        for setup in worker_setups(config, policy, pool.address):
+            pool.start(setup)
+        ready = await pool.sizes(settings.worker_timeout_s)
+        if server:
+            say(f"environments are ready; waiting for inference to serve {source.label} (log: {server.child.log})")
+            await server.ready()
+        yield Arena(pool, ready, config, server)
+    finally:
+        if pool:
+            await pool.close()
+        if server:
+            await server.end()
+
+
+class Progress:
+    """Shows how many rollouts are finished: a bar on a terminal, a line every PROGRESS_S elsewhere."""
+
+    def __init__(self, label: str, total: int):
+        self.label, self.total, self.done, self.printed, self.bar = label, total, 0, time.monotonic(), None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task(label, total=total)
+            self.bar.start()
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        if self.bar:
+            self.bar.update(self.task, completed=self.done)
+        elif time.monotonic() - self.printed > PROGRESS_S:
+            self.printed = time.monotonic()
+            say(f"  {self.label}: {self.done} of {self.total} rollouts")
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()

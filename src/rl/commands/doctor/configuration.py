@@ -1,0 +1,183 @@
+"""`rl doctor @ run.toml`: whether this machine has what a configuration needs."""
+
+import asyncio
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl.commands.arena import arena, check_environments
+from rl.commands.doctor.check import GIB, Check, fault_of, memory_bytes, needed_gib, output, start_module
+from rl.config.check import bound_wider, exposure
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.diagnosis.disk import REMEDY, needs, tensor_shapes
+from rl.launch import devices
+from rl.launch.children import Children
+from rl.run_dir.files import write_file
+from rl.run_dir.token import run_token
+from rl.system.errors import ConfigError, RunError
+from rl.system.machine import machine, visible_gpus
+from rl.wire.worker_messages import Ready
+
+MODEL_TIMEOUT_S = 300.0
+"""A model that comes out of a package is converted first."""
+CONNECT_S = 5.0
+FIND_MODEL, ASK_HUB, CHECK_ENGINE = "rl.models.folder", "rl.models.hub", "rl.inference.check"
+"""Modules that run in processes of their own, so that nothing heavy is imported here."""
+
+
+def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
+    """One check after the other, the cheap ones first."""
+    config = config.with_absolute_paths()
+    yield run_directory(config)
+    yield division(config)
+    yield from exposed(config)
+    yield from servers(config)
+    if config.wandb:
+        yield wandb()
+    with tempfile.TemporaryDirectory(prefix="rl-doctor-") as folder:
+        work = Path(folder)
+        write_file(work / "config.toml", to_toml(config).encode())
+        found, model = find_model(config, work, children)
+        yield found
+        if model:
+            yield from sizes(config, model)
+        if config.inference.vllm and not config.sft and not config.orchestrator.inference_urls:
+            yield engine_arguments(config, work, children)
+        if not config.sft:
+            yield from environments(config, work, children)
+
+
+def run_directory(config: RLConfig) -> Check:
+    """Whether a run of that name exists."""
+    root = config.run_dir.root
+    if config.run_dir.config.exists():
+        return Check("warn", "run", f"{root} exists: continue that run with --resume, delete it with --clean, or choose another --name")
+    return Check("ok", "run", f"{root} is free")
+
+
+def division(config: RLConfig) -> Check:
+    """Which process gets which GPUs and cores of this machine."""
+    try:
+        split = devices.split(config, machine())
+    except ConfigError as error:
+        return Check("FAIL", "devices", " ".join(str(error).split()))
+
+    def describe(share: devices.Share) -> str:
+        gpus = f"GPUs {','.join(map(str, share.gpus))} and " if share.gpus else ""
+        return f"{gpus}{len(share.cores)} cores"
+
+    text = f"trainer {describe(split.trainer)}, {split.ranks} rank{'s' if split.ranks > 1 else ''}"
+    if not config.sft and not config.orchestrator.inference_urls:
+        text += f"; inference {describe(split.inference)}"
+    return Check("ok", "devices", text)
+
+
+def exposed(config: RLConfig) -> Iterable[Check]:
+    """What other machines will be able to reach. Creates no token: that is the run's to do."""
+    texts = exposure(config)
+    try:
+        if os.environ.get("RL_TOKEN"):
+            run_token(bound_wider(config).values(), config.run_dir.status_dir)
+    except RunError as error:
+        yield Check("FAIL", "network", str(error))
+    for text in texts:
+        yield Check("warn", "network", text)
+    if not texts and not config.sft:
+        yield Check("ok", "network", "everything listens on loopback alone")
+
+
+def servers(config: RLConfig) -> Iterable[Check]:
+    """Servers that the run uses and does not start."""
+    orchestrator = config.orchestrator
+    teachers = [one.base_url for one in (orchestrator.teacher, *(env.teacher for env in orchestrator.environment)) if one]
+    heads = [env.head_server for env in (*orchestrator.environment, *orchestrator.eval) if env.head_server]
+    named = [("orchestrator.inference_urls", url) for url in orchestrator.inference_urls]
+    named += [("the teacher's base_url", url) for url in dict.fromkeys(teachers)] + [("head_server", url) for url in dict.fromkeys(heads)]
+    for key, url in named:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
+            yield Check("ok", "servers", f"{url} accepts connections")
+        except (OSError, ValueError) as error:
+            yield Check("FAIL", "servers", f"{key} = {url}: {error}; start that server first, or mend the address")
+
+
+def wandb() -> Check:
+    """Whether there is a key for W&B."""
+    if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+        return Check("ok", "wandb", f"WANDB_MODE={os.environ['WANDB_MODE']}: nothing is sent")
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    if os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace")):
+        return Check("ok", "wandb", "a key is there")
+    return Check("warn", "wandb", "no key: `wandb login`, or WANDB_API_KEY, or WANDB_MODE=offline")
+
+
+def find_model(config: RLConfig, work: Path, children: Children) -> tuple[Check, Path | None]:
+    """The model's folder if it is on this machine; else whether the hub has it. Nothing is downloaded."""
+    name = config.model.name
+    child = start_module(children, work, "model", FIND_MODEL, str(work / "config.toml"), HF_HUB_OFFLINE="1")
+    fault, lines = fault_of(child, MODEL_TIMEOUT_S), output(child)
+    if not fault:
+        return Check("ok", "model", f"{name}: {lines[-1]}"), Path(lines[-1])
+    is_path = name.startswith((".", "/", "~")) or Path(name).is_dir() or name.count("/") > 1
+    if child.exit_code == 1 and not is_path:
+        hub = start_module(children, work, "hub", ASK_HUB, name)
+        if not fault_of(hub, MODEL_TIMEOUT_S):
+            download = int(output(hub)[-1]) / GIB
+            return Check("ok", "model", f"{name}: not here yet; the start of the run downloads {download:.1f} GiB from the hub"), None
+    return Check("FAIL", "model", lines[-1] if child.exit_code == 1 and lines else f"looking for {name} {fault}"), None
+
+
+def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
+    """Memory and disk for this model. The memory of GPUs is not judged: the trainer tries it at its start."""
+    count = sum(map(math.prod, tensor_shapes(model)))
+    if not count:
+        return
+    if not visible_gpus(dict(os.environ)):
+        free, need = memory_bytes()[1] / GIB, needed_gib(count)
+        text = f"{count / 1e6:.0f}M weights take about {need:.0f} GiB on a CPU, {free:.1f} GiB are free"
+        remedy = ": a smaller model, trainer.lora, or a larger machine"
+        yield Check("warn", "memory", text + remedy) if need > free else Check("ok", "memory", text)
+    for need in needs(config, model):
+        yield Check("ok", "disk", str(need)) if need.fits else Check("warn", "disk", f"{need}: {REMEDY}")
+
+
+def engine_arguments(config: RLConfig, work: Path, children: Children) -> Check:
+    """`[inference.vllm]` as vLLM's own parser reads it."""
+    child = start_module(children, work, "vllm-arguments", CHECK_ENGINE, str(work / "config.toml"))
+    fault = fault_of(child, MODEL_TIMEOUT_S)
+    if not fault:
+        return Check("ok", "vllm", f"inference.vllm: {', '.join(config.inference.vllm)} are arguments of vLLM")
+    lines = [line for line in output(child) if line.startswith("inference.vllm.")]
+    return Check("FAIL", "vllm", "; ".join(lines) or f"reading inference.vllm {fault}")
+
+
+def environments(config: RLConfig, work: Path, children: Children) -> Iterable[Check]:
+    """Whether each is installed, and loads in a process as a run would have it."""
+    config = config.model_copy(deep=True)
+    for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
+        entry.workers = 1
+
+    async def load() -> dict[str, Ready]:
+        async with arena(config, None, work, children) as ground:
+            return ground.ready
+
+    try:
+        check_environments(config)
+        loaded = asyncio.run(load())
+    except RunError as error:
+        yield Check("FAIL", "environment", str(error))
+        return
+    for name, ready in loaded.items():
+        train = "ever new tasks" if ready.num_train is None else f"{ready.num_train} training examples"
+        text = f"{name}: {train}" + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation")
+        if ready.num_train == 0 and name in [env.label for env in config.orchestrator.environment]:
+            yield Check("FAIL", "environment", f"{text}; check its arguments (args)")
+        else:
+            yield Check("ok", "environment", text)

@@ -1,0 +1,120 @@
+"""`rl doctor`: checks a machine, a configuration or a run, and whether trainer and inference compute the same for a model."""
+
+import json
+import os
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+from rl.commands.doctor.machine import machine_checks
+from rl.commands.options import Option, load, take, usage
+from rl.commands.policy_spec import run_dir_of, stored_config
+from rl.config.command_line import fail, load_config
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.system.errors import RunError
+
+OPTIONS = (
+    Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),
+    Option("json", "", "print the result as JSON"),
+    Option("verify", "", "of a run: read every byte of its batches, checkpoints and weights and check it"),
+    Option("parity", "MODEL", "compare trainer and inference on this model (a folder, or an id on the hub)"),
+    Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
+    Option("dtype", "float32|bfloat16", "with --parity: this one alone; default: first the one, then the other"),
+)
+HELP = usage(
+    "usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...\n\n"
+    "  rl doctor                   checks this machine before a run: versions, cores, memory, disk, ports, locks, GPUs, and a five-second\n"
+    "                              vLLM server and training step (with their start: a minute)\n"
+    "  rl doctor @ run.toml        the same, and this configuration: model, environments, engine arguments, devices, disk\n"
+    "  rl doctor RUN               what a run, alive or dead, is doing, what everything waits for, and why its reward does not rise;\n"
+    "                              RUN is its directory, or its name under outputs/\n"
+    "  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores the same tokens as the trainer\n"
+    "                              does, prints how far apart they are, and what a difference points to\n\n"
+    "Exit code 0: all is well; 1: something is wrong, and the output says what to do.",
+    OPTIONS,
+)
+NO_ENVIRONMENT = {"orchestrator.environment.id": ("none", "rl doctor")}
+"""Without a configuration nothing is played."""
+
+
+def main(args: list[str], children: Children) -> int:
+    values, rest = take("rl doctor", args, OPTIONS)
+    if {"-h", "--help", "--schema"} & set(rest):
+        load_config(rest, "rl doctor", usage=HELP)
+    if values["parity"]:
+        return parity(args, children)
+    if rest and not rest[0].startswith(("-", "@")):
+        if len(rest) > 1:
+            fail("rl doctor", f"{rest[1]}: a run has its own configuration; give RUN alone, with --json or --verify")
+        return run(rest[0], verify=bool(values["verify"]), as_json=bool(values["json"]))
+    given = {} if rest else NO_ENVIRONMENT
+    config, _ = load_config(
+        rest, "rl doctor", variables=os.environ, usage=HELP, given=given, optional=() if rest else ("orchestrator.sampling.max_tokens",)
+    )
+    return examine(config, children, with_config=bool(rest), smoke=not values["no_smoke"], as_json=bool(values["json"]))
+
+
+def parity(args: list[str], children: Children) -> int:
+    """The comparison of trainer and inference."""
+    config, _, values = load("rl doctor", args, OPTIONS, HELP, given=NO_ENVIRONMENT, optional=("orchestrator.sampling.max_tokens",))
+    from rl.commands.arena import run as play
+    from rl.commands.doctor.agreement import examine
+
+    return play("rl doctor", children, examine(config, values, children))
+
+
+def find_run(name: str) -> Path:
+    """The directory of a run that is named by it, or by its name under the default output_dir. Ends the program with 2."""
+    places = [Path(name).expanduser(), Path(RLConfig.model_fields["output_dir"].default) / name]
+    for place in places:
+        if (place / "config.toml").is_file():
+            return place.absolute()
+    if name.endswith(".toml"):
+        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
+    fail("rl doctor", f"{name}: no run; there is no config.toml in {' or '.join(dict.fromkeys(map(str, places)))}")
+
+
+def run(name: str, *, verify: bool, as_json: bool) -> int:
+    """Prints the diagnosis of a run."""
+    root = find_run(name)
+    try:
+        config = stored_config(root)
+    except RunError as error:
+        fail("rl doctor", str(error))
+    from rl.commands.doctor.files import damaged_files
+    from rl.diagnosis.waits import diagnose
+
+    run_dir = run_dir_of(root, config)
+    found = diagnose(run_dir, config)
+    problems = list(found.problems)
+    if verify:
+        problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
+    if as_json:
+        content = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems, "lines": found.lines}
+        print(json.dumps(content, indent=1))
+    else:
+        print("\n".join([f"run {root}", *(f"  {line}" for line in found.lines)]))
+        print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"ok    {found.bottleneck}")
+        if verify and not problems:
+            print("ok    every file holds what was written")
+    return 1 if problems else 0
+
+
+def examine(config: RLConfig, children: Children, *, with_config: bool, smoke: bool, as_json: bool) -> int:
+    """All checks, each printed when it is known. Returns 1 if one failed."""
+    from rl.commands.doctor.configuration import config_checks
+    from rl.commands.doctor.smoke import smoke_checks
+
+    found = []
+    configured = config_checks(config, children) if with_config else ()
+    for check in chain(machine_checks(config, with_config), configured, smoke_checks(config, children) if smoke else ()):
+        found.append(check)
+        if not as_json:
+            print(check, flush=True)
+    failed = [check for check in found if check.level == "FAIL"]
+    if as_json:
+        print(json.dumps({"fine": not failed, "checks": [asdict(check) for check in found]}, indent=1))
+    elif failed:
+        print(f"{len(failed)} of {len(found)} checks failed: {', '.join(check.name for check in failed)}")
+    return 1 if failed else 0

@@ -1,0 +1,224 @@
+"""The policy that `--policy SPEC` names: a model's folder or id, a version of a run, or an endpoint."""
+
+import difflib
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.config.command_line import from_toml
+from rl.config.run import RLConfig
+from rl.launch.prepare import ranges
+from rl.models.folder import read_json
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.token import authorization
+from rl.system.errors import ConfigError, RunError
+from rl.wire.worker_messages import Endpoint
+
+if TYPE_CHECKING:
+    import httpx
+
+CHECK_TIMEOUT_S = 30.0
+MAX_LISTED = 10
+"""Number of alternatives that an error lists."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy to play: a model, an endpoint, or without either the configuration's own inference servers, which run already."""
+
+    label: str
+    model: str = ""
+    """A folder, or an id on the hub, that the command serves."""
+    adapter: str = ""
+    """A folder of peft adapters that the model is served with."""
+    policy_version: int | None = None
+    """The version if the policy comes from a run."""
+    endpoint: Endpoint | None = None
+
+    @property
+    def slug(self) -> str:
+        """The label in a form that fits a file name."""
+        return re.sub(r"[^\w.@-]+", "-", self.label).strip("-.") or "policy"
+
+
+def resolve(spec: str | None, config: RLConfig, model: str | None, key_var: str | None, evals: tuple[str, ...] = ()) -> Source:
+    """The policy that `spec` names; without one, the configuration's servers or model. Raises RunError.
+
+    model, key_var: an endpoint's model, and the environment variable with its key. evals: labels of evaluations; `@best` means the first
+    of them that the run has.
+    """
+    if spec is None and (urls := config.orchestrator.inference_urls):
+        for url in urls:
+            check_server(url)
+        return Source(f"{Path(config.model.name).name} at {urls[0]}")
+    if spec is None:
+        return Source(Path(config.model.name).name, config.model.name)
+    if re.match(r"https?://", spec):
+        url, _, named = spec.partition("#")
+        return check_endpoint(url, model or named or None, key_var or "OPENAI_API_KEY")
+    if run := split_run(spec):
+        return version_of_run(*run, evals)
+    check_not_a_run(spec)
+    return from_folder(Path(spec).name, spec)
+
+
+# Runs -------------------------------------------------------------------------------------------------------------------
+
+
+def split_run(spec: str) -> tuple[Path, str] | None:
+    """(run directory, text after the @) of a SPEC that names a run; None for any other."""
+    for text, version in ((spec, ""), spec.rpartition("@")[::2]):
+        root = Path(text).expanduser()
+        if text and (root / "config.toml").is_file() and not (root / "config.json").exists():
+            return root, version
+    return None
+
+
+def find_run(spec: str) -> tuple[Path, str]:
+    """(run directory, text after the @) of a SPEC that must name a run. Raises RunError."""
+    if found := split_run(spec):
+        return found
+    check_not_a_run(spec)
+    raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml")
+
+
+def stored_config(root: Path) -> RLConfig:
+    """The configuration that a run was made with. Raises RunError."""
+    try:
+        return from_toml(root / "config.toml")
+    except ConfigError as error:
+        raise RunError(f"{root / 'config.toml'} was not written by this version of rl:\n{error}") from None
+
+
+def run_dir_of(root: Path, config: RLConfig) -> RunDir:
+    """A run's directory where it lies now, which may not be where its configuration says: runs are moved and copied."""
+    return RunDir(root, config.run_dir.weights_dir if config.trainer.weights.dir else root / "weights")
+
+
+def check_not_a_run(spec: str) -> None:
+    """Raises RunError for a misspelt run. A folder passes, and an id on the hub, which does not start with a folder that exists."""
+    if Path(spec).expanduser().is_dir():
+        return
+    path = Path(spec.rpartition("@")[0] or spec).expanduser()
+    parent = path.parent
+    if spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or (spec.count("/") == 1 and parent.is_dir()):
+        runs = sorted(found.parent.name for found in parent.glob("*/config.toml")) if parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, runs, n=1) or runs[:MAX_LISTED]
+        remedy = f"in {parent} there are the runs {', '.join(close)}" if close else "give a model's folder, its id on the hub, or a run"
+        raise RunError(f"{spec}: there is no such run and no such model folder; {remedy}")
+
+
+def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
+    """A version of a run's policy: the newest, one by its number, or the best in an evaluation."""
+    config = stored_config(root)
+    weights = run_dir_of(root, config).weights_dir
+    there = numbered(weights)
+    number = version_number(root, version, there, evals)
+    label = f"{root.resolve().name}@{number}"
+    if number == 0:
+        return Source(label, config.model.name, policy_version=0)
+    if number not in there:
+        raise RunError(
+            f"{root}@{version or number}: version {number} is not in {weights}; there are {ranges(there)} (and 0, the base model). "
+            "Which ones a run keeps is set by trainer.weights.keep_last and keep_every"
+        )
+    return from_folder(label, str(there[number]), number, config.model.name)
+
+
+def from_folder(label: str, model: str, version: int | None = None, base: str | None = None) -> Source:
+    """A model's folder or its id on the hub. A folder of adapters means its base model (`base`, else the one that it names) with them."""
+    adapter = Path(model).expanduser() / "adapter_config.json"
+    if not adapter.is_file():
+        return Source(label, model, policy_version=version)
+    base = base or read_json(adapter).get("base_model_name_or_path")
+    if not base:
+        raise RunError(f"{model}: are adapters that do not name their base model; set base_model_name_or_path in {adapter}")
+    return Source(label, base, str(adapter.parent.absolute()), version)
+
+
+def version_number(root: Path, version: str, there: Collection[int], evals: tuple[str, ...]) -> int:
+    """The number that the text after the @ means; without one, the newest of `there`. Raises RunError."""
+    if not version:
+        return max(there, default=0)
+    if version.startswith("best"):
+        return best_version(root, version.removeprefix("best").removeprefix(":"), evals)
+    if version.isascii() and version.isdigit():
+        return int(version)
+    raise RunError(f"{root}@{version}: give a version's number, or best")
+
+
+def best_version(root: Path, name: str, evals: tuple[str, ...]) -> int:
+    """The best version by evals/best.json in the evaluation `name`, else in the first of `evals` that the run has. Raises RunError."""
+    path, remedy = root / "evals" / "best.json", f"name a version: {root}@12"
+    if not path.exists():
+        raise RunError(f"{root}@best: the run has no finished evaluation ({path}); {remedy}")
+    entries = {name: entry for name, entry in read_json(path, remedy).items() if isinstance(entry, dict)}
+    best = {name: entry["policy_version"] for name, entry in entries.items() if isinstance(entry.get("policy_version"), int)}
+    wanted = [name] if name else [label for label in evals if label in best][:1] or list(best)
+    if name and name not in best:
+        raise RunError(f"{root}@best:{name}: the run has no such evaluation; it has {', '.join(best)}")
+    versions = {best[label] for label in wanted}
+    if not versions:
+        raise RunError(f"{path}: names no version; {remedy}")
+    if len(versions) > 1:
+        raise RunError(f"{root}@best: the evaluations differ in it; name one: {', '.join(f'{root}@best:{label}' for label in wanted)}")
+    return versions.pop()
+
+
+# Servers that run already -----------------------------------------------------------------------------------------------
+
+
+def check_server(url: str) -> None:
+    """Raises RunError if no inference server of rl answers at the address, which may end with /v1."""
+    import httpx  # 0.3 s, which `--help` does not need
+
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        response = httpx.get(f"{url}/status", headers=authorization(Path()), timeout=CHECK_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise RunError(f"orchestrator.inference_urls: no inference server answers at {url} ({error}); is it running?") from None
+    if response.status_code == 401:
+        raise RunError(f"orchestrator.inference_urls: {url} wants its run's token: set RL_TOKEN to it (status/token of that run)")
+    if response.status_code != 200:
+        raise RunError(f"orchestrator.inference_urls: {url} is no inference server of rl; for another one give --policy {url}/v1")
+
+
+def check_endpoint(url: str, model: str | None, key_var: str) -> Source:
+    """An OpenAI-compatible endpoint as policy; asks it for its models first. Raises RunError if it cannot be used."""
+    import httpx
+
+    url = url.rstrip("/")
+    key = os.environ.get(key_var)
+    try:
+        response = httpx.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=CHECK_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise RunError(
+            f"{url}: nobody answers ({type(error).__name__}: {error}); is the server running, and is this its address?"
+        ) from None
+    if response.status_code in (401, 403):
+        state = "is refused" if key else "is not set"
+        raise RunError(f"{url}: answered {response.status_code}; its key is taken from ${key_var}, which {state} (see --api-key-var)")
+    return Source(model := choose_model(url, response, model), endpoint=Endpoint(base_url=url, model=model, api_key_var=key_var))
+
+
+def choose_model(url: str, response: "httpx.Response", model: str | None) -> str:
+    """The model to ask for: `model`, which an endpoint that lists none is trusted to have, else the only one. Raises RunError."""
+    try:
+        names = [entry["id"] for entry in response.json()["data"]] if response.status_code == 200 else []
+    except (ValueError, KeyError, TypeError):
+        names = []
+    if not names and not model:
+        hint = "" if url.endswith("/v1") else " (most addresses end with /v1)"
+        raise RunError(f"{url}: does not say which models it has (answer {response.status_code}){hint}; name one with --endpoint-model")
+    if not names or model in names:
+        return model or ""
+    listed = ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
+    if model:
+        close = difflib.get_close_matches(model, names, n=1)
+        raise RunError(f"{url}: has no model {model}; " + (f"did you mean {close[0]}?" if close else f"it has {listed}"))
+    if len(names) > 1:
+        raise RunError(f"{url}: has several models; choose one with --endpoint-model: {listed}")
+    return names[0]

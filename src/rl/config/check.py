@@ -1,0 +1,223 @@
+"""Faults between settings: those that no single section can see."""
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+
+from rl.config.base import MAX_LABEL, MAX_RUN_NAME, name_fault, text_fault
+from rl.config.loss import (
+    EVERYTHING,
+    AnyLossConfig,
+    CispoConfig,
+    ClipConfig,
+    CrossEntropyConfig,
+    CustomConfig,
+    GspoConfig,
+    PolicyGradientConfig,
+)
+from rl.config.orchestrator import EnvSource, NoCreditConfig
+from rl.config.run import RLConfig
+from rl.config.sft import SftConfig
+from rl.config.trainer import OptimConfig
+from rl.run_dir.token import REMEDY, VARIABLE, given_token, is_loopback, token_file
+from rl.system.credentials import secret_faults, strings
+from rl.system.errors import RunError
+from rl.system.functions import find_fault
+
+Fault = tuple[str, object, str]
+"""(key of a setting, its value, what to do about it)."""
+MASKS = ("token_mask", "sequence_mask", "geometric_mask")
+
+
+def hosts(config: RLConfig) -> dict[str, str]:
+    """The addresses that processes of the run bind, by the key of their setting."""
+    return {"inference.host": config.inference.host, "orchestrator.host": config.orchestrator.host}
+
+
+def bound_wider(config: RLConfig) -> dict[str, str]:
+    """Those hosts that open a process of the run to other machines."""
+    return {} if config.sft else {key: host for key, host in hosts(config).items() if not is_loopback(host)}
+
+
+def exposure(config: RLConfig) -> list[str]:
+    """Sentences that say what is open to other machines, and what guards it."""
+    guard = f"the token in ${VARIABLE}" if os.environ.get(VARIABLE) else f"the token in {token_file(config.run_dir.status_dir)}"
+    effects = {
+        "inference.host": f"every path of the inference server is open to other machines that send {guard}; what is sent is not "
+        "encrypted, so let it cross only a network that you trust",
+        "orchestrator.host": f"the orchestrator answers other machines that have {guard} (CURVE, encrypted)",
+    }
+    return [f"{key} = {host}: {effects[key]}" for key, host in bound_wider(config).items()]
+
+
+def access_faults(config: RLConfig) -> Iterator[Fault]:
+    """Faults of hosts, addresses and token. The token's value is not among them."""
+    for key, host in hosts(config).items():
+        if not re.fullmatch(r"[\w.:%-]+", host):
+            yield key, host, "is no address; give 127.0.0.1, an address or name of this machine, or 0.0.0.0 for all"
+    for url in config.orchestrator.inference_urls:
+        if not re.match(r"https?://[^/]", url):
+            yield "orchestrator.inference_urls", url, "give addresses like http://host:8000"
+    try:
+        given_token()
+    except RunError:
+        yield VARIABLE, "(hidden)", REMEDY
+
+
+def check(config: RLConfig) -> Iterator[Fault]:
+    """Every fault between settings."""
+    if fault := name_fault(config.name, MAX_RUN_NAME):
+        yield "name", config.name, f"is a directory's name: {fault}; use output_dir for the place"
+    dump = config.model_dump()
+    for key, text in strings(dump):
+        if fault := text_fault(text):
+            yield key, text, fault
+    yield from secret_faults(dump)
+    yield from access_faults(config)
+    if config.sft:
+        yield from check_sft(config.sft, config.trainer.loss)
+    elif not config.trainer.data.fake:
+        yield from check_sampling(config)
+    yield from check_loss(config.trainer.loss)
+    if config.trainer.lora and not config.trainer.lora.targets:
+        yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
+    if config.trainer.optim.offload and config.trainer.gpus == 0:
+        remedy = "moves weights and optimizer state from GPU to CPU memory, and trainer.gpus = 0 trains on the CPU: leave it out"
+        yield "trainer.optim.offload", True, remedy
+    trainer, inference = as_ids(config.trainer.gpus), as_ids(config.inference.gpus)
+    if (both := set(trainer) & set(inference)) and max(len(trainer), len(inference)) > 1:
+        yield "inference.gpus", inference, f"shares {sorted(both)} with trainer.gpus; only a single GPU is shared"
+
+
+def check_sampling(config: RLConfig) -> Iterator[Fault]:
+    """Faults of what is played: whether there is an environment, and whether groups and answers fit."""
+    settings, max_tokens = config.orchestrator, config.orchestrator.sampling.max_tokens
+    if not settings.environment:
+        yield "orchestrator.environment", [], "name what to train on: --orchestrator.environment.id owner/name"
+    group_size = max([settings.group_size, *(env.group_size or 0 for env in settings.environment)])
+    if settings.batch_size < group_size:
+        remedy = f"is less than one group of {group_size} rollouts (group_size); raise it or lower that"
+        yield "orchestrator.batch_size", settings.batch_size, remedy
+    if config.max_lag > settings.max_off_policy_steps:
+        limit = f"orchestrator.max_off_policy_steps = {settings.max_off_policy_steps}"
+        yield "max_lag", config.max_lag, f"lets rollouts get too old for {limit}; lower it or raise that"
+    if max_tokens >= config.model.max_model_len:
+        remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
+        yield "orchestrator.sampling.max_tokens", max_tokens, remedy
+    for kind, entries in (("environment", settings.environment), ("eval", settings.eval)):
+        labels = [entry.label for entry in entries]
+        for i, entry in enumerate(entries):
+            yield from check_source(f"orchestrator.{kind}.{i}", entry)
+            if entry.label in labels[:i]:  # metrics and files bear it
+                yield f"orchestrator.{kind}.{i}.name", entry.label, "is taken by another one; give each its own name"
+    yield from check_credit(config)
+
+
+def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
+    """Faults of one entry: it must name a package, or rows with a reward function, or a NeMo Gym server with its rows."""
+    if bool(entry.id) == bool(entry.dataset):
+        remedy = "give either id (an installed environment), or dataset (rows) with reward or head_server"
+        yield f"{key}.id", entry.id or "", remedy
+    elif entry.dataset and bool(entry.reward) == bool(entry.head_server):
+        yield f"{key}.reward", entry.reward, "a dataset needs either reward = file.py:function or a NeMo Gym head_server"
+    if fault := name_fault(entry.label, MAX_LABEL):
+        yield f"{key}.name", entry.label, f"is part of file names: {fault}"
+
+
+def as_ids(devices: int | list[int] | None) -> list[int]:
+    """Device ids of a setting; empty for a count, which names none."""
+    return devices if isinstance(devices, list) else []
+
+
+def warn_about(config: RLConfig) -> None:
+    """Warns of settings that work, but whose effect the user should know."""
+    if config.trainer.lora and config.trainer.optim.lr == OptimConfig().lr:
+        message = (
+            f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
+            "ten to a hundred times as much (1e-5 to 1e-4) to learn as fast"
+        )
+        warnings.warn(message, stacklevel=2)
+    for sentence in exposure(config):
+        warnings.warn(sentence, stacklevel=2)
+    for key in ("top_p", "top_k", "min_p"):
+        value = getattr(config.orchestrator.sampling, key)
+        if value is not None:
+            message = (
+                f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
+                "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
+            )
+            warnings.warn(message, stacklevel=2)
+
+
+def check_credit(config: RLConfig) -> Iterator[Fault]:
+    """Faults of credit, difficulty pools, teachers and temperature, for each environment with its own settings."""
+    settings = config.orchestrator
+    environments = {f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)}
+    for key, place in {"orchestrator": settings, **environments}.items():
+        if place.teacher and not place.teacher.base_url.startswith(("http://", "https://")):
+            yield f"{key}.teacher.base_url", place.teacher.base_url, "give an address like http://host:8000/v1"
+        if place.teacher and config.trainer.loss.teacher_coefficient == 0:
+            remedy = "has no effect, for trainer.loss.teacher_coefficient = 0: raise that, or leave the teacher out"
+            yield f"{key}.teacher.base_url", place.teacher.base_url, remedy
+    for key, env in environments.items():
+        teacher, temperature = env.teacher or settings.teacher, config.sampling_of(env)["temperature"]
+        if isinstance(env.credit or settings.credit, NoCreditConfig) and not teacher:
+            remedy = f"leaves environment {env.label} nothing to learn from without a teacher; take dr_grpo"
+            yield f"{key if env.credit else 'orchestrator'}.credit.type", "none", remedy
+        if temperature == 0:
+            yield f"{key}.sampling.temperature", 0, "is greedy; all rollouts of a group would be equal"
+        if teacher and temperature != 1:
+            where = "orchestrator" if env.sampling.temperature is None else key
+            remedy = f"does not go with a teacher (environment {env.label}): vLLM scores given tokens at temperature 1 only; set it to 1"
+            yield f"{where}.sampling.temperature", temperature, remedy
+        if env.difficulty and env.difficulty.easy_above < env.difficulty.hard_up_to:
+            remedy = f"is below hard_up_to = {env.difficulty.hard_up_to}; a task cannot be easy and hard"
+            yield f"{key}.difficulty.easy_above", env.difficulty.easy_above, remedy
+
+
+def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
+    """Faults of the loss: combinations that make no sense."""
+    for name in MASKS:
+        low, high = getattr(loss, name)
+        if not low <= 1 <= high:
+            remedy = "leaves out r = 1, where trainer and sampler agree; give lowest and highest value, around 1: [0.5, 2.0]"
+            yield f"trainer.loss.{name}", [low, high], remedy
+    if loss.constant_length is not None and loss.aggregation != "constant":
+        remedy = f'divides only with trainer.loss.aggregation = "constant", which is "{loss.aggregation}": set that, or leave this out'
+        yield "trainer.loss.constant_length", loss.constant_length, remedy
+    if loss.kl_reference is not None and not loss.kl_coefficient:
+        remedy = "has no effect while trainer.loss.kl_coefficient is 0: set that, or leave this out"
+        yield "trainer.loss.kl_reference", loss.kl_reference, remedy
+    if isinstance(loss, ClipConfig | CispoConfig | GspoConfig):
+        yield from check_clip(loss)
+    if isinstance(loss, PolicyGradientConfig) and loss.importance == "none" and loss.truncate != PolicyGradientConfig().truncate:
+        remedy = 'has no weight to truncate with trainer.loss.importance = "none": set that to "token", or leave this out'
+        yield "trainer.loss.truncate", loss.truncate, remedy
+    if isinstance(loss, CustomConfig) and (fault := find_fault(loss.function)):
+        yield "trainer.loss.function", loss.function, fault
+
+
+def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:
+    """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on."""
+    if loss.clip_low == 0 and loss.clip_high == 0:
+        remedy = 'and trainer.loss.clip_low = 0 leave no ratio unclipped; raise one, or use type = "policy_gradient", which has no clip'
+        yield "trainer.loss.clip_high", 0.0, remedy
+    name = "geometric_mask" if isinstance(loss, GspoConfig) else "token_mask"  # of the ratio that is clipped
+    low, high = getattr(loss, name)
+    if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:
+        clip = f"[{1 - loss.clip_low:g}, {1 + loss.clip_high:g}]"
+        yield f"trainer.loss.{name}", [low, high], f"masks every ratio that the clip to {clip} would act on; widen it, or leave it out"
+
+
+def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:
+    """Faults between settings of fine-tuning."""
+    if not isinstance(loss, CrossEntropyConfig):
+        yield "trainer.loss.type", loss.type, "supervised fine-tuning minimises cross entropy; leave trainer.loss out"
+    for key in MASKS if isinstance(loss, CrossEntropyConfig) else ():
+        if getattr(loss, key) != EVERYTHING:
+            remedy = "compares trainer and sampler, and examples have no sampler: leave it out"
+            yield f"trainer.loss.{key}", list(getattr(loss, key)), remedy
+    if config.validation_fraction and (config.validation or config.validation_split):
+        remedy = "holds out a part of the data, and sft.validation or sft.validation_split names other data: give one of them"
+        yield "sft.validation_fraction", config.validation_fraction, remedy

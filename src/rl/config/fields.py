@@ -1,0 +1,46 @@
+"""What the config classes declare: the keys below a class, and each key's type in a user's words."""
+
+import types
+import typing
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+
+def models_in(annotation: object) -> list[type[BaseModel]]:
+    """The config classes inside an annotation such as `list[EnvConfig]`, `WandbConfig | None` or a union told apart by `type`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
+
+
+def tags(model: type[BaseModel]) -> tuple[str, ...]:
+    """The values of `type` that choose this class in a union; empty for a class that is in none."""
+    return typing.get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
+
+
+def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key below a config class by its dotted name, sections included. Of a union's classes, the first that has a key describes it."""
+    tree: dict[str, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        tree[prefix + name] = info
+        for inner in models_in(info.annotation):
+            for key, below in field_tree(inner, f"{prefix}{name}.").items():
+                tree.setdefault(key, below)
+    return tree
+
+
+def accepts_switch(annotation: object) -> bool:
+    """Whether true or false can be a value: of a bool, or of a section that is switched on."""
+    return annotation is bool or bool(models_in(annotation)) or any(map(accepts_switch, typing.get_args(annotation)))
+
+
+def type_name(annotation: object) -> str:
+    """A type as a user would write it: `int|list[int]`, `bfloat16|float32`."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(value) for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return "|".join(type_name(arg) for arg in typing.get_args(annotation) if arg is not types.NoneType)
+    if typing.get_origin(annotation) is dict:
+        return "table"
+    return str(annotation) if typing.get_args(annotation) else getattr(annotation, "__name__", str(annotation))

@@ -1,0 +1,32 @@
+"""Settings of the inference server."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl.config.base import Devices, Settings
+
+
+class InferenceConfig(Settings):
+    """One vLLM server. Several servers: start `inference` on each host and list their addresses in `orchestrator.inference_urls`."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback opens the server to other machines that have the run's token (docs/security.md)."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0: a free one. The address is published in status/inference.json."""
+    gpus: Devices = None
+    """GPUs of the server: a count, or a list of ids ("0,1"). Default: all that the trainer does not take; 0 runs on the CPU."""
+    cpus: Devices = None
+    """CPU cores of the server: a count, or a list of ids. Default: all cores, shared with the trainer."""
+    startup_timeout_s: float = Field(900.0, gt=0)
+    """Seconds that the server may take until it answers."""
+    engine_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that vLLM's engine may leave a request of the server unanswered: then it is killed, and the server ends with it, to be
+    started again. It answers between two steps, which take long on a CPU; while it puts new weights in place it has ten times as long.
+    An engine that is stopped is noticed sooner: see supervisor.silence_s."""
+    adapters: Literal["auto", "merge", "hot"] = "auto"
+    """How versions of a run with trainer.lora are served. `hot`: adapters beside the model, loaded without a pause; requests in flight
+    keep theirs. `merge`: added to the model's weights, as fast as the model alone. `auto`: hot on GPUs; merge on the CPU, where hot takes 5
+    times as long."""
+    vllm: dict[str, Any] = {}
+    """vLLM engine arguments by name, such as `tensor_parallel_size = 2`; checked against vLLM's own when the server starts."""

@@ -1,0 +1,286 @@
+"""Settings of the orchestrator: environments, sampling, batches, evals."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rl.config.base import PATH_IF_WRITTEN_AS_ONE, Settings, default_type, switch
+
+
+class CreditSettings(Settings):
+    """What every kind of credit has."""
+
+    length_penalty: float = Field(0.0, ge=0)
+    """Weight of a penalty for length that is subtracted from the reward before credit: this, times the group's mean reward (within 0..1),
+    times the rollout's tokens relative to the longest of its group. Metrics show the true reward; 0: off."""
+
+
+class DrGrpoConfig(CreditSettings):
+    """Dr. GRPO: reward minus the mean of its group."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+
+
+class GrpoConfig(CreditSettings):
+    """GRPO: reward minus the mean of its group, divided by the group's standard deviation."""
+
+    type: Literal["grpo"] = "grpo"
+    epsilon: float = Field(1e-4, gt=0)
+    """Added to the standard deviation: rewards that differ by less than this count as nearly equal."""
+
+
+class RlooConfig(CreditSettings):
+    """RLOO: reward minus the mean of the other rollouts of its group."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+class MaxRlConfig(CreditSettings):
+    """MaxRL: reward minus the mean of its group, divided by that mean; for rewards from 0 on."""
+
+    type: Literal["max_rl"] = "max_rl"
+
+
+class ReinforcePlusPlusConfig(CreditSettings):
+    """REINFORCE++: rewards normalised by mean and standard deviation over each environment's rollouts of the whole batch."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    group_baseline: bool = False
+    """Whether the mean of its group is subtracted from each reward first."""
+
+
+class NoCreditConfig(CreditSettings):
+    """No advantage from rewards: only the teacher is learned from."""
+
+    type: Literal["none"] = "none"
+
+
+AnyCreditConfig = DrGrpoConfig | GrpoConfig | RlooConfig | MaxRlConfig | ReinforcePlusPlusConfig | NoCreditConfig
+CreditConfig = Annotated[Annotated[AnyCreditConfig, Field(discriminator="type")], default_type("dr_grpo")]
+
+
+def short_name(env_id: str) -> str:
+    """`owner/name@version` without owner and version; a file's name without its ending."""
+    return Path(env_id.split("@")[0]).stem
+
+
+class SamplingOverrides(Settings):
+    """How one environment's rollouts are sampled; what is not given is as in orchestrator.sampling."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Most new tokens in one turn."""
+    temperature: float | None = Field(None, ge=0)
+    """Softmax temperature; 0 is greedy, in evaluations only."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Probability mass of nucleus sampling. Tokens outside have probability 0 for the sampler but not for the trainer: ratios below 1."""
+    top_k: int | None = Field(None, ge=1)
+    """Number of likeliest tokens that are sampled from; ratios are as with top_p."""
+    min_p: float | None = Field(None, gt=0, le=1)
+    """Lowest probability of a token that is sampled, relative to the likeliest one; ratios are as with top_p."""
+    stop: list[str] | None = None
+    """Strings that end a turn."""
+
+
+class SamplingConfig(SamplingOverrides):
+    """How training rollouts are sampled: at plain temperature, for what truncates the distribution also changes the importance ratio."""
+
+    max_tokens: int = Field(256, ge=1)
+    """Most new tokens in one turn."""
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; the trainer scores tokens at the same one."""
+
+
+class EnvSource(Settings):
+    """An environment: an installed package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
+
+    id: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
+    """An installed environment, classic or v1: `name`, `owner/name`, `owner/name@version`; or the `./folder` of one that is not
+    installed."""
+    dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
+    """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; for a NeMo Gym server its rows."""
+    eval_dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
+    """Rows for evaluations, given as in `dataset`. Default: `dataset`."""
+    reward: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
+    """Reward function for `dataset`: `file.py:function` or `module:function`."""
+    system_prompt: str | None = None
+    """System message before every prompt of `dataset`."""
+    head_server: str | None = None
+    """Address of a NeMo Gym head server."""
+    args: dict[str, Any] = {}
+    """Arguments of load_environment(), or the fields of a v1 taskset's config."""
+    set_kwargs: dict[str, Any] = {}
+    """Attributes set on a classic environment after loading, such as max_total_completion_tokens."""
+    name: str | None = None
+    """Name of the environment in metrics and files. Default: the id without owner and version."""
+    workers: int = Field(1, ge=1)
+    """Number of processes that run the environment's code."""
+    python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
+    """Python interpreter of its own virtual environment, for dependencies that clash with ours: `.venvs/x/bin/python`."""
+    max_generating: int = Field(-1, ge=-1)
+    """Most rollouts that are generated at once, over all workers; -1: no limit."""
+    max_scoring: int = Field(-1, ge=-1)
+    """Most rollouts that are scored at once, over all workers; -1: no limit."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Seconds that generating one rollout may take, and again scoring it. Default: orchestrator.rollout_timeout_s."""
+    sampling: SamplingOverrides = Field(default_factory=SamplingOverrides)
+
+    @property
+    def label(self) -> str:
+        return self.name or short_name(self.id or self.dataset or "environment")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The settings that say what is played, without name, sampling and number of workers: equal for entries that can share workers."""
+        return self.model_dump(include=set(EnvSource.model_fields) - {"name", "workers", "sampling"})
+
+
+class TeacherConfig(Settings):
+    """A vLLM server with the model's own tokenizer that scores sampled tokens, for on-policy distillation."""
+
+    base_url: str
+    """The server's OpenAI-compatible address: `http://host:8000/v1`."""
+    model: str | None = None
+    """Name of the model on that server. Default: its only one, or its first."""
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, if the server wants one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds over which a request that is not answered is repeated; then its rollout failed (`teacher`), and with it the group."""
+
+
+class DifficultyConfig(Settings):
+    """Pools of tasks by their running mean reward: tasks that are nearly always or nearly never solved are played less often."""
+
+    hard_up_to: float = 0.25
+    """Highest running mean reward of a hard task."""
+    easy_above: float = 0.75
+    """Running mean reward above which a task is easy."""
+    hard_weight: float = Field(0.2, ge=0, le=1)
+    """Probability that a hard task is played when its turn comes."""
+    easy_weight: float = Field(0.2, ge=0, le=1)
+    """Probability that an easy task is played when its turn comes."""
+
+
+class EnvConfig(EnvSource):
+    """One environment that is trained on."""
+
+    weight: float = Field(1.0, gt=0)
+    """The environment's share of the rollouts, relative to the others'."""
+    group_size: int | None = Field(None, ge=2)
+    """Rollouts of one task. Default: orchestrator.group_size."""
+    max_samples: int = Field(-1, ge=-1)
+    """Number of tasks that are trained on, from the first one; -1: all."""
+    credit: CreditConfig | None = None
+    """How the environment's rewards become advantages. Default: orchestrator.credit."""
+    difficulty: Annotated[DifficultyConfig | None, BeforeValidator(switch)] = None
+    """Whether easy and hard tasks are played less often; `true` is enough. Off by default."""
+    teacher: TeacherConfig | None = None
+    """The teacher that its rollouts are distilled from. Default: orchestrator.teacher."""
+
+
+class EvalConfig(EnvSource):
+    """An evaluation on held-out examples: before the first step, every `interval` steps, and after the last.
+
+    One without an id is of the first training environment. One of a training environment's id has its settings where it gives none.
+    """
+
+    interval: int = Field(10, ge=1)
+    """Steps between evaluations."""
+    num_examples: int = Field(-1, ge=-1)
+    """Examples of the environment's eval dataset; -1: all."""
+    samples: int = Field(1, ge=1)
+    """Rollouts of each example."""
+    target: float = math.inf
+    """Mean reward of this evaluation at which the run ends."""
+
+
+def inherit(entry: EvalConfig, env: EnvConfig) -> None:
+    """Fills the settings that an evaluation does not give with those of its training environment."""
+    for key in EnvSource.model_fields:
+        if key not in ("sampling", "workers", "name") and getattr(entry, key) == EvalConfig.model_fields[key].default:
+            setattr(entry, key, getattr(env, key))
+    for key in SamplingOverrides.model_fields:
+        if getattr(entry.sampling, key) is None:
+            setattr(entry.sampling, key, getattr(env.sampling, key))
+    entry.name = entry.name or env.label
+
+
+class RetentionConfig(Settings):
+    """Which of the files that every step writes stay on disk."""
+
+    keep_last: int | None = Field(None, ge=1)
+    """Number of newest files that are kept. Default: all of them."""
+    keep_every: int | None = Field(None, ge=1)
+    """With keep_last: files whose step is a multiple of this number are kept as well."""
+
+
+def as_list(value: object) -> object:
+    """The list of tables that is meant: `[environment]` is one table, `[[environment]]` several."""
+    return [value] if isinstance(value, dict) else value
+
+
+class OrchestratorConfig(Settings):
+    """The orchestrator: plays environments against inference and turns finished groups into batches."""
+
+    environment: Annotated[list[EnvConfig], BeforeValidator(as_list)] = []
+    """The environments that are trained on: one `[environment]` or several `[[environment]]`."""
+    eval: Annotated[list[EvalConfig], BeforeValidator(as_list)] = []
+    """Evaluations: one `[eval]` or several `[[eval]]`."""
+    sampling: SamplingConfig = SamplingConfig()
+    credit: CreditConfig = DrGrpoConfig()
+    """How rewards become advantages."""
+    teacher: TeacherConfig | None = None
+    """On-policy distillation: log teacher - log trainer, times trainer.loss.teacher_coefficient, is added to the advantage of every sampled
+    token. Groups without signal in their rewards are trained, too."""
+    batch_size: int = Field(64, ge=1)
+    """Rollouts in a batch, which is one step."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one task; their mean reward is the baseline of most kinds of credit."""
+    max_off_policy_steps: int = Field(8, ge=0)
+    """Most policy versions that a rollout's oldest token may be behind; then it is cancelled (`stale`), and its task is issued again."""
+    inference_urls: list[str] = []
+    """Addresses of inference servers. Default: the one in status/inference.json."""
+    host: str = "127.0.0.1"
+    """Address that the orchestrator binds for the trainer. Anything but loopback opens it to other machines that have the run's token
+    (docs/security.md)."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0: a free one. The address is published in status/orchestrator.json."""
+    replace_no_signal: bool = True
+    """Whether groups whose advantages are all zero are replaced, for they teach nothing. Off: they fill their place in the batch."""
+    mask_truncated: bool = False
+    """Whether the tokens of truncated rollouts are left out of training. Their reward still counts in their group's baseline."""
+    keep_partial_groups: bool = False
+    """Whether the rest of a group is trained when some of its rollouts failed for good. Off: the group is dropped, for the rest is
+    biased."""
+    enforce_monotonicity: bool = False
+    """Whether a rollout fails whose next prompt rewrites earlier ones (`not_append_only`), instead of starting a new sample there."""
+    rollout_timeout_s: float = Field(600.0, gt=0)
+    """Seconds that generating one rollout may take, and again scoring it; then it failed (`timeout`)."""
+    rollout_retries: int = Field(2, ge=0)
+    """Times that a failed rollout is played again with fresh state before its group is dropped."""
+    worker_memory_gib: float = Field(8.0, gt=0)
+    """Most memory of a worker in GiB, its child processes not counted; above it the worker is ended and started anew. `inf`: no limit."""
+    worker_silence_s: float = Field(120.0, gt=0)
+    """Seconds that an environment may block its worker's event loop; then the worker is ended and started anew."""
+    inference_timeout_s: float = Field(900.0, gt=0)
+    """Seconds to wait for an inference server to come up, come back, or load a version."""
+    trainer_timeout_s: float = Field(3600.0, gt=0)
+    """Seconds to wait for the trainer's next policy version before the run ends with a diagnosis."""
+    worker_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that an environment's worker may take to start."""
+    batches: RetentionConfig = RetentionConfig()
+    """Which files stay in batches/: what each step trained on. Those since the oldest checkpoint are kept in any case, for a resume needs
+    them; `rl replay` retrains from version 0 only while all are there."""
+    rollouts: RetentionConfig = RetentionConfig()
+    """Which files stay in rollouts/: every rollout in readable form."""
+    show_rollout_every: int = Field(5, ge=0)
+    """Steps between rollouts that are printed in full; 0: none is."""
+
+    def model_post_init(self, _context: object) -> None:
+        for entry in self.eval:
+            same = [env for env in self.environment if entry.id and env.id == entry.id and not entry.args]
+            if not (entry.id or entry.dataset):
+                same = self.environment[:1]
+            if len(same) == 1:
+                inherit(entry, same[0])

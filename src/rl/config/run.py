@@ -1,0 +1,130 @@
+"""The whole configuration of a run. A setting lives once; every process loads the resolved config.toml of the run directory.
+
+Importing this module loads neither torch nor vllm: `--help` has to answer at once.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rl.config.base import ABSOLUTE_PATHS, OPTIONAL_PATH, PATH, PATH_IF_FOLDER, Settings, switch
+from rl.config.inference import InferenceConfig
+from rl.config.orchestrator import EnvSource, OrchestratorConfig
+from rl.config.sft import SftConfig, with_sft_defaults
+from rl.config.trainer import TrainerConfig
+from rl.run_dir.paths import RunDir
+
+MAX_STEP = 999_999
+"""Files of a step have six digits in their names."""
+
+
+class SupervisorConfig(Settings):
+    """How `rl` keeps the processes of a run alive."""
+
+    max_restarts: int = Field(20, ge=0)
+    """Restarts of one process within window_s; one more ends the run with a summary. 0: the first death ends it."""
+    window_s: float = Field(1800.0, gt=0)
+    """Seconds over which restarts are counted."""
+    backoff_s: float = Field(0.5, ge=0)
+    """Seconds to wait before the first restart; they double with every death that follows without progress, up to backoff_limit_s."""
+    backoff_limit_s: float = Field(30.0, ge=0)
+    """Longest wait before a restart, in seconds."""
+    silence_s: float = Field(60.0, gt=0)
+    """A process without a heartbeat for so many seconds (stopped, or stuck in the kernel) is killed and started again. A thread sends a
+    heartbeat every 2 s, but a long call that keeps Python's lock (loading a large model) can delay it by half a minute."""
+    stall_s: float = Field(600.0, gt=0)
+    """After so many seconds without a new token, rollout, batch or step, a diagnosis is printed: what every process waits for."""
+    quarantine_after: int = Field(3, ge=1)
+    """A batch is quarantined when the trainer has died so often in a row during its step: the step is skipped, which is recorded."""
+
+
+class RendererConfig(Settings):
+    """How chat messages become token ids and sampled ids become messages."""
+
+    name: str = "auto"
+    """The renderer. `auto` chooses by the model's chat template; `template` uses that template as it is; `chatml` adds tools to one that
+    has none; any other name is one of the `renderers` package: qwen3, llama-3, gpt-oss, ..."""
+    thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
+    """How long thinking stays in the prompts of later turns: `all`: always, so that a rollout is one sample; `tool_cycle`: until the next
+    user message; `template`: as the model's template has it. A turn whose prompt drops earlier thinking starts a new sample."""
+    enable_thinking: bool | None = None
+    """Value of `enable_thinking` for chat templates that have such a switch. Default: the template's own."""
+
+
+class ModelConfig(Settings):
+    """The model that is trained."""
+
+    name: Annotated[str, PATH_IF_FOLDER] = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """A folder in Hugging Face format, or a model's id on the hub."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of inference's and the trainer's computation. Master weights, optimizer state and reductions are always float32."""
+    max_model_len: int = Field(2048, ge=2)
+    """Longest sequence in tokens, prompt and answer together."""
+    chat_template: Annotated[str | None, OPTIONAL_PATH] = None
+    """A file with a Jinja chat template, for a model that has none."""
+    trust_remote_code: bool = False
+    """Whether to run Python code that comes with the model."""
+
+
+class WandbConfig(Settings):
+    """Weights & Biases; `--wandb` or `wandb = true` is enough. WANDB_MODE=offline works."""
+
+    project: str = "rl"
+    """Project that the run is logged to."""
+    entity: str | None = None
+    """Team or user that owns the project. Default: yours."""
+    name: str | None = None
+    """Name of the run on Weights & Biases. Default: the run's name."""
+
+
+class RLConfig(Settings):
+    """Run-wide settings at the top, and one section for each process."""
+
+    name: str = ""
+    """The run's name, and that of its directory. Default: environment and model."""
+    output_dir: Annotated[str, PATH] = "outputs"
+    """Directory in which run directories are made."""
+    max_steps: int = Field(100, ge=1, le=MAX_STEP)
+    """Optimizer steps. `steps` is an alias."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of the order of tasks and of the trainer."""
+    max_lag: int = Field(1, ge=0)
+    """Batches that sampling runs ahead of training: rollouts are at most so many policy versions behind; 0 is on-policy. A slow rollout
+    that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""
+    model: ModelConfig = ModelConfig()
+    renderer: RendererConfig = RendererConfig()
+    """How chat messages become token ids, and sampled ids become messages."""
+    supervisor: SupervisorConfig = SupervisorConfig()
+    wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
+    """Logging to Weights & Biases; `--wandb` switches it on."""
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig = InferenceConfig()
+    sft: Annotated[SftConfig | None, BeforeValidator(switch)] = None
+    """Supervised fine-tuning instead of reinforcement learning; see `rl sft --help`."""
+
+    _with_sft_defaults = model_validator(mode="before")(with_sft_defaults)
+
+    def model_post_init(self, _context: object) -> None:
+        if not self.name:
+            envs = "+".join(env.label for env in self.orchestrator.environment) or "run"
+            self.name = f"{'sft' if self.sft else envs}-{Path(self.model.name).name}"
+
+    @property
+    def run_dir(self) -> RunDir:
+        root = Path(self.output_dir) / self.name
+        weights = self.trainer.weights.dir
+        return RunDir(root, Path(weights) / self.name if weights else root / "weights")
+
+    def with_absolute_paths(self) -> "RLConfig":
+        """A copy that means the same in every directory: relative paths are of the current one."""
+        return RLConfig.model_validate(self.model_dump(), context=ABSOLUTE_PATHS)
+
+    def sampling_of(self, env: EnvSource) -> dict[str, Any]:
+        """How an environment's training rollouts are sampled: what it sets, and for the rest the run's sampling."""
+        return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
+
+
+SECTIONS = ("trainer", "orchestrator", "inference", "sft")
+RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)

@@ -1,0 +1,115 @@
+"""The disk space that a run will use: policy versions, checkpoints, batches, rollouts."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.config.run import RLConfig
+from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.safetensors import read_header
+
+BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
+CHECKPOINT_BYTES = 12
+"""A weight in float32 and AdamW's two means."""
+TOKEN_BYTES = 26
+"""A token in a batch file: id, mask, log-probability, advantage; and its text in rollouts/."""
+SPARE = 1.1
+"""Below this much more than is needed a disk counts as too small: logs, metrics and evals have no estimate."""
+REMEDY = "free some, choose another output_dir, or keep less (trainer.weights, trainer.checkpoint, orchestrator.batches: keep_last)"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run will hold on one file system."""
+
+    place: Path
+    free: int
+    parts: dict[str, int]
+    """Bytes by what they are."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total * SPARE <= self.free
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{what} {size(count)}" for what, count in self.parts.items())
+        return f"up to {size(self.total)} in {self.place} ({parts}), {size(self.free)} are free"
+
+
+def disk_estimate(config: RLConfig, model_folder: Path) -> list[str]:
+    """What a run will use at most, a line for each file system, and a warning where it does not fit."""
+    lines = []
+    for need in needs(config, model_folder):
+        lines.append(f"disk: {need}")
+        if not need.fits:
+            lines.append(f"warning: {need.place} may get full: {REMEDY}")
+    return lines
+
+
+def needs(config: RLConfig, model_folder: Path) -> list[Need]:
+    """What the run adds, by file system: what is there already is not free any more."""
+    run_dir, trainer = config.run_dir, config.trainer
+    shapes = tensor_shapes(model_folder)
+    weights = adapter_weights(shapes, trainer.lora) if trainer.lora else sum(map(math.prod, shapes))
+
+    def kept(settings: CheckpointConfig | WeightsConfig, others: int) -> int:
+        every = config.max_steps // settings.keep_every if settings.keep_every else 0
+        return min(config.max_steps, settings.keep_last + every + others)
+
+    checkpoints = kept(trainer.checkpoint, 1)  # the one that is written
+    versions = kept(trainer.weights, 2 + len(config.orchestrator.eval))  # also the newest checkpoint's, and the best of each evaluation
+    parts = {f"{checkpoints} checkpoints": checkpoints * weights * CHECKPOINT_BYTES - on_disk(run_dir.checkpoints)}
+    version = weights * BYTES_PER_WEIGHT[config.model.dtype]
+    published = {f"{versions} policy versions": versions * version - on_disk(run_dir.weights_dir)}
+    if config.sft is None:
+        steps = min(config.orchestrator.batches.keep_last or config.max_steps, config.max_steps)
+        parts[f"{steps} batches"] = (steps - len(numbered(run_dir.batches, ".batch"))) * batch_bytes(config, run_dir)
+    places = [(run_dir.root, parts), (run_dir.weights_dir, published)]
+    if existing(run_dir.root).stat().st_dev == existing(run_dir.weights_dir).stat().st_dev:
+        places = [(run_dir.root, published | parts)]
+    return [Need(place, shutil.disk_usage(existing(place)).free, {k: max(0, v) for k, v in what.items()}) for place, what in places]
+
+
+def tensor_shapes(folder: Path) -> list[list[int]]:
+    """The shapes of all tensors of a model, from the headers of its safetensors files. Raises CorruptFileError."""
+    return [list(tensor.shape) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path).values()]
+
+
+def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:
+    """Number of weights of adapters on every matrix but the embedding and those as large: the most that a choice of matrices can have."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    largest = max((max(shape) for shape in matrices), default=0)
+    return sum(lora.rank * sum(shape) for shape in matrices if max(shape) < largest)
+
+
+def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
+    """Bytes of a step's batch and rollouts: the mean of the newest ones, before the first as many as full contexts would take."""
+    if newest := list(numbered(run_dir.batches, ".batch"))[-10:]:
+        files = [path(step) for path in (run_dir.batch, run_dir.rollouts) for step in newest]
+        return sum(path.stat().st_size for path in files if path.exists()) // len(newest)
+    return config.orchestrator.batch_size * config.model.max_model_len * TOKEN_BYTES
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of the files below a folder; 0 if it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest above it that is there."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def size(count: float) -> str:
+    """`1.5 GiB` for 1610612736."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {UNITS[unit]}" if unit else f"{count:.0f} B"

@@ -1,0 +1,39 @@
+"""How a run ended of which no process lives."""
+
+from rl.diagnosis.state import RunState, span
+from rl.run_dir.logs import last_lines, newest_log
+
+
+def ended_well(state: RunState) -> str:
+    """Why a finished run ended; empty for one that did not finish."""
+    if state.config.sft:
+        passes = state.config.sft.epochs
+        newest = state.lines.get((state.step, "trainer"), {})
+        done = state.step >= state.config.max_steps if passes is None else float(newest.get("epoch") or 0.0) >= passes - 1e-6
+        return f"{state.step} steps done" if done and state.newest_checkpoint >= state.step > 0 else ""
+    last = max([0, *state.quarantined, state.step])
+    return state.end.reason if state.end and state.newest_checkpoint >= last else ""
+
+
+def how_it_ended(state: RunState) -> tuple[str, bool]:
+    """One sentence, and whether it was a good end."""
+    if reason := ended_well(state):
+        return f"the run ended well: {reason}", True
+    fatal = [event for event in state.recent_events if event.event in ("give_up", "death")]
+    if fatal:
+        last = fatal[-1]
+        count = len(state.deaths(last.process))
+        often = f", the last of its {count} deaths" if count > 1 else ""
+        log = newest_log(state.run_dir.logs, last.process)
+        quote = "".join(f", saying: {line}" for line in last_lines(log, 1))
+        where = f"the run ended {span(state.now - last.time)} ago at step {state.step} with the {last.process}{often}"
+        return f"{where}: {last.reason}{quote}; see {log or state.run_dir.logs}, then `{state.resume}`", False
+    if left := [process for process in state.processes.values() if process.alive is False]:
+        first = left[0]
+        doing = ", ".join(f"the {process.name} was {process.doing}" for process in left)
+        return f"the run was killed {span(first.silent_s)} ago at step {state.step}: {doing}; continue it with `{state.resume}`", False
+    if not state.lines and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
+        log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
+        why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
+        return f"the run did not come to its start{why}; `{state.resume}` tries again", False
+    return f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`", False

@@ -1,0 +1,122 @@
+"""What is wrong with a run, with the remedies: processes that are stopped or silent, full disks, damaged files."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl.diagnosis.disk import on_disk, size
+from rl.diagnosis.state import Process, RunState, span
+from rl.run_dir.checksums import MANIFEST, read_manifest
+from rl.run_dir.files import HEADER, MAGIC, CorruptFileError
+from rl.run_dir.logs import newest_log
+from rl.run_dir.safetensors import read_header
+
+LOW_BYTES = 256 << 20
+"""Free space below which a run is about to fail, however small its model."""
+
+
+def problems_of(state: RunState, over: bool) -> list[str]:
+    """All problems, the worst first. Of a run that is `over` only its files are judged."""
+    if over:
+        return damage(state)
+    return [*disk_problems(state), *(process_problems(state) if state.alive else []), *damage(state)]
+
+
+def process_problems(state: RunState) -> list[str]:
+    """Processes that are stopped, silent, or dead without an `rl` to start them again."""
+    found = []
+    for name, process in (state.processes | ({"rl": state.launcher} if state.launcher else {})).items():
+        for pid, title in process.stopped.items():
+            found.append(f"the {name} is stopped: SIGSTOP, or a debugger, holds process {pid} ({title}); `kill -CONT {pid}` lets it go on")
+    for name, process in state.processes.items():
+        log = newest_log(state.run_dir.logs, name) or state.run_dir.logs
+        if not process.there and not (state.launcher and state.launcher.alive):
+            found.append(
+                f"the {name} died while it was {process.doing}, and no `rl` lives to start it again; see {log}, then `{state.resume}`"
+            )
+        elif process.there and process.silent_s > state.config.supervisor.silence_s / 2 and not process.stopped:
+            found.append(
+                f"no heartbeat of the {name} for {span(process.silent_s)}, it was {process.doing}: {silence(process, state)}; see {log}"
+            )
+    return found
+
+
+def silence(process: Process, state: RunState) -> str:
+    """Why a process has no heartbeat, and what happens or is to be done."""
+    if process.blocked:
+        return "it is stuck in the kernel, a disk or network file system does not answer"
+    if process.alive is None:
+        return f"its machine, {process.status.host}, is gone or cut off"
+    if state.launcher and state.launcher.alive:
+        return f"it is stuck, and is started again after supervisor.silence_s = {state.config.supervisor.silence_s:g}"
+    return f"it is stuck, and no `rl` lives to start it again; kill it ({process.status.pid}), then `{state.resume}`"
+
+
+def disk_problems(state: RunState) -> list[str]:
+    """Places of the run with less space than the next thing that is written there, or that cannot be written."""
+    found = []
+    newest = {
+        state.run_dir.root: state.run_dir.checkpoint(state.newest_checkpoint),
+        state.run_dir.weights_dir: state.run_dir.weights(state.newest_version),
+    }
+    for place, like in newest.items():
+        if not place.is_dir():
+            continue
+        need = max(LOW_BYTES, on_disk(like))
+        free = shutil.disk_usage(place).free
+        if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
+            found.append(f"{place} cannot be written: its file system is read-only, or not yours; mend that, then `{state.resume}`")
+        elif free < need:
+            remedy = "free some, or lower trainer.checkpoint.keep_last and trainer.weights.keep_last"
+            found.append(f"the disk of {place} is full: {size(free)} free, the next thing there takes about {size(need)}; {remedy}")
+    return found
+
+
+def damage(state: RunState) -> list[str]:
+    """Files that cannot be whole, by their sizes alone; `rl doctor RUN --verify` reads every byte."""
+    remedy = f"`{state.resume}` moves it away and makes it again"
+    return [f"{path} is damaged: {why}; {remedy}" for path, why in faults(state)]
+
+
+def faults(state: RunState) -> Iterator[tuple[Path, str]]:
+    """(file, what is wrong with it) among the newest batch, checkpoint and version, which a resume starts from."""
+    if state.newest_batch:
+        path = state.run_dir.batch(state.newest_batch)
+        if why := record_fault(path):
+            yield path, why
+    if state.newest_checkpoint:
+        yield from checkpoint_faults(state.run_dir.checkpoint(state.newest_checkpoint))
+    for file in sorted(state.run_dir.weights(state.newest_version).glob("*.safetensors")):
+        try:
+            read_header(file)
+        except CorruptFileError as error:
+            yield file, str(error).removeprefix(f"{file}: ")
+
+
+def record_fault(path: Path) -> str:
+    """What is wrong with the length or the beginning of a file that is one checksummed record."""
+    with path.open("rb") as file:
+        head = file.read(HEADER.size)
+    there = path.stat().st_size
+    if len(head) < HEADER.size:
+        return f"cut short, {there} bytes are left"
+    magic, length, _ = HEADER.unpack(head)
+    if magic != MAGIC:
+        return "it does not begin as a batch does"
+    return "" if there == HEADER.size + length else f"it has {there} bytes instead of {HEADER.size + length}"
+
+
+def checkpoint_faults(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Files of a checkpoint that are missing or have another size than its manifest says."""
+    try:
+        files = read_manifest(folder)["files"]
+    except CorruptFileError:
+        yield folder / MANIFEST, "missing or not readable"
+        return
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file():
+            yield file, "missing"
+        elif file.stat().st_size != entry.get("size"):
+            yield file, f"it has {file.stat().st_size} bytes instead of {entry.get('size')}"

@@ -1,0 +1,97 @@
+"""Why a reward does not rise, by the metrics of the run."""
+
+import math
+import statistics
+
+from rl.diagnosis.state import RunState
+from rl.wire.agreement import RUN_LIMITS
+
+ENOUGH_STEPS = 8
+"""A reward that has had fewer steps had no time to rise."""
+CLEAR = 2.0
+"""Standard errors by which the late reward must be above the early one to count as risen."""
+SOLVED = 0.95
+"""A late reward that has nothing above it."""
+
+
+def reward_lines(state: RunState) -> list[str]:
+    """Lines on a reward that does not rise: its figures and what may hold it down. Empty where it rises, or it is too early to tell."""
+    values = state.values("orchestrator", "reward/mean")
+    if state.config.sft or len(values) < ENOUGH_STEPS:
+        return []
+    size = len(values) // 4
+    early, late = statistics.mean(values[:size]), statistics.mean(values[-size:])
+    error = math.sqrt((statistics.variance(values[:size]) + statistics.variance(values[-size:])) / size)
+    if late >= SOLVED or late - early > CLEAR * error:
+        return []
+    head = f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the last {size}."
+    found = [*rollout_hints(state), *trainer_hints(state)]
+    if not found:
+        return [f"{head} No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"]
+    return [f"{head} To see why it does not:", *(f"  - {hint}" for hint in found)]
+
+
+def mean_of(state: RunState, source: str, metric: str) -> float:
+    """Mean of a metric over the newest steps; NaN, which is neither above nor below any limit, without a value."""
+    values = state.recent(source, metric)
+    return statistics.mean(values) if values else math.nan
+
+
+def rollout_hints(state: RunState) -> list[str]:
+    """Causes that the rollouts' figures point to, with remedies."""
+    config = state.config
+    errored, truncated, overlong, empty, equal = (
+        mean_of(state, "orchestrator", f"rollouts/{name}") for name in ("errored", "truncated", "overlong", "empty", "zero_advantage")
+    )
+    reward, lag = mean_of(state, "orchestrator", "reward/mean"), mean_of(state, "orchestrator", "lag/mean")
+    found = []
+    if errored > 0.1:
+        found.append(f"{errored:.0%} of the rollouts failed (rollouts/errored): `error` in rollouts/*.jsonl says why")
+    if truncated > 0.2:
+        limit = f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
+        found.append(f"{truncated:.0%} of the answers were cut off (rollouts/truncated): raise {limit}")
+    if overlong > 0.05:
+        limit = f"model.max_model_len = {config.model.max_model_len}"
+        found.append(f"{overlong:.0%} of the rollouts outgrew the context (rollouts/overlong): raise {limit}")
+    if empty > 0.1:
+        found.append(f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at one in rollouts/*.jsonl")
+    if equal > 0.5:
+        size = config.orchestrator.group_size
+        way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
+        found.append(
+            f"{equal:.0%} of the rollouts are in groups whose rewards are all equal, at a mean reward of {reward:.3f} "
+            f"(rollouts/zero_advantage): {way}, a larger group_size = {size}, a higher temperature, or orchestrator.environment.difficulty"
+        )
+    if lag > 4:
+        found.append(f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}")
+    return found
+
+
+def trainer_hints(state: RunState) -> list[str]:
+    """Causes that the trainer's figures point to, with remedies. Where tokens lag, what training moved is in the KL, too."""
+    optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
+    names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean")
+    rate, norm, masked, entropy, kl = (mean_of(state, "trainer", name) for name in names)
+    found = []
+    if rate == 0:
+        found.append(f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule")
+    elif lora and rate < 5e-6:
+        found.append(f"adapters hardly move at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual")
+    if norm == 0:
+        found.append("all gradients are 0 (optim/grad_norm): no token of a batch counts; see masked_fraction and rollouts/trained")
+    elif norm > 20 * optim.max_grad_norm:
+        size = f"{norm / optim.max_grad_norm:.0f} times what is let through (optim/grad_norm {norm:.3g})"
+        found.append(f"gradients are {size}: a lower learning rate, more rollouts")
+    if masked > 0.2:
+        found.append(f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask and what mismatch_kl says")
+    limit = RUN_LIMITS[state.config.model.dtype].kl
+    if 0.0 in state.recent("trainer", "parity/agrees"):
+        found.append(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}")
+    elif kl > limit and not mean_of(state, "orchestrator", "lag/mean") > 0:
+        found.append(f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is over {limit:g} though no token is old; {doctor}")
+    elif kl > 10 * limit:
+        found.append(f"rollouts are far from what is trained: mismatch_kl/mean {kl:.2g}; a lower learning rate or max_lag, or {doctor}")
+    if entropy < 0.02:
+        remedy = "a lower learning rate, or trainer.loss.entropy_coefficient"
+        found.append(f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}")
+    return found

@@ -1,0 +1,230 @@
+"""A run as its files show it at one moment: which processes live and what they do, how far it is, what happened. Nothing is written."""
+
+import contextlib
+import socket
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rl.config.run import RLConfig
+from rl.run_dir.events import Event, read_events
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import HEARTBEAT_S, LockOwner, Phase, RoleStatus, RunEnd, describe, read_json, read_status
+
+SILENT_S = 5 * HEARTBEAT_S
+"""Age from which a missing heartbeat is reported, seconds. (`rl` acts later: supervisor.silence_s.)"""
+RECENT = 10
+"""Steps over which paces and shares are taken."""
+STARTED_SLACK_S = 5.0
+"""Tolerated between the start of a process by the kernel's clock and by its own, seconds."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A status file, and its process as the kernel shows it."""
+
+    name: str
+    status: RoleStatus
+    now: float
+    alive: bool | None
+    """None: it runs on another machine, so only its heartbeat tells."""
+    stopped: dict[int, str] = field(default_factory=dict)
+    """Processes of its tree that SIGSTOP or a debugger holds: pid -> name."""
+    blocked: bool = False
+    """It is in a call of the kernel that cannot be interrupted: a disk or network file system that does not answer."""
+
+    @property
+    def doing(self) -> str:
+        """Its phase as a sentence for people."""
+        return describe(self.status)
+
+    @property
+    def doing_for(self) -> str:
+        """Its phase and how long it has been in it."""
+        return f"{self.doing} for {span(self.phase_s)}"
+
+    def seconds_since(self, time: float | None) -> float:
+        """Seconds from a time that its status gives until now; 0 without one."""
+        return 0.0 if time is None else max(0.0, self.now - time)
+
+    @property
+    def phase_s(self) -> float:
+        """Seconds in its phase."""
+        return self.seconds_since(self.status.since)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last heartbeat."""
+        return self.seconds_since(self.status.heartbeat)
+
+    @property
+    def dry_s(self) -> float:
+        """Seconds since its counter last grew, or since it started."""
+        return self.seconds_since(self.status.started if self.status.progressed is None else self.status.progressed)
+
+    @property
+    def silent(self) -> bool:
+        """Whether its heartbeat is missing."""
+        return self.silent_s > SILENT_S
+
+    @property
+    def there(self) -> bool:
+        """Whether it can still do something; one on another machine is given the benefit of the doubt."""
+        return self.alive is not False
+
+
+@dataclass
+class RunState:
+    """A run at the time `now`."""
+
+    run_dir: RunDir
+    config: RLConfig
+    now: float
+    launcher: Process | None
+    """The run's `rl`; None: it had none, or it is on another machine."""
+    processes: dict[str, Process]
+    lines: dict[tuple[int, str], dict[str, Any]]
+    """Metrics by (step, source)."""
+    events: list[Event]
+    end: RunEnd | None
+    newest_batch: int
+    newest_version: int
+    newest_checkpoint: int
+    newest_eval: int | None
+    quarantined: list[int]
+
+    @property
+    def alive(self) -> bool:
+        signs = (process.alive or (process.alive is None and not process.silent) for process in self.processes.values())
+        return any(signs) or bool(self.launcher and self.launcher.alive)
+
+    @property
+    def roles(self) -> list[str]:
+        """The processes that this run consists of."""
+        if self.config.sft:
+            return ["trainer"]
+        return [*([] if self.config.orchestrator.inference_urls else ["inference"]), "orchestrator", "trainer"]
+
+    @property
+    def resume(self) -> str:
+        """The command that continues the run."""
+        return f"rl @ {self.run_dir.config} --resume"
+
+    @property
+    def step(self) -> int:
+        """The newest step that the trainer reported."""
+        return max((step for step, source in self.lines if source == "trainer"), default=0)
+
+    def values(self, source: str, metric: str) -> list[float]:
+        """A metric's values, oldest first."""
+        points = sorted((step, line[metric]) for (step, of), line in self.lines.items() if of == source and line.get(metric) is not None)
+        return [float(value) for _, value in points]
+
+    def recent(self, source: str, metric: str) -> list[float]:
+        """A metric's values in the newest steps, oldest first."""
+        return self.values(source, metric)[-RECENT:]
+
+    def steady(self, metric: str) -> list[float]:
+        """The trainer's recent values without those of a run's first step, whose time is the wait for everything to come up."""
+        values = self.recent("trainer", metric)
+        return values[1:] if 1 < len(values) < RECENT else values
+
+    def pace_s(self) -> float | None:
+        """Median seconds of the newest steps."""
+        times = self.steady("time/step")
+        return statistics.median(times) if times else None
+
+    def share(self, metric: str) -> float | None:
+        """Part of the newest steps' time that one of its parts took."""
+        part, whole = self.steady(metric), self.steady("time/step")
+        return sum(part) / sum(whole) if part and sum(whole) > 0 else None
+
+    def moved_s(self) -> float:
+        """Seconds since anything of the run moved: a counter, a batch, a line of metrics, a process that started."""
+        times = [float(line["time"]) for line in self.lines.values() if "time" in line]
+        times += [event.time for event in self.events if event.event in ("ready", "restart")]
+        for process in self.processes.values():
+            times += [time for time in (process.status.progressed, process.status.started) if time is not None]
+        if self.newest_batch:
+            times.append(self.run_dir.batch(self.newest_batch).stat().st_mtime)
+        return max(0.0, self.now - max(times)) if times else 0.0
+
+    def deaths(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.event == "death" and event.process == name]
+
+    @property
+    def recent_events(self) -> list[Event]:
+        """Events since `rl` was last started."""
+        starts = [i for i, event in enumerate(self.events) if event.event == "start"]
+        return self.events[starts[-1] :] if starts else self.events
+
+    def down(self, name: str) -> Event | None:
+        """The death of a process that has not been started again since."""
+        mine = [event for event in self.recent_events if event.process == name and event.event in ("death", "restart", "ready")]
+        return mine[-1] if mine and mine[-1].event == "death" else None
+
+
+def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
+    """The state of a run. Nothing here waits, and a file that is missing or half written counts as not there."""
+    now = time.time()
+    evals = [int(path.name) for path in run_dir.evals.glob("*") if path.name.isdigit() and any(path.glob("*.jsonl"))]
+    statuses = [(path.stem, read_status(path)) for path in sorted(run_dir.status_dir.glob("*.json"))]
+    return RunState(
+        run_dir=run_dir,
+        config=config,
+        now=now,
+        launcher=read_launcher(run_dir.lock("rl"), now),
+        processes={name: inspect_process(name, status, now) for name, status in statuses if status and status.pid is not None},
+        lines=read_metrics(run_dir.metrics),
+        events=read_events(run_dir.events),
+        end=read_json(run_dir.run_end, RunEnd),
+        newest_batch=run_dir.newest_batch(),
+        newest_version=max(numbered(run_dir.weights_dir), default=0),
+        newest_checkpoint=max(numbered(run_dir.checkpoints), default=0),
+        newest_eval=max(evals, default=None),
+        quarantined=list(numbered(run_dir.batches, ".quarantined")),
+    )
+
+
+def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
+    """A process as its status and the kernel show it. A pid that has gone to another process since is recognised by its start."""
+    if status.phase is None:  # a version of rl before these statuses wrote it
+        return Process(name, status, now, False)
+    if status.host != socket.gethostname():
+        return Process(name, status, now, None)
+    try:
+        process = psutil.Process(status.pid)
+        started = now if status.started is None else status.started
+        if process.status() == psutil.STATUS_ZOMBIE or process.create_time() > started + STARTED_SLACK_S:
+            return Process(name, status, now, False)
+        # An orchestrator's workers may stop what they have started, and `rl` is above all.
+        tree = [process, *([] if name == "rl" else process.children(recursive=name != "orchestrator"))]
+    except (psutil.NoSuchProcess, ValueError):
+        return Process(name, status, now, False)
+    states = []
+    for member in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            states.append((member.status(), member.pid, member.name()))
+    stopped = {number: title for state, number, title in states if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)}
+    return Process(name, status, now, True, stopped, bool(states) and states[0][0] == psutil.STATUS_DISK_SLEEP)
+
+
+def read_launcher(lock: Path, now: float) -> Process | None:
+    """The process that wrote itself into the lock. The lock is not tried: that would get in the way of a start."""
+    owner = read_json(lock, LockOwner)
+    if owner is None or owner.host != socket.gethostname():
+        return None
+    status = RoleStatus(process="rl", pid=owner.pid, host=owner.host, started=lock.stat().st_mtime, phase=Phase.STARTING)
+    return inspect_process("rl", status, now)
+
+
+def span(seconds: float) -> str:
+    """A duration for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

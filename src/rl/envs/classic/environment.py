@@ -1,0 +1,339 @@
+"""Environments of verifiers' classic API: single and multi turn, tools, groups, judges, rows with a reward function."""
+
+import asyncio
+import copy
+import functools
+import json
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import openai
+import verifiers as vf
+
+from rl.envs.classic.client import (
+    PolicyClient,
+    chat_message,
+    chat_tool,
+    completion_prompt,
+    endpoint_clients,
+    endpoint_sampling,
+)
+from rl.envs.classic.loading import (
+    check_scorable,
+    describe_one,
+    kept_signal_handlers,
+    load_arguments,
+    load_package,
+    members,
+    set_attributes,
+    skip_overhead,
+)
+from rl.envs.classic.rewards import Scoring, as_number, watch
+from rl.envs.classic.rows import load_rows
+from rl.envs.environment import limited, places
+from rl.envs.policy import SAMPLING_KEYS, Policy, RolloutError
+from rl.models.chat import Message, Tool
+from rl.system.functions import Blame
+from rl.wire.rollouts import Episode, Rollout, Split
+from rl.wire.worker_messages import EnvSpec, PlayGroup
+
+CACHED_TASKS = 256
+"""Tasks that are kept in memory: the episodes of a group ask for the same one, each for itself."""
+
+
+class Row(dict[str, Any]):
+    """A task's row. verifiers deep-copies it for every rollout: for JSON-like data that is several times faster without a memo."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: deep_copy(value) for key, value in self.items()}
+
+
+def deep_copy(value: Any) -> Any:
+    """A copy of JSON-like data in which no list and no dict is shared; anything else in it is copied by `copy.deepcopy`."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or value is None:
+        return value
+    if kind is dict:
+        return {key: deep_copy(item) for key, item in value.items()}
+    return [deep_copy(item) for item in value] if kind is list else copy.deepcopy(value)
+
+
+@dataclass
+class Task:
+    """A row, and the environment that plays it: in an EnvGroup one of its members."""
+
+    env: vf.Environment
+    member: str
+    """Names of the group members that lead to it, each with a slash behind it; "" without a group."""
+    row: Row
+
+    @property
+    def completion_style(self) -> bool:
+        return self.env.message_type == "completion"
+
+    @property
+    def info(self) -> Any:
+        """The row's `info`, which some data sets have as JSON text."""
+        info = self.row.get("info")
+        return json.loads(info) if isinstance(info, str) and info else info
+
+    @property
+    def tools(self) -> list[Tool] | None:
+        """The tools that the environment offers for this row, as verifiers resolves them."""
+        own = self.info.get("tool_defs") if isinstance(self.info, dict) else None
+        return [chat_tool(tool) for tool in (self.env.tool_defs if own is None else own) or []] or None
+
+
+@dataclass
+class Play:
+    """A rollout while it is generated and scored."""
+
+    task: Task
+    client: PolicyClient | None
+    """None: an endpoint plays."""
+    state: dict[str, Any] = field(default_factory=dict)
+    failure: RolloutError | None = None
+    scoring: Scoring | None = None
+
+    @property
+    def overlong(self) -> bool:
+        return bool((self.client and self.client.overlong) or self.state.get("prompt_too_long"))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the first prompt was too long already: there is nothing to score, and few reward functions take an empty completion."""
+        return self.overlong and not self.state.get("trajectory")
+
+
+class ClassicEnvironment:
+    """An environment of the classic API. See `Environment` for its methods."""
+
+    def __init__(self, spec: EnvSpec, policy: Policy):
+        self.spec = spec
+        self.policy = policy
+        self.generating, self.scoring = places(spec.max_generating), places(spec.max_scoring)
+        self.name = f"environment {spec.id} with args {spec.args}" if spec.id else f"environment {spec.name}"
+        datasets.disable_progress_bars()
+        with kept_signal_handlers():
+            self.env = load_package(spec, self.name) if spec.id else load_rows(spec)
+        self.leaves = dict(members(self.env, ""))
+        set_attributes(self.env, list(self.leaves.values()), spec)
+        self.splits = self._load_data()
+        self.scores_groups = any(env.score_rollouts and env.requires_group_rollouts for env in self.leaves.values())
+        for env in self.leaves.values():
+            check_scorable(env, self.name)
+            watch(env.rubric)
+            skip_overhead(env)
+        base = next(base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers."))
+        self.kind = f"classic {base.__name__}"
+        self._task = functools.lru_cache(CACHED_TASKS)(lambda split, index: self._routed(self.env, Row(self.splits[split][index]), ""))
+        if policy.endpoint:
+            self.endpoint_clients = endpoint_clients(policy.endpoint)
+
+    def _load_data(self) -> dict[Split, datasets.Dataset | list[Any]]:
+        """The data sets, built where they are lazy, with rows as plain Python; a row is read when it is played."""
+        with Blame(f"{self.name}: its data set", "check orchestrator.environment.args and the environment itself"):
+            train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
+            return {"train": train.with_format(None) if train else [], "eval": held_out.with_format(None) if held_out else []}
+
+    def num_tasks(self, split: Split) -> int:
+        return len(self.splits[split])
+
+    def _routed(self, env: vf.Environment, row: Row, member: str) -> Task:
+        """The member that plays a row. Not by EnvGroup itself: it knows no group rewards, and scores nested groups with 0."""
+        if not isinstance(env, vf.EnvGroup):
+            return Task(env, member, row)
+        name, inner, _ = env._route_child_input(row)
+        return self._routed(env.get_env_for_name(name), Row(inner), f"{member}{name}/")
+
+    def task(self, split: Split, index: int) -> dict[str, Any]:
+        task = self._task(split, index)
+        prompt = task.row["prompt"]
+        result: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else [chat_message(message) for message in prompt]}
+        if tools := task.tools:
+            result["tools"] = tools
+        if task.member:
+            result["member"] = task.member.rstrip("/")
+        result |= {key: value for key, value in task.row.items() if key not in ("prompt", "info")}
+        if task.info:
+            result["info"] = task.info
+        return json.loads(json.dumps(result, default=str))
+
+    def describe(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"class": f"{type(self.env).__module__}.{type(self.env).__qualname__}"}
+        if self.spec.id:
+            about["arguments"] = load_arguments(self.spec.id)
+        about |= {"train tasks": self.num_tasks("train"), "eval tasks": self.num_tasks("eval")}
+        about["scores groups"] = self.scores_groups
+        if isinstance(self.env, vf.EnvGroup):
+            return about | {"members": {name.rstrip("/"): describe_one(env) for name, env in self.leaves.items()}}
+        return about | describe_one(self.env)
+
+    def prompt_ids(self, split: Split, index: int) -> list[int]:
+        task = self._task(split, index)
+        prompt = task.row["prompt"]
+        messages = [{"role": "text", "content": prompt}] if isinstance(prompt, str) else prompt
+        if task.completion_style:
+            return self.policy.renderer.encode(completion_prompt(messages))
+        return self.policy.renderer.prompt_ids([chat_message(message) for message in messages], task.tools)
+
+    async def start(self) -> None:
+        """Does nothing: the environment itself brings up what episodes need."""
+
+    async def close(self) -> None:
+        """Tears the environments down, which verifiers would do only when the interpreter exits by itself."""
+        for env in {self.env, *self.leaves.values()}:
+            await env._teardown()
+            env._teardown = no_teardown  # type: ignore[method-assign]  # verifiers' exit hook calls it again
+        if self.policy.endpoint:
+            await self.endpoint_clients[False].close()
+
+    async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+        task = self._task(order.split, order.task)
+        plays = await run_together([self._generate(task, order) for _ in range(num_episodes)])
+        await self._score(task.env, plays)
+        return [[as_rollout(play)] for play in plays]
+
+    async def _generate(self, task: Task, order: PlayGroup) -> Play:
+        """Plays up to where scoring begins. A failure of known cause is recorded in the result, any other raises."""
+        play, endpoint = Play(task, None), self.policy.endpoint
+        asked = task.env.sampling_args | {key: value for key, value in order.sampling.items() if value is not None}
+        sampling = {key: asked[key] for key in SAMPLING_KEYS if asked.get(key) is not None}
+        if endpoint:
+            client, model, sampling = self.endpoint_clients[task.completion_style], endpoint.model, endpoint_sampling(sampling)
+        else:
+            client, model = PolicyClient(self.policy, order, task.completion_style), "policy"
+            play.client = client
+        try:
+            async with limited(self.generating, self.spec.timeout_s, "generating the rollout"):
+                play.state = await task.env.rollout(task.row, client, model, sampling)
+        except RolloutError as error:
+            play.failure = error
+        except vf.Error as error:
+            play.failure = as_failure(error)
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            if not endpoint:  # the environment's own use of such a server
+                raise
+            play.failure = RolloutError("inference", f"{endpoint.base_url}: {error}; see endpoint.api_key_var = {endpoint.api_key_var}")
+        else:
+            if (error := play.state.get("error")) is not None:
+                play.failure = as_failure(error)
+            elif play.state.get("stop_condition") == "timeout_reached":
+                limit_s = getattr(task.env, "timeout_seconds", "?")
+                play.failure = RolloutError("timeout", f"longer than the environment's own timeout_seconds = {limit_s}")
+        if play.client and play.client.failure:
+            play.failure = play.client.failure
+        return play
+
+    async def _score(self, env: vf.Environment, plays: list[Play]) -> None:
+        """Scores rollouts, together if it is a group; not if one of them failed, for then there is no group to compare with."""
+        states = [play.state for play in plays if play.state]
+        failed = next((play.failure for play in plays if play.failure), None)
+        try:
+            if failed:
+                also = RolloutError(failed.cause, f"not scored, because another rollout of its group failed: {failed}")
+                for play in plays:
+                    play.failure = play.failure or also
+            elif not all(play.is_empty for play in plays):
+                async with limited(self.scoring, self.spec.timeout_s, "scoring the rollout"):
+                    await self._call_rubric(env, plays, states)
+        except RolloutError as error:
+            for play in plays:
+                play.failure = error
+        finally:
+            async with asyncio.timeout(self.spec.timeout_s):
+                for state in states:
+                    await env.rubric.cleanup(state)
+
+    async def _call_rubric(self, env: vf.Environment, plays: list[Play], states: list[Any]) -> None:
+        with Scoring(len(states)) as scoring:
+            if not env.score_rollouts:
+                await env.rubric.dummy_score_group(states)
+            elif self.scores_groups:
+                await env.rubric.score_group(states)
+            else:
+                await env.rubric.score_rollout(states[0])
+        for play, state in zip(plays, states, strict=True):
+            play.scoring = scoring
+            if not scoring.faults and as_number(state.get("reward")) is None:
+                scoring.faults.append(f"the rubric gave the reward {repr(state.get('reward'))[:100]}, not a finite number")
+        if scoring.faults:
+            raise RolloutError("reward", "; ".join(dict.fromkeys(scoring.faults)))
+
+
+def as_rollout(play: Play) -> Rollout:
+    """A finished or failed play as a Rollout."""
+    client, state, failure = play.client, play.state, play.failure
+    turns = client.kept_turns(state.get("trajectory") or []) if client else []
+    rollout = Rollout(
+        turns=turns,
+        messages=messages_of(state) if state else client.messages() if client else [],
+        stop=state.get("stop_condition") or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
+        truncated=bool(state.get("is_truncated")) or any(turn.finish_reason == "length" for turn in turns),
+        overlong=play.overlong,
+    )
+    if state and not client:
+        usage = play.task.env.get_state_usage(state)
+        rollout.completion_tokens = int(usage["output_tokens"]) if usage else 0
+    if failure:
+        rollout.error, rollout.cause = str(failure), failure.cause
+    elif play.scoring:
+        rollout.reward = float(state["reward"])
+        rollout.metrics = metrics_of(play, play.scoring)
+    return rollout
+
+
+def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
+    """The finite numbers that the rubric measured; in a group of environments under the member's name, with its reward."""
+    member, measured = play.task.member, play.state.get("metrics") or {}
+    found = {f"{member}{name}": as_number(value) for name, value in measured.items() if name not in scoring.absent}
+    metrics = {name: value for name, value in found.items() if value is not None}
+    if member:
+        metrics[f"{member}reward"] = float(play.state["reward"])
+    if play.client and play.client.offered_tools:
+        metrics[f"{member}bad_tool_calls"] = float(play.client.bad_tool_calls)
+    return metrics
+
+
+def messages_of(state: dict[str, Any]) -> list[Message]:
+    """Prompt and completion in the form of chat APIs."""
+    prompt, completion = state.get("prompt") or [], state.get("completion") or []
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    return [chat_message(message) for message in [*prompt, *completion]]
+
+
+def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def error_text(error: BaseException) -> str:
+    """An error and its causes. verifiers raises its own errors without a text: the reason is in the cause."""
+    return " <- ".join(f"{type(cause).__name__}: {cause}".removesuffix(": ") for cause in cause_chain(error))
+
+
+def as_failure(error: BaseException) -> RolloutError:
+    """An error of verifiers with its cause: the model could not be asked, or the environment failed."""
+    of_model = any(isinstance(cause, vf.ModelError) for cause in cause_chain(error))
+    return RolloutError("inference" if of_model else "environment", error_text(error))
+
+
+async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of coroutines that run at once. If one raises, the others are cancelled, and its exception is raised."""
+    if len(plays) == 1:
+        return [await plays[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play) for play in plays]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def no_teardown() -> None:
+    """Does nothing: the environment is torn down."""

@@ -1,0 +1,144 @@
+"""Loading a classic environment, with errors that name the place and the remedy, and describing it."""
+
+import functools
+import inspect
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import verifiers as vf
+from verifiers.legacy.utils import response_utils
+from verifiers.utils.env_utils import import_env_module
+
+from rl.config.installed import check_installed
+from rl.envs.classic.client import chat_tool
+from rl.envs.classic.rewards import rubrics
+from rl.system.errors import RunError
+from rl.system.functions import Blame
+from rl.wire.worker_messages import EnvSpec
+
+
+@contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Restores the signal handlers that every environment of verifiers replaces when it is constructed."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def load_package(spec: EnvSpec, what: str) -> vf.Environment:
+    """Loads an environment that `load.is_v1` has imported and found classic. Raises RunError."""
+    assert spec.id
+    path = check_installed(spec.id)
+    module = import_env_module(path)
+    remedy = "check orchestrator.environment.args and the environment itself"
+    if takes := ", ".join(load_arguments(spec.id)):
+        remedy += f"; its arguments are {takes}"
+    file = Path(module.__file__ or "")
+    with Blame(f"{what}: its load_environment", remedy, file.parent if hasattr(module, "__path__") else file):
+        env = module.load_environment(**spec.args)  # as vf.load_environment does, which hides what was raised in an error of its own
+    if not isinstance(env, vf.Environment):
+        raise RunError(f"{what}: its load_environment returned a {type(env).__name__}, not a vf.Environment of verifiers 0.3")
+    env.env_id, env.env_args = env.env_id or path, env.env_args or spec.args
+    return env
+
+
+def load_arguments(env_id: str) -> dict[str, str]:
+    """The arguments of load_environment: name to `type = default`."""
+    arguments = {}
+    for name, parameter in inspect.signature(import_env_module(check_installed(env_id)).load_environment).parameters.items():
+        kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation)
+        default = "required" if parameter.default is parameter.empty else f"{parameter.default!r}"
+        arguments[f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name] = f"{kind} = {default}" if kind else default
+    return arguments
+
+
+def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environment]]:
+    """The environments that play, with their paths: the members of an EnvGroup and of groups in it, or the environment itself."""
+    if isinstance(env, vf.EnvGroup):
+        for name, member in env.env_map.items():
+            yield from members(member, f"{path}{name}/")
+    else:
+        yield path, env
+
+
+def settable(env: vf.Environment) -> set[str]:
+    """The names that set_kwargs takes: those with a setter, and data attributes."""
+    setters = {name.removeprefix("set_") for name in dir(type(env)) if name.startswith("set_") and name != "set_kwargs"}
+    return setters | {name for name in vars(env) if not name.startswith("_")}
+
+
+def set_attributes(env: vf.Environment, leaves: list[vf.Environment], spec: EnvSpec) -> None:
+    """Applies `set_kwargs` to the environment and, where it is a group, to every member that knows the name. Raises RunError."""
+    targets = list(dict.fromkeys([env, *leaves]))
+    for name, value in spec.set_kwargs.items():
+        takers = [target for target in targets if name in settable(target)]
+        if not takers:
+            known = sorted(set().union(*map(settable, targets)))
+            near = get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+            raise RunError(f"environment {spec.name}: set_kwargs has {name}, but {type(env).__name__} has no such attribute; {hint}")
+        for target in takers:
+            with Blame(f"environment {spec.name}: set_kwargs.{name} = {value!r}", "give a value that the environment takes"):
+                target.set_kwargs(**{name: value})
+
+
+def check_scorable(env: vf.Environment, what: str) -> None:
+    """Checks once what verifiers' own rubric asserts in every rollout: that it has a reward function. Raises RunError."""
+    if not env.score_rollouts or env.requires_group_rollouts:
+        return
+    for rubric in rubrics(env.rubric):
+        if type(rubric).score_rollout is vf.Rubric.score_rollout and not rubric.funcs:
+            raise RunError(
+                f"{what}: a {type(rubric).__name__} of its {type(env).__name__} has no reward function; "
+                "give it one, or set_kwargs.score_rollouts = false to play without rewards"
+            )
+
+
+def describe_one(env: vf.Environment) -> dict[str, Any]:
+    """Describes an environment that is no group, for a reader."""
+    functions = {
+        name: weight
+        for rubric in rubrics(env.rubric)
+        if not isinstance(rubric, vf.RubricGroup)
+        for name, weight in zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True)
+    }
+    about: dict[str, Any] = {
+        "style": env.message_type,
+        "system prompt": env.system_prompt,
+        "reward functions": {name: weight for name, weight in functions.items() if weight},
+        "metrics": [name for name, weight in functions.items() if not weight],
+        "tools": [chat_tool(tool)["function"] for tool in env.tool_defs or []],
+        "max turns": getattr(env, "max_turns", None),
+        "own timeout_seconds": getattr(env, "timeout_seconds", None),
+        "parser": type(env.parser).__name__,
+        "scored": env.score_rollouts,
+    }
+    return {name: value for name, value in about.items() if value not in (None, [], {})}
+
+
+def skip_overhead(env: vf.Environment) -> None:
+    """Spares verifiers two things that cost more than half of a rollout's time: inspecting the signature of every stop condition and
+    cleanup at every turn, and a thread for a few list operations a turn."""
+    env._stop_conditions = [with_signature(method) for method in env._stop_conditions]
+    env._cleanup_handlers = [with_signature(method) for method in env._cleanup_handlers]
+    response_utils.asyncio = SimpleNamespace(to_thread=call_directly)  # type: ignore[attr-defined]
+
+
+def with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, with its signature precomputed: a bound method has no place for it."""
+    call = functools.update_wrapper(functools.partial(method), method)
+    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return call
+
+
+async def call_directly(function: Callable[[], Any]) -> Any:
+    """Calls a function in place of asyncio.to_thread."""
+    return function()

@@ -1,0 +1,110 @@
+"""Watches reward functions: verifiers counts one that raises, or gives no number, as 0.0; here it is a failure of the rollout."""
+
+import functools
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import verifiers as vf
+from verifiers.utils.async_utils import maybe_await
+
+from rl.envs.policy import RolloutError
+from rl.system.functions import place
+
+SHOWN = 300
+"""Characters of an error or a value that a message quotes."""
+
+
+@dataclass
+class Scoring:
+    """One call of a rubric, in a `with` block: how many rollouts it scores, and what went wrong in it."""
+
+    num_rollouts: int
+    faults: list[str] = field(default_factory=list)
+    """Failures of functions that count for the reward."""
+    absent: set[str] = field(default_factory=set)
+    """Metrics (functions of weight 0) that gave no number."""
+
+    def __enter__(self) -> "Scoring":
+        self.token = SCORING.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        SCORING.reset(self.token)
+        if isinstance(error, Exception):  # of a rubric that is not verifiers' own, or of what verifiers does with its numbers
+            raise RolloutError("reward", f"the rubric raised {error_text(error)}") from error
+
+
+SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
+"""The current call. Not an argument: a rubric of the environment's own stands between us and its functions."""
+
+
+def error_text(error: BaseException) -> str:
+    """An error with the place where it was raised."""
+    return f"{type(error).__name__}: {error}"[:SHOWN] + f" (at {place(error)})"
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number as a float, whether Python's, numpy's or torch's; None for anything else, a text of digits too."""
+    if not isinstance(value, float | int) and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):  # an array of several, an integer beyond every float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_numbers(value: Any, count: int) -> list[float] | None:
+    """`count` finite numbers, or None."""
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        return None
+    numbers = [as_number(item) for item in value]
+    return [number for number in numbers if number is not None] if len(numbers) == count and None not in numbers else None
+
+
+def watch(rubric: vf.Rubric) -> None:
+    """Makes every function of a rubric, and of those in it, report to `SCORING`. Once: a rubric can be in several environments."""
+    for inner in rubrics(rubric):
+        for i, func in enumerate(inner.funcs):
+            if not hasattr(func, "watched"):
+                inner.funcs[i] = watched(func, inner.weights[i], inner._is_group_func(func))
+
+
+def rubrics(rubric: vf.Rubric) -> list[vf.Rubric]:
+    """A rubric and all that are in it."""
+    return [rubric, *(inner for member in getattr(rubric, "rubrics", []) for inner in rubrics(member))]
+
+
+def watched(func: Callable[..., Any], weight: float, is_group: bool) -> Callable[..., Awaitable[Any]]:
+    """The function, except that its failure is recorded before verifiers makes it a zero."""
+
+    @functools.wraps(func)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        scoring = SCORING.get()
+        if scoring is None:  # called by the environment itself, while it plays
+            return await maybe_await(func, *args, **kwargs)
+        try:
+            value = await maybe_await(func, *args, **kwargs)
+        except Exception as error:  # broad, for the caller's is as well: what is not caught here ends as a reward of 0.0 there
+            problem = f"raised {error_text(error)}"
+        else:
+            result = as_numbers(value, scoring.num_rollouts) if is_group else as_number(value)
+            if result is not None:
+                return result
+            wanted = f"a list of {scoring.num_rollouts} finite numbers" if is_group else "a finite number"
+            problem = f"returned {repr(value)[:SHOWN]}, not {wanted}"
+        if weight:
+            scoring.faults.append(f"reward function {call.__name__} {problem}")
+        else:
+            scoring.absent.add(call.__name__)
+        return [0.0] * scoring.num_rollouts if is_group else 0.0
+
+    call.__name__ = getattr(func, "__name__", type(func).__name__)
+    call.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]  # verifiers asks for it several times a rollout
+    call.watched = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,118 @@
+"""Rows with a reward function: an environment out of a JSONL file or a Hugging Face dataset, without a package."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import verifiers as vf
+
+from rl.system.errors import RunError
+from rl.system.functions import Blame, load_function
+from rl.wire.worker_messages import EnvSpec
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
+ROLES = ("system", "user", "assistant", "tool")
+PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
+"""Parameters of a reward function that verifiers fills, beside those named like columns."""
+GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos", "parser"}
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+"""The types that Arrow distinguishes in JSON."""
+EXAMPLE = '{"prompt": "What is 2 + 2?", "answer": "4"}'
+
+
+def load_rows(spec: EnvSpec) -> vf.SingleTurnEnv:
+    """Builds the environment of `dataset`, `eval_dataset`, `reward` and `system_prompt`. Raises RunError."""
+    if not spec.dataset:
+        raise RunError(f"environment {spec.name} has neither id nor dataset; give one of them")
+    if not spec.reward:
+        raise RunError(f"dataset {spec.dataset} needs a reward function; give reward = file.py:function or module:function")
+    if spec.args:
+        raise RunError(f"dataset {spec.dataset}: args are for environments with an id; leave out {', '.join(spec.args)}")
+    function = load_function("reward", spec.reward)
+    train = read(spec.dataset)
+    held_out = read(spec.eval_dataset) if spec.eval_dataset else train
+    for source, data in ((spec.dataset, train), (spec.eval_dataset, held_out)):
+        check_parameters(spec.reward, function, set(data.column_names), source or spec.dataset)
+    with Blame(f"dataset {spec.dataset}: building its environment", "check its rows"):
+        return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, system_prompt=spec.system_prompt, rubric=vf.Rubric(funcs=[function]))
+
+
+def read(source: str) -> datasets.Dataset:
+    """The rows of a JSONL file, or of a Hugging Face dataset `owner/name` or `owner/name:split`, each with a `prompt` of messages."""
+    path = Path(source)
+    if path.is_file():
+        return read_jsonl(path)
+    if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
+        raise RunError(f"dataset {source} is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset")
+    name, _, split = source.partition(":")
+    with Blame(f"dataset {source}", f"check name and split (owner/name:split), and the network; {path.absolute()} is no file either"):
+        data = datasets.load_dataset(name, split=split or "train")
+    if not {"prompt", "question"} & set(data.column_names):
+        raise RunError(f"dataset {source} has no column prompt or question, but {', '.join(data.column_names)}")
+    with Blame(f"dataset {source}", "prompts must be text or a list of messages"):
+        return data.map(lambda row, i: {"prompt": messages_in(row, f"{source} row {i}")}, with_indices=True)
+
+
+def read_jsonl(path: Path) -> datasets.Dataset:
+    """The rows of a JSONL file. Raises RunError with the line."""
+    rows: list[dict[str, Any]] = []
+    kinds: dict[str, tuple[str, int]] = {}
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row = parse_row(line, f"{path}:{number}")
+            for column, kind in ((column, KINDS[type(value)]) for column, value in row.items() if value is not None):
+                known, first = kinds.setdefault(column, (kind, number))
+                if known != kind:
+                    raise RunError(f"{path}:{number}: {column} is {kind}, but {known} in line {first}; write one kind in every line")
+            rows.append(row)
+    if not rows:
+        raise RunError(f"dataset {path} has no rows; write one JSON object a line, like {EXAMPLE}")
+    columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes those of the first row
+    with Blame(f"dataset {path}", "write columns of one type in every line; what varies can be under info"):
+        return datasets.Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
+
+
+def parse_row(line: str, place: str) -> dict[str, Any]:
+    """A line as a row whose prompt is messages. A nested `info` stays text, or Arrow would give every row the keys of all."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RunError(f"{place}: not JSON: {error.msg} at column {error.colno}; write one object a line, like {EXAMPLE}") from error
+    if not isinstance(row, dict):
+        raise RunError(f"{place}: a {type(row).__name__}; write one JSON object a line, like {EXAMPLE}")
+    if "task" in row:
+        raise RunError(f"{place}: verifiers takes a column `task` for its own; give it another name")
+    row["prompt"] = messages_in(row, place)
+    if isinstance(row.get("info"), dict):
+        row["info"] = json.dumps(row["info"])
+    return row
+
+
+def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """The messages of `prompt`, or else of `question`. Raises RunError."""
+    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("question")
+    if prompt is None:
+        raise RunError(f"{place}: no prompt or question, but {', '.join(row) or 'nothing'}; write rows like {EXAMPLE}")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or any(not isinstance(part, dict) or part.get("role") not in ROLES for part in prompt):
+        raise RunError(f"{place}: the prompt is neither text nor a list of messages with a role of {', '.join(ROLES)}")
+    return prompt
+
+
+def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:
+    """Checks that every parameter of a reward function is filled by something, or every rollout would fail. Raises RunError."""
+    given = PARAMETERS | GROUP_PARAMETERS | columns
+    for parameter in inspect.signature(function).parameters.values():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and parameter.name not in given:
+            raise RunError(
+                f"reward {reward} ({inspect.getsourcefile(function)}) asks for {parameter.name}, which is no column of {source}; "
+                f"it can ask for {', '.join(sorted(PARAMETERS | columns))}, or states, prompts, completions, ... of a whole group"
+            )

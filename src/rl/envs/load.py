@@ -1,0 +1,45 @@
+"""Loads an environment of whichever kind it is: the one place that chooses its class."""
+
+import importlib
+
+from rl.config.installed import check_installed, comes_with_verifiers, module_name
+from rl.envs.environment import Environment, v1_exports
+from rl.envs.policy import Policy
+from rl.system.errors import RunError
+from rl.system.functions import Blame
+from rl.wire.worker_messages import EnvSpec
+
+
+def load(spec: EnvSpec, policy: Policy) -> Environment:
+    """Loads an environment. Raises RunError with the remedy."""
+    if spec.head_server:
+        from rl.envs.nemo_gym.environment import NemoGymEnvironment
+
+        return NemoGymEnvironment(spec, policy)
+    if spec.id and is_v1(spec.id):
+        from rl.envs.v1.environment import V1Environment
+
+        return V1Environment(spec, policy)
+    from rl.envs.classic.environment import ClassicEnvironment
+
+    return ClassicEnvironment(spec, policy)
+
+
+def is_v1(env_id: str) -> bool:
+    """Whether an environment is a package of the verifiers v1 API: one with a v1 Taskset or Env in `__all__`. Classic otherwise.
+
+    A package that is both is v1: exporting the class is as deliberate as writing `load_environment`, and verifiers 0.4 has no classic
+    API any more. Imports the package. Raises RunError for one that is not installed, fails to import, or is neither.
+    """
+    module = module_name(check_installed(env_id))
+    if comes_with_verifiers(module):
+        return True
+    with Blame(f"environment {env_id}: importing {module}", "mend it, or install what it needs"):
+        package = importlib.import_module(module)
+    if v1_exports(package):
+        return True
+    if not hasattr(package, "load_environment"):
+        raise RunError(
+            f"environment {env_id}: {package.__file__} has no function load_environment, and no v1 Taskset or Env in `__all__`; add one"
+        )
+    return False

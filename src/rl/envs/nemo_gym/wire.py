@@ -1,0 +1,175 @@
+"""Translates NeMo Gym's rows, requests and replies to ours. Pure functions."""
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rl.envs.policy import RolloutError
+from rl.models.chat import Message, Tool
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Rollout, Turn
+
+TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+SAMPLING_PARAMS = ("temperature", "top_p", "max_output_tokens")
+"""The sampling settings, as the Responses API names them."""
+EXTRA_SAMPLING = ("top_k", "min_p", "stop", "seed")
+"""Sampling settings without a field in the Responses API; NeMo Gym's vLLM client takes them from the metadata."""
+
+
+def no_tokens(server: str) -> str:
+    """The error message for a model server without token ids in its answers."""
+    return (
+        f"{server} returns no token ids; start ng_run with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml "
+        "(return_token_id_information: true)"
+    )
+
+
+def request_body(row: dict[str, Any], args: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """A row as it is posted: `args` over its responses_create_params, and our sampling over both."""
+    params = {key: value for key, value in (row["responses_create_params"] | args).items() if key not in SAMPLING_PARAMS}
+    params |= {"temperature": sampling["temperature"], "max_output_tokens": sampling["max_tokens"]}
+    if sampling.get("top_p") is not None:
+        params["top_p"] = sampling["top_p"]
+    extra = {key: sampling[key] for key in EXTRA_SAMPLING if sampling.get(key) is not None}
+    if extra:
+        metadata = params.get("metadata") or {}
+        params["metadata"] = metadata | {"extra_body": json.dumps(json.loads(metadata.get("extra_body", "{}")) | extra)}
+    return row | {"responses_create_params": params}
+
+
+def decode_reply(text: str) -> dict[str, Any]:
+    """A reply of `/run` with at least `response.output`. Raises RolloutError."""
+    try:
+        reply = json.loads(text)
+        if all(isinstance(item, dict) for item in reply["response"]["output"]):
+            return reply
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise RolloutError("environment", f"/run answered without response.output: {text[:500]}")
+
+
+def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None) -> Rollout:
+    """A reply as a rollout; `version` None: an endpoint played, which gives no tokens. Raises RolloutError."""
+    response, params = reply["response"], body["responses_create_params"]
+    reward = reply.get("reward")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise RolloutError("reward", f"NeMo Gym gave the reward {reward!r}, not a finite number; see the resources server's output")
+    used = response.get("temperature")
+    if used is not None and used != params["temperature"]:
+        raise RolloutError("environment", f"the agent sampled at temperature {used}, not at the {params['temperature']} it was asked for")
+    items, incomplete = response["output"], (response.get("incomplete_details") or {}).get("reason")
+    turns = [] if version is None else to_turns(items, version)
+    # The model server answers a prompt that fills the context with an empty item, marked as incomplete.
+    unanswered = not items or not items[-1].get("generation_token_ids")
+    overlong = version is not None and incomplete == "max_output_tokens" and unanswered
+    if version is not None and not turns and not overlong:
+        raise RolloutError("inference", no_tokens("NeMo Gym"))
+    if turns and incomplete == "max_output_tokens" and not unanswered:
+        turns[-1].finish_reason = "length"
+    return Rollout(
+        turns=turns,
+        messages=to_messages([*input_items(params), *items]),
+        reward=float(reward),
+        metrics=metrics_of(reply, body),
+        stop=incomplete or "completed",
+        truncated=incomplete == "max_output_tokens",
+        overlong=overlong,
+        completion_tokens=(response.get("usage") or {}).get("output_tokens") or 0,
+    )
+
+
+def metrics_of(reply: dict[str, Any], body: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers that the resources server added to the row."""
+    added = {key: value for key, value in reply.items() if key not in body and key != "reward" and isinstance(value, int | float)}
+    return {key: float(value) for key, value in added.items() if math.isfinite(value)}
+
+
+def to_turns(items: Iterable[dict[str, Any]], version: int) -> list[Turn]:
+    """The policy's turns: each has its tokens on its last item. Raises RolloutError."""
+    turns = []
+    for item in items:
+        if not item.get("generation_token_ids"):
+            continue
+        prompt_ids, completion_ids, logprobs = (item.get(key) or [] for key in TOKEN_KEYS)
+        if not prompt_ids or len(logprobs) != len(completion_ids):
+            counts = f"{len(prompt_ids)} prompt ids, {len(completion_ids)} sampled ids and {len(logprobs)} logprobs"
+            raise RolloutError("inference", f"NeMo Gym gave an answer with {counts}")
+        turns.append(
+            Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=completion_ids,
+                logprobs=logprobs,
+                policy_versions=[VersionSpan(version, len(completion_ids))],
+                finish_reason="stop",
+            )
+        )
+    return turns
+
+
+def check_append_only(turns: list[Turn]) -> None:
+    """Raises RolloutError if a turn does not continue the ids of an earlier one."""
+    earlier: list[list[int]] = []
+    for turn in turns:
+        if earlier and not any(turn.prompt_ids[: len(ids)] == ids for ids in earlier):
+            raise RolloutError(
+                "not_append_only",
+                f"turn {len(earlier) + 1} does not continue an earlier turn's token ids: NeMo Gym renders history from text. "
+                "Unset orchestrator.enforce_monotonicity: then such a turn starts a new sample",
+            )
+        earlier.append(turn.token_ids)
+
+
+def input_items(params: dict[str, Any]) -> list[dict[str, Any]]:
+    """The items of a request, whose input may be a plain text."""
+    items = params["input"]
+    return [{"role": "user", "content": items}] if isinstance(items, str) else [dict(item) for item in items]
+
+
+def joined_text(content: Any) -> Any:
+    """Content parts as one text, where all of them are text."""
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def chat_prompt(params: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
+    """The messages and tools of a row's responses_create_params in the form of chat APIs."""
+    functions = [{key: value for key, value in tool.items() if key not in ("type", "strict")} for tool in params.get("tools") or ()]
+    return to_messages(input_items(params)), [{"type": "function", "function": function} for function in functions]
+
+
+def to_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
+    """Items of the Responses API as chat messages; reasoning, text and calls of one turn become one message."""
+    messages: list[Message] = []
+    answer: Message | None = None
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": joined_text(item.get("output"))})
+            answer = None
+            continue
+        if kind == "message" and item.get("role") != "assistant":
+            messages.append({"role": item.get("role"), "content": joined_text(item.get("content"))})
+            answer = None
+            continue
+        if answer is None:
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        add_to_answer(answer, kind, item)
+        if item.get("generation_token_ids"):  # the last item of a turn
+            answer = None
+    return messages
+
+
+def add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
+    """Adds an item of the assistant to its message."""
+    if kind == "message":
+        answer["content"] += str(joined_text(item.get("content") or ""))
+    elif kind == "reasoning":
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + joined_text(item.get("summary") or "")
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        answer.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    else:
+        answer["content"] += f"[{kind}]"

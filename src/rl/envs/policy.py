@@ -1,0 +1,119 @@
+"""What environments sample from: messages in, an answer out, and every turn kept exactly as it was sent and sampled."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl.config.run import RendererConfig
+from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
+from rl.models.renderer import load_renderer
+from rl.models.template import Renderer
+from rl.wire.inference_client import InferenceLostError, InferenceServers, PromptTooLongError
+from rl.wire.rollouts import Cause, Turn
+from rl.wire.worker_messages import Endpoint, PolicySpec
+
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
+OVERRIDABLE = ("max_tokens", "stop", "seed")
+"""What an environment may set for a call. Not the temperature: the trainer scores a rollout's tokens at the one configured."""
+
+
+class RolloutError(Exception):
+    """A rollout failed for a known cause; anything else that an environment raises has the cause `environment`."""
+
+    def __init__(self, cause: Cause, message: str):
+        super().__init__(message)
+        self.cause: Cause = cause
+
+
+class Policy:
+    """The policy of a worker. Exactly one of our servers' client (`servers`, `renderer`) and `endpoint` is set."""
+
+    def __init__(self, spec: PolicySpec, timeout_s: float):
+        self.spec = spec
+        self.endpoint: Endpoint | None = spec.endpoint
+        if spec.endpoint is None:
+            self.renderer: Renderer = load_renderer(spec.model_path, RendererConfig(**spec.renderer), spec.chat_template)
+            self.servers = InferenceServers(spec.inference_urls, Path(spec.inference_status), timeout_s)
+
+    async def sample(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
+        """One completion of a prompt. Raises PromptTooLongError, and RolloutError if no server answers or one refuses the request."""
+        sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
+        sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
+        room = self.spec.max_model_len - len(prompt_ids)
+        if room <= 0:
+            raise PromptTooLongError(f"a prompt of {len(prompt_ids)} tokens fills model.max_model_len = {self.spec.max_model_len}")
+        sampling["max_tokens"] = min(sampling.get("max_tokens", room), room)
+        sampling["stop_token_ids"] = self.renderer.stop_token_ids
+        try:
+            answer = await self.servers.generate(server, prompt_ids, sampling)
+        except (InferenceLostError, ValueError) as error:
+            raise RolloutError("inference", str(error)) from error
+        return Turn(
+            prompt_ids=prompt_ids,
+            completion_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            policy_versions=answer.policy_versions,
+            finish_reason=answer.finish_reason,
+        )
+
+    def check_append_only(self, num_turns: int) -> None:
+        """Called for a prompt that continues none of `num_turns` earlier turns. Raises RolloutError if that is forbidden."""
+        if num_turns and self.spec.enforce_monotonicity:
+            raise RolloutError(
+                "not_append_only",
+                f"turn {num_turns + 1} does not continue an earlier turn's token ids, and orchestrator.enforce_monotonicity is set; "
+                'see renderer.thinking_retention = "all", or unset it: then such a turn starts a new sample',
+            )
+
+
+@dataclass
+class ChatTurn:
+    """A turn with the conversation up to and including its answer, as `comparable` messages, and the tools that it was offered."""
+
+    messages: list[Message]
+    tools: list[Tool] | None
+    turn: Turn
+
+
+@dataclass
+class Conversation:
+    """One agent's chat with the policy. `history` grows by one turn a call, in the order in which the answers came."""
+
+    policy: Policy
+    server: int
+    """Index of the inference server."""
+    sampling: dict[str, Any]
+    history: list[ChatTurn] = field(default_factory=list)
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [entry.turn for entry in self.history]
+
+    async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
+        """The policy's answer to a chat. Raises what `Policy.sample` raises."""
+        tools = tools or None
+        try:
+            ids = self._prompt_ids(messages, tools)
+        except RendererError as error:  # the environment's messages or tools are nothing that this model's template can show
+            raise RolloutError("environment", str(error)) from error
+        turn = await self.policy.sample(self.server, ids, self.sampling, overrides)
+        answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
+        self.history.append(ChatTurn([comparable(message) for message in [*messages, assistant_message(answer)]], tools, turn))
+        return turn, answer
+
+    def _prompt_ids(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
+        """Prompt ids that continue, id for id, the newest earlier turn whose conversation `messages` extend; without one, rendered anew."""
+        compared = [comparable(message) for message in messages]
+        for entry in reversed(self.history):
+            num_old = len(entry.messages)
+            if num_old < len(compared) and entry.tools == tools and compared[:num_old] == entry.messages:
+                ids = self.policy.renderer.next_prompt_ids(entry.turn.token_ids, messages, num_old, tools)
+                if ids is not None:
+                    return ids
+        self.policy.check_append_only(len(self.history))
+        return self.policy.renderer.prompt_ids(messages, tools)
+
+
+def comparable(message: Message) -> Message:
+    """A message as it is compared with history. Environments may drop reasoning, or name a tool's message, and still mean the same."""
+    return {key: value for key, value in message.items() if key not in ("reasoning_content", "name") and value not in (None, "", [])}

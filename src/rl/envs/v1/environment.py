@@ -1,0 +1,271 @@
+"""Environments of the verifiers v1 API: a taskset, its agents, and the harness of each; see config.py for `args`.
+
+verifiers plays and scores an episode in one piece, so `timeout_s` and `max_generating` hold for both together, and `max_scoring` has no
+place of its own. An agent's own limits (`args.agent = {max_turns = 4, timeout = {rollout = 60}}`) are verifiers' and come on top.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from mcp.server.fastmcp import FastMCP
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.utils.memory import trim_memory_periodically
+from verifiers.v1.utils.retries import run_episode_with_retry
+
+from rl.envs.environment import limited, places
+from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
+from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
+from rl.envs.v1.config import V1Config
+from rl.envs.v1.harness import chat_tool, opening
+from rl.envs.v1.rollouts import as_episode
+from rl.system import process_table
+from rl.system.errors import RunError
+from rl.system.functions import Blame
+from rl.wire.rollouts import Episode, Split
+from rl.wire.worker_messages import EnvSpec, PlayGroup
+
+log = logging.getLogger(__name__)
+
+START_S = 300.0
+"""Time for the tool servers that all tasks share to come up; verifiers itself waits 180 s for one."""
+STOP_S = 30.0
+TOOL_SERVER_CHECK_S = 2.0
+KEPT_TASKS = 4096
+"""Newest tasks of an endless taskset that are kept in memory."""
+
+
+class EndlessTasks(Sequence[vf.Task]):
+    """The tasks of an endless taskset by index, drawn in order when they are asked for.
+
+    The last KEPT_TASKS of them are kept. For an older one the taskset is started again and drawn up to it, as after a restart: it is the
+    same task as far as the taskset's own seed makes it so.
+    """
+
+    def __init__(self, taskset: vf.Taskset):
+        self.taskset = taskset
+        self.kept: dict[int, vf.Task] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.tasks: Iterator[vf.Task] = iter(self.taskset)
+        self.num_drawn = 0
+
+    def __len__(self) -> int:
+        raise TypeError("an endless taskset has no size")
+
+    def __getitem__(self, index: Any) -> vf.Task:
+        if index not in self.kept and index < self.num_drawn:
+            self._start()
+        while index not in self.kept:
+            task = next(self.tasks, None)
+            if task is None:
+                raise RolloutError("environment", f"the taskset says it is INFINITE, but it ended after {self.num_drawn} tasks")
+            self.kept.pop(self.num_drawn, None)  # now the last one to be deleted
+            self.kept[self.num_drawn] = task
+            self.num_drawn += 1
+            if len(self.kept) > KEPT_TASKS:
+                del self.kept[next(iter(self.kept))]
+        return self.kept[index]
+
+
+class V1Environment:
+    """A verifiers v1 taskset or environment, all agents of it."""
+
+    scores_groups = False
+
+    def __init__(self, spec: EnvSpec, policy: Policy):
+        if spec.set_kwargs:
+            raise RunError(f"environment {spec.name}: set_kwargs are for classic environments; this one is configured by args alone")
+        self.spec = spec
+        self.policy = policy
+        self.name = f"environment {spec.name}"
+        self.generating = places(spec.max_generating)
+        self.client_config = PolicyClientConfig()
+        self.active = self.client_config.client.active
+        with self._load_errors("loading it"):
+            self.config = V1Config(spec, policy.endpoint is not None)
+            self.env = vf.load_environment(self.config.env)
+            train = tasks_of(self.env.taskset)
+            self.tasks: dict[Split, Sequence[vf.Task]] = {"train": train, "eval": self._eval_tasks(train)}
+        for split in self.tasks:
+            if self.num_tasks(split) == 0:
+                raise RunError(f"{self.name}: its taskset has no {split} tasks with args {spec.args}")
+        with self._load_errors("describing its tools"):
+            self.tools = asyncio.run(self._tools())
+        self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
+
+    def _load_errors(self, doing: str) -> Blame:
+        what = f"{self.name} ({self.spec.id}): {doing}"
+        return Blame(what, f"check its args {self.spec.args} and the environment itself")
+
+    def _eval_tasks(self, train: Sequence[vf.Task]) -> Sequence[vf.Task]:
+        """The tasks of the first split that there is. Where `split` is any text, a taskset refuses one by what its data set raises."""
+        configs = self.config.eval_tasksets()
+        for config in configs:
+            try:
+                return tasks_of(vf.load_taskset(config))
+            except (ValueError, LookupError, OSError) as error:
+                if len(configs) == 1:
+                    raise
+                log.info("%s: no split %s: %s", self.name, config.split, error)
+        return train
+
+    def num_tasks(self, split: Split) -> int | None:
+        tasks = self.tasks[split]
+        return None if isinstance(tasks, EndlessTasks) else len(tasks)
+
+    def task(self, split: Split, index: int) -> dict[str, Any]:
+        data = self.tasks[split][index].data
+        own = data.model_dump(mode="json", exclude_defaults=True, exclude={"prompt", "system_prompt"})
+        return {"prompt": opening(data.system_prompt, data.prompt), **({"tools": self.tools} if self.tools else {}), **own}
+
+    def prompt_ids(self, split: Split, index: int) -> list[int] | None:
+        with self._load_errors("drawing its tasks"):
+            data = self.tasks[split][index].data
+            messages = opening(data.system_prompt, data.prompt)
+        if not messages or messages[-1]["role"] == "system":  # a user opens the conversation
+            return None
+        return self.policy.renderer.prompt_ids(messages, self.tools or None)
+
+    def describe(self) -> dict[str, Any]:
+        task = self.tasks["train"][0]
+        judges = {judge.reward_name: judge.config.weight for judge in task.plugged_judges()}
+        about: dict[str, Any] = {"class": f"{type(self.env.taskset).__module__}.{type(self.env.taskset).__qualname__}"}
+        if not isinstance(self.env, vf.SingleAgentEnv):
+            about["environment"] = f"{type(self.env).__module__}.{type(self.env).__qualname__}"
+        return about | {
+            "arguments": self.config.arguments(),
+            **{f"{split} tasks": self.num_tasks(split) or "endless" for split in self.tasks},
+            "agents": {name: self._describe_agent(name) for name in self.config.agents},
+            "rewards": {fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in task.hooks("reward")} | judges,
+            "metrics": [fn.__name__ for fn in task.hooks("metric")],
+            "stops": [fn.__name__ for fn in task.hooks("stop")],
+            "tools": {tool["function"]["name"]: tool["function"]["description"] for tool in self.tools},
+        }
+
+    def _describe_agent(self, name: str) -> dict[str, Any]:
+        """An agent's harness, runtime, endpoint if it has one of its own, and limits."""
+        config: vf.AgentConfig = getattr(self.config.env, name)
+        harness = self.config.env.agent_harnesses()[name]
+        limits = config.model_dump(mode="json", exclude_none=True, include={"model", "max_turns", "max_output_tokens", "max_total_tokens"})
+        own = {"endpoint": config.client.base_url} if config.client else {}
+        return {"harness": harness.id, "runtime": config.runtime.type, **own, **limits}
+
+    async def _tools(self) -> list[dict[str, Any]]:
+        """The tools that tasks are offered, as chat APIs have them; servers that run elsewhere list theirs only to the harness."""
+        task = self.tasks["train"][0]
+        tools = []
+        for toolset in [*self.env.taskset.toolsets(self.env.taskset.config), *task.toolsets(task.config)]:
+            if getattr(toolset.config, "url", None) or type(toolset).register is not vf.Toolset.register:
+                continue
+            listing = FastMCP(toolset.server_name)
+            toolset.register(listing)
+            for tool in await listing.list_tools():
+                tools.append(chat_tool(toolset.server_name, tool))
+        return tools
+
+    async def start(self) -> None:
+        """Brings up the interception server and the tool servers that all tasks share."""
+        up, self.stop_servers = asyncio.Event(), asyncio.Event()
+        self.servers = asyncio.create_task(self._serve(up))
+        self.servers.add_done_callback(lambda _: up.set())
+        try:
+            async with asyncio.timeout(START_S):
+                await up.wait()
+        except TimeoutError as error:
+            await self.close()
+            raise RunError(f"{self.name}: its servers were not up in {START_S:.0f} s; see its tool servers") from error
+        if self.servers.done():
+            with self._load_errors("starting its servers"):
+                self.servers.result()
+
+    async def _serve(self, up: asyncio.Event) -> None:
+        """Runs verifiers' servers until `stop_servers`; enters and leaves them in one task, as cancel scopes inside demand.
+
+        Ends this worker when a tool server died, which verifiers does not restart; the next worker starts all of them.
+        """
+        async with self.env.serving():
+            tool_servers = self._tool_servers()
+            up.set()
+            while not self.stop_servers.is_set():
+                for pid, start in tool_servers.items():
+                    line = process_table.entry(pid)
+                    if line is None or line.start != start or line.state == "Z":
+                        print(f"{self.name}: its tool server (pid {pid}) died: the worker ends, to start anew", flush=True)
+                        os._exit(1)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TOOL_SERVER_CHECK_S):
+                        await self.stop_servers.wait()
+
+    def _tool_servers(self) -> dict[int, str]:
+        """Pid -> start time of the processes that serve this environment's tools."""
+        modules = {type(toolset).__module__ for toolset in self.env.taskset.toolsets(self.env.taskset.config)}
+        processes = process_table.table()
+        return {pid: processes[pid].start for pid in process_table.trees(processes, [os.getpid()]) if modules & set(command_line(pid))}
+
+    async def close(self) -> None:
+        """Ends the servers; those that do not end in time are left to die with this process."""
+        self.stop_servers.set()
+        done, _ = await asyncio.wait([self.servers], timeout=STOP_S)
+        if not done:
+            self.servers.cancel()
+        elif not self.servers.cancelled() and (error := self.servers.exception()):
+            log.warning("%s: its servers ended with %r", self.name, error)
+
+    async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+        return [await self._episode(order) for _ in range(num_episodes)]
+
+    async def _episode(self, order: PlayGroup) -> Episode:
+        """One episode: generated, judged, and turned into rollouts."""
+        task = self.tasks[order.split][order.task]
+        context = self._context(order)
+        active: dict[str, ActiveTrace] = {}
+
+        def start_trace(trace: vf.Trace) -> None:
+            active[trace.id] = self.active[trace.id] = self._active_trace(trace, order)
+
+        try:
+            async with limited(self.generating, self.spec.timeout_s, "an episode (generation and scoring)"):
+                episode = await run_episode_with_retry(
+                    lambda: self.env.run_episode(task, context, on_trace=start_trace), self.config.env.retries
+                )
+        finally:
+            for trace_id in active:
+                self.active.pop(trace_id, None)
+        await trim_memory_periodically()
+        return as_episode(self.env, episode, active)
+
+    def _context(self, order: PlayGroup) -> ModelContext:
+        """The model of agents without an endpoint of their own. Our client has the run's sampling; an endpoint is sent it."""
+        if self.policy.endpoint is None:
+            return ModelContext(model="policy", client=self.client_config)
+        endpoint = self.policy.endpoint
+        client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=endpoint.api_key_var)
+        return ModelContext(model=endpoint.model, client=client, sampling=vf.SamplingConfig(**order.sampling))
+
+    def _active_trace(self, trace: vf.Trace, order: PlayGroup) -> ActiveTrace:
+        """A trace with its conversation. Of a trained agent's own sampling, only what keeps the distribution has an effect."""
+        if self.policy.endpoint is not None:
+            return ActiveTrace(None)
+        pinned = trace.agent.config.sampling.wire_args() if trace.agent.config.sampling else {}
+        if trace.agent.trainable:
+            pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
+        return ActiveTrace(Conversation(self.policy, order.server, order.sampling | pinned))
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process's command; [] when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def tasks_of(taskset: vf.Taskset) -> Sequence[vf.Task]:
+    return EndlessTasks(taskset) if taskset.INFINITE else list(taskset)

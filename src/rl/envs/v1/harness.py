@@ -1,0 +1,217 @@
+"""A verifiers v1 harness that runs in our own process: no program, no virtual environment and no subprocess per rollout.
+
+It is the library's `null` harness in what the model sees (system prompt, prompt, tools named `<server>_<tool>`, their results as text),
+and plays every task which that one plays: single turns, tool loops over MCP, and conversations that a user resumes. The interception
+server has the limits and stop conditions: it refuses the next call, and the loop ends.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import aiohttp
+import anyio
+import httpx
+from mcp import ClientSession, McpError
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult, ClientRequest, Tool
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.runtimes import ProgramResult, Runtime
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
+
+from rl.envs.policy import RolloutError
+
+HARNESS_ID = "rl-in-process"
+DISCONNECTED = (httpx.HTTPError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
+"""Errors of a server that died; within a session it is a stream that ends."""
+CONNECT_S = 5.0
+LIST_TOOLS_S = 60.0
+
+
+class InProcessConfig(HarnessConfig):
+    """The fields of every harness, of which `tool_timeout` and `disabled_tools` have an effect here."""
+
+    id: str = HARNESS_ID
+
+
+class InProcessHarness(Harness[InProcessConfig]):
+    """The chat loop: ask the model, run its tool calls one after the other, until an answer has none."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+    ) -> ProgramResult:
+        """One segment. A refused or failed call ends it with exit code 1; verifiers knows the reason."""
+        system, prompt = self.resolve_prompt(data)
+        url = f"{endpoint.rstrip('/')}/chat/completions"
+        body: dict[str, Any] = {"model": ctx.model, "messages": opening(system, prompt)}
+        timeout = aiohttp.ClientTimeout(total=None)  # answers wait for the inference server, and episodes have a deadline
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers={"Authorization": f"Bearer {secret}"}) as http,
+            tool_servers(mcp_urls, self.config) as servers,
+        ):
+            if servers.tools:
+                body["tools"] = servers.tools
+            while True:
+                message, problem = await ask(http, url, body)
+                if problem:
+                    return ProgramResult(exit_code=1, stdout="", stderr=problem)
+                body["messages"].append(message)
+                if not message.get("tool_calls"):
+                    return ProgramResult(exit_code=0, stdout="", stderr="")
+                for call in message["tool_calls"]:
+                    result = await servers.result(call["function"])
+                    body["messages"].append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """(the model's message, ""), or ({}, why the call failed)."""
+    try:
+        async with http.post(url, json=body) as reply:
+            if reply.status >= 400:
+                return {}, await reply.text() or f"status {reply.status}"
+            return (await reply.json())["choices"][0]["message"], ""
+    except aiohttp.ClientError as error:
+        return {}, f"the interception server at {url} does not answer: {error!r}"
+
+
+def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """The messages before the first answer; only instructions, or none, where a user opens the conversation."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, *(message_to_wire(message) for message in prompt or [])]
+
+
+def chat_tool(server: str | None, tool: Tool) -> dict[str, Any]:
+    """An MCP tool in the form of chat APIs, named `<server>_<tool>`."""
+    name = f"{server}_{tool.name}" if server else tool.name
+    return {"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": tool.inputSchema}}
+
+
+class ToolServers:
+    """The tools of a rollout's MCP servers, and the sessions that call them."""
+
+    def __init__(self, config: HarnessConfig):
+        self.disabled = set(config.disabled_tools or [])
+        self.tools: list[dict[str, Any]] = []
+        """In the form of chat APIs."""
+        self.origins: dict[str, tuple[str, ClientSession, str]] = {}
+        """Tool, as the model calls it -> server, its session, and the server's own name for the tool."""
+        self.last_server = ""
+        """The server that was called last: when a connection breaks, it is this one's."""
+
+    async def add(self, server: str, session: ClientSession) -> None:
+        """Opens a server's session and lists its tools. Raises RolloutError for a name that is taken."""
+        self.last_server = server
+        async with asyncio.timeout(LIST_TOOLS_S):
+            await session.initialize()
+            offered = (await session.list_tools()).tools
+        for tool in offered:
+            description = chat_tool(server, tool)
+            name = description["function"]["name"]
+            if name in self.origins:
+                raise RolloutError("environment", f"two tools are named {name}; give one of their servers a TOOL_PREFIX of its own")
+            if name in self.disabled or tool.name in self.disabled:
+                continue
+            self.origins[name] = server, session, tool.name
+            self.tools.append(description)
+
+    async def result(self, call: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """The content of the tool message that answers a call; for a malformed call what is wrong, so that the model may correct it."""
+        if call["name"] not in self.origins:
+            return f"error: there is no tool {call['name']!r}; there are {', '.join(sorted(self.origins)) or 'none'}"
+        try:
+            arguments = json.loads(call["arguments"] or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments are not JSON: {error}"
+        if not isinstance(arguments, dict):
+            return f"error: the arguments have to be a JSON object, not {type(arguments).__name__}"
+        self.last_server, session, name = self.origins[call["name"]]
+        # Not session.call_tool, which checks the result against the tool's schema: that costs as much as the call, and we show the text.
+        request = ClientRequest(CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments)))
+        try:
+            return content((await session.send_request(request, CallToolResult)).content)
+        except McpError as error:
+            if error.error.code == httpx.codes.REQUEST_TIMEOUT:
+                raise
+            return f"error: {error}"
+
+
+@asynccontextmanager
+async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIterator[ToolServers]:
+    """Sessions with all servers for one segment. Raises RolloutError for one that died, or does not answer for `tool_timeout` s.
+
+    The sessions live in task groups: what breaks one of them cancels the block, and comes out here as a group of errors.
+    """
+    servers = ToolServers(config)
+    try:
+        async with AsyncExitStack() as stack:
+            for server, url in urls.items():
+                servers.last_server = server
+                await servers.add(server, await stack.enter_async_context(mcp_session(url, config.tool_timeout)))
+            yield servers
+    except (*DISCONNECTED, McpError, ExceptionGroup) as error:
+        cause = error
+        while isinstance(cause, ExceptionGroup):
+            cause = cause.exceptions[0]
+        url = urls.get(servers.last_server, "").partition("?")[0]  # the query may have a secret
+        where = f"tool server {servers.last_server!r} at {url}"
+        if isinstance(cause, McpError) and cause.error.code == httpx.codes.REQUEST_TIMEOUT:
+            slow = f"{where} took longer than {config.tool_timeout:g} s; see tool_timeout of the harness"
+            raise RolloutError("environment", slow) from error
+        if isinstance(cause, DISCONNECTED):
+            raise RolloutError("environment", f"{where} does not answer: {cause!r}") from error
+        raise cause from error
+
+
+@asynccontextmanager
+async def mcp_session(url: str, timeout_s: float) -> AsyncIterator[ClientSession]:
+    """A session over streamable HTTP. Raises within `timeout_s` of silence."""
+    timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+    # A TLS context costs 24 ms of CPU to build; a server on this machine needs none.
+    async with (
+        httpx.AsyncClient(timeout=timeout, verify=url.startswith("https"), follow_redirects=True) as http,
+        streamable_http_client(url, http_client=http) as (read, write, _),
+        ClientSession(read, write, read_timeout_seconds=timedelta(seconds=timeout_s)) as session,
+    ):
+        yield session
+
+
+def content(blocks: list[Any]) -> str | list[dict[str, Any]]:
+    """An MCP result as the content of a chat message: text, or parts if there is an image."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.type == "image":
+            parts.append({"type": "image_url", "image_url": {"url": f"data:{block.mimeType};base64,{block.data}"}})
+        else:
+            parts.append({"type": "text", "text": block.text if block.type == "text" else block.model_dump_json()})
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+# verifiers finds a harness by importing the top-level module of its id.
+sys.modules.setdefault(HARNESS_ID.replace("-", "_"), sys.modules[__name__])
+
+__all__ = ["InProcessConfig", "InProcessHarness"]

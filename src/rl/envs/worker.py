@@ -1,0 +1,204 @@
+"""A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker '<WorkerSetup as JSON>'`."""
+
+import asyncio
+import logging
+import os
+import sys
+import traceback
+from itertools import chain
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from rl.system.credentials import Redacting, redact, redact_json, resolve
+from rl.system.errors import RunError
+from rl.system.linux import die_with_parent
+from rl.wire.rollouts import Episode, Rollout
+from rl.wire.worker_messages import (
+    Cancel,
+    Close,
+    Describe,
+    Description,
+    Heartbeat,
+    LoadFailed,
+    Played,
+    PlayGroup,
+    Ready,
+    ToWorker,
+    WorkerSetup,
+)
+
+ENCODER = msgspec.msgpack.Encoder()
+ORDERS = msgspec.msgpack.Decoder(ToWorker)
+RETRY_PAUSE_S = 1.0
+HEARTBEAT_S = 2.0
+PLAYED = msgspec.msgpack.Decoder(Played)
+MAX_NESTING = 64
+"""Levels of a rollout's messages. Decoders go down to several hundred, but fewer from deep inside a call stack."""
+MAX_ERROR = 8000
+"""Characters of a failure's text that are kept; half of them may be the end of a traceback."""
+
+
+class Worker:
+    """Takes orders from the orchestrator's pool and answers each group when all its episodes are finished."""
+
+    def __init__(self, setup: WorkerSetup):
+        from rl.envs.load import load
+        from rl.envs.policy import Policy
+
+        self.setup = setup
+        self.env = load(setup.env, Policy(setup.policy, setup.env.timeout_s))
+        self.plays: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, socket: zmq.asyncio.Socket) -> None:
+        """Plays what the pool orders until it closes the worker."""
+        await socket.send(ENCODER.encode(Ready(self.env.num_tasks("train"), self.env.num_tasks("eval"))))
+        heartbeats = asyncio.create_task(self.send_heartbeats(socket))
+        try:
+            while True:
+                match ORDERS.decode(await socket.recv()):
+                    case PlayGroup() as order:
+                        self.plays[order.play_id] = asyncio.create_task(self.play(order, socket))
+                    case Cancel(play_id) if play_id in self.plays:
+                        self.plays.pop(play_id).cancel()
+                    case Close():
+                        return
+                    case Describe() as question:
+                        await socket.send(ENCODER.encode(self.describe(question)))
+        finally:
+            heartbeats.cancel()
+            await self.env.close()
+
+    async def send_heartbeats(self, socket: zmq.asyncio.Socket) -> None:
+        """Shows that the event loop runs, which a thread could not."""
+        while True:
+            await socket.send(ENCODER.encode(Heartbeat()))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def describe(self, question: Describe) -> Description:
+        limits = (self.env.num_tasks(question.split), question.num_tasks)
+        count = min((limit for limit in limits if limit is not None and limit >= 0), default=0)
+        answer = Description(
+            about={"kind": self.env.kind, **self.env.describe()},
+            tasks=[self.env.task(question.split, i) for i in range(count)],
+        )
+        return msgspec.json.decode(redact_json(msgspec.json.encode(answer)), type=Description)
+
+    async def play(self, order: PlayGroup, socket: zmq.asyncio.Socket) -> None:
+        """Plays one group and answers."""
+        if self.env.scores_groups:
+            episodes = await self.play_with_retries(order, order.num_episodes)
+        else:
+            episodes = list(chain(*await asyncio.gather(*(self.play_with_retries(order, 1) for _ in range(order.num_episodes)))))
+        for i, episode in enumerate(episodes):
+            for rollout in episode:
+                rollout.episode = i
+        await socket.send(encode_result(order, list(chain(*episodes))))
+        self.plays.pop(order.play_id, None)
+
+    async def play_with_retries(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+        """Plays episodes together; when one fails, all of them again with fresh state, as often as allowed."""
+        for attempt in range(self.setup.retries + 1):
+            if attempt:
+                await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
+            episodes = await self.play_once(order, num_episodes)
+            for rollout in chain(*episodes):
+                rollout.retries = attempt
+            failed = next((rollout for rollout in chain(*episodes) if rollout.error), None)
+            if not failed or failed.cause == "not_append_only":  # the same template would refuse it again
+                break
+        return episodes
+
+    async def play_once(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+        """The one broad catch around rollouts: an environment may raise anything, and that is a failed rollout, not a failed run."""
+        from rl.envs.policy import RolloutError
+
+        try:
+            return await self.env.play(order, num_episodes)
+        except RolloutError as error:
+            failed = Rollout(stop="error", cause=error.cause, error=str(error))
+        except (Exception, SystemExit) as error:  # an environment's exit() must not end the others' rollouts
+            text = "".join(traceback.format_exception(error))
+            failed = Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")
+        return [[msgspec.structs.replace(failed)] for _ in range(num_episodes)]
+
+
+def encode_result(order: PlayGroup, rollouts: list[Rollout]) -> bytes:
+    """The Played that answers an order. Messages are the environment's: they may hold what cannot be encoded (half a surrogate, an object,
+    a huge number), and then the group has failed; or a secret, which is redacted."""
+    try:
+        for rollout in rollouts:
+            rollout.messages = json_messages(rollout.messages)
+            rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]  # in this order: half a secret is not recognised
+        data = ENCODER.encode(Played(order.play_id, rollouts))
+        PLAYED.decode(data)  # the pool ends a worker whose message it cannot read
+        return data
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.ValidationError) as error:
+        text = redact(f"its messages or metrics cannot be written: {type(error).__name__}: {error}")
+        failed = [Rollout(episode=i, stop="error", cause="environment", error=text) for i in range(order.num_episodes)]
+        return ENCODER.encode(Played(order.play_id, failed))
+
+
+def json_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as they will be in JSON, without secrets. Raises ValueError for those nested too deep for the writer of that JSON."""
+    decoded = msgspec.json.decode(redact_json(msgspec.json.encode(messages)), type=list[dict[str, Any]])
+    depth, tables = 0, [decoded]
+    while tables:
+        depth += 1
+        items = [item for table in tables for item in (table.values() if isinstance(table, dict) else table)]
+        tables = [item for item in items if isinstance(item, (dict, list))]
+    if depth > MAX_NESTING:
+        raise ValueError(f"nested {depth} deep, {MAX_NESTING} are allowed")
+    return decoded
+
+
+async def serve(setup: WorkerSetup, worker: Worker | None, problem: str) -> None:
+    """Connects to the pool and plays; or reports why the environment cannot be played, and ends the process."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
+    socket.set_hwm(0)
+    socket.connect(setup.orchestrator)
+    try:
+        if worker:
+            await worker.env.start()
+    except RunError as error:
+        worker, problem = None, str(error)
+    if worker is None:
+        await socket.send(ENCODER.encode(LoadFailed(redact(problem))))
+        socket.close(linger=5000)
+        zmq.asyncio.Context.instance().term()
+        raise SystemExit(1)
+    await worker.run(socket)
+
+
+def main() -> None:
+    import uvloop
+
+    from rl.envs.environment import check_prompts
+
+    logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every rollout
+    setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup)
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # they end in a log
+    worker, problem = None, None
+    try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other
+        for key, table in (("args", setup.env.args), ("set_kwargs", setup.env.set_kwargs)):
+            setattr(setup.env, key, resolve(table, f"environment {setup.env.name}: {key}"))
+        worker = Worker(setup)
+        problem = check_prompts(worker.env, setup.max_tokens)
+    except (RunError, ValueError) as error:
+        problem = str(error)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(serve(setup, None if problem else worker, problem or ""))
+        except SystemExit as end:  # also raised by an environment in a task of its own; then nothing may hold up the end
+            os._exit(end.code if isinstance(end.code, int) else 1)
+    sys.stdout.flush()
+    os._exit(0)  # the environment is closed; taking the interpreter down would cost two seconds more
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

@@ -1,0 +1,152 @@
+"""The final report of a run: its numbers at the start and the end, where the time went, where its files are, and curves.png."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rl.run_dir.metrics import environment_rewards
+from rl.run_dir.paths import RunDir
+
+ENDS = 3
+"""Steps at the start and at the end over which a reward is averaged: one batch alone is noisy."""
+Lines = dict[tuple[int, str], dict[str, Any]]
+"""The lines of metrics.jsonl by (step, source): see read_metrics."""
+Curve = tuple[list[int], list[float]]
+"""Steps, and the values of a metric at them."""
+PANELS: tuple[tuple[str, str], ...] = (
+    ("loss/mean", "loss"),
+    ("entropy/mean", "entropy, nats a token"),
+    ("mismatch_kl/mean", "trainer-inference mismatch, KL"),
+    ("optim/grad_norm", "gradient norm"),
+)
+"""Metric and title of the panels between the first and the last."""
+SFT_PANELS = (("entropy/mean", "entropy, nats a token"), ("optim/grad_norm", "gradient norm"), ("optim/lr", "learning rate"),
+              ("perf/tokens_per_s", "tokens a second"))  # fmt: skip
+"""The same for supervised fine-tuning."""
+
+
+def curve(lines: Lines, source: str, metric: str) -> Curve:
+    """The finite values of a metric over steps."""
+    points = sorted((step, line[metric]) for (step, of), line in lines.items() if of == source and line.get(metric) is not None)
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def eval_curves(lines: Lines) -> dict[str, Curve]:
+    """Reward of every evaluation over policy versions, by its label."""
+    keys = {key for (_, source), line in lines.items() if source == "eval" for key in line if key.endswith("/reward_mean")}
+    return {key.removeprefix("eval/").removesuffix("/reward_mean"): curve(lines, "eval", key) for key in sorted(keys)}
+
+
+def environment_curves(lines: Lines) -> dict[str, Curve]:
+    """Training reward of each environment over steps, if there are several."""
+    envs = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
+    return {env: curve(lines, "orchestrator", f"reward/{env}/mean") for env in sorted(envs)} if len(envs) > 1 else {}
+
+
+def is_sft(lines: Lines) -> bool:
+    """Whether the run is supervised fine-tuning, which alone writes `epoch`."""
+    return any("epoch" in line for line in lines.values())
+
+
+def trend(values: list[float], spec: str = ".3f") -> str:
+    """Mean over the first and over the last values, `0.200 -> 0.700`; empty without values."""
+    count = max(1, min(ENDS, len(values) // 2))
+    return f"{fmean(values[:count]):{spec}} -> {fmean(values[-count:]):{spec}}" if values else ""
+
+
+def inference_idle(lines: Lines) -> float | None:
+    """Fraction of the time in which inference had nothing to do; None where it was not measured."""
+    seconds = dict(zip(*curve(lines, "orchestrator", "time/batch"), strict=True))
+    idle = dict(zip(*curve(lines, "orchestrator", "perf/inference_idle_fraction"), strict=True))
+    total = sum(seconds.get(step, 0.0) for step in idle)
+    return sum(seconds.get(step, 0.0) * fraction for step, fraction in idle.items()) / total if total else None
+
+
+def duration(seconds: float) -> str:
+    """`2 h 05 min`, `3 min 07 s` or `4.2 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
+    """The final report as lines of text; what was not measured has none."""
+    steps, times = curve(lines, "trainer", "time/step")
+    waits = curve(lines, "trainer", "time/wait_for_batch")[1]
+    shares = [f"trainer waited for batches {sum(waits) / sum(times):.0%}"] if waits and sum(times) else []
+    if (idle := inference_idle(lines)) is not None:
+        shares.append(f"inference was idle {idle:.0%}")
+    last = max(steps, default=0)
+    took = f"{last} step{'' if last == 1 else 's'} in {duration(sum(times))}"
+    report = [took + (f"; {', '.join(shares)} of the time" if shares else "")]
+    if reward := trend(curve(lines, "orchestrator", "reward/mean")[1]):
+        report.append(f"reward    {reward}   (mean of the first and of the last steps)")
+    report += [f"          {trend(values)}   {env}" for env, (_, values) in environment_curves(lines).items() if values]
+    if is_sft(lines) and (loss := trend(curve(lines, "trainer", "loss/mean")[1], ".4f")):
+        report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")
+    at, losses = curve(lines, "trainer", "validation/loss")
+    if losses:
+        versions = f"version {at[0]} and version {at[-1]}"
+        report.append(f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, {versions})")
+    for label, (at, rewards) in eval_curves(lines).items():
+        if rewards:
+            report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
+    if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
+        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on the same tokens)")
+    newest = run_dir.newest_weights()
+    where = {
+        "weights": str(newest[1]) if newest else None,
+        "curves": run_dir.curves if run_dir.curves.exists() else None,
+        "metrics": run_dir.metrics if run_dir.metrics.exists() else None,
+        "logs": run_dir.logs,
+        "all of it": run_dir.root,
+    }
+    return report + [f"{what:<9} {path}" for what, path in where.items() if path]
+
+
+def draw_curves(lines: Lines, path: Path, title: str) -> None:
+    """Writes curves.png: reward and evals, loss, entropy, mismatch, gradient norm, time a step with the part spent waiting."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    figure.suptitle(title)
+    panels = list(figure.subplots(2, 3).flat)
+    sft = is_sft(lines)
+    panels[0].set_title("loss, nats a token" if sft else "reward")
+    if sft:
+        panels[0].plot(*curve(lines, "trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
+    environments = environment_curves(lines)
+    first = ("training", curve(lines, "trainer", "loss/mean") if sft else curve(lines, "orchestrator", "reward/mean"))
+    for env, points in environments.items() or [first]:
+        panels[0].plot(*points, label=env)
+    colours = dict(zip(environments, rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    for label, points in eval_curves(lines).items():
+        panels[0].plot(*points, marker="o", linestyle="--", label=f"eval {label}", color=colours.get(label))
+    panels[0].legend(loc="best")
+    for panel, (metric, name) in zip(panels[1:], SFT_PANELS if sft else PANELS, strict=False):
+        panel.plot(*curve(lines, "trainer", metric))
+        panel.set_title(name)
+    panels[5].plot(*curve(lines, "trainer", "time/step"), label="whole step")
+    steps, waits = curve(lines, "trainer", "time/wait_for_batch")
+    panels[5].fill_between(steps, waits, alpha=0.4, label="trainer waits for the batch")
+    panels[5].set_title("seconds a step")
+    panels[5].legend(loc="best")
+    for panel in panels:
+        panel.set_xlabel("step")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def final_report(lines: Lines, run_dir: RunDir, title: str, say: Callable[[str], None]) -> None:
+    """Draws curves.png and prints the report, if the run has any metrics. A picture that cannot be written is only reported."""
+    if not any(source in ("trainer", "eval") for _, source in lines):
+        return
+    try:
+        draw_curves(lines, run_dir.curves, title)
+    except OSError as error:
+        say(f"no curves: {run_dir.curves}: {error.strerror}")
+    for line in report_lines(lines, run_dir):
+        say(line)

@@ -1,0 +1,147 @@
+"""Divides the GPUs and cores of this machine between trainer and inference. Pure functions without torch.
+
+GPUs are numbered as this process sees them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1, as everywhere in CUDA.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.config.check import as_ids
+from rl.config.run import RLConfig
+from rl.system.errors import ConfigError
+from rl.system.machine import Machine
+
+SHARED_GPU_MEMORY = 0.35
+"""vLLM's fraction of a GPU that it shares with the trainer, whose weights, gradients and two float32 moments need most of the rest."""
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
+"""Settings of glibc to keep freed memory. Without them page faults took 90 s of system time in a benchmark (FSDP2, 135M, on CPU)."""
+PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The devices of one process."""
+
+    gpus: list[int]
+    """Empty if it runs on the CPU."""
+    cores: list[int]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The division of the machine."""
+
+    trainer: Share
+    inference: Share
+    ranks: int
+    vllm: dict[str, Any]
+    """Engine arguments that follow from the division and that the user did not set."""
+
+
+def pick(key: str, asked: int | list[int] | None, available: list[int], kind: str, *, from_end: bool = False) -> list[int] | None:
+    """The devices that setting `key`, a count or a list of ids, asks for; None if it is not set. Raises ConfigError."""
+    if asked is None:
+        return None
+    if isinstance(asked, list):
+        missing = sorted(set(asked) - set(available))
+        if missing or len(set(asked)) != len(asked) or not asked:
+            raise ConfigError(f"{key} = {asked}\n    there are {len(available)} {kind} here: {available}; name each one once")
+        return asked
+    if not 0 <= asked <= len(available):
+        raise ConfigError(f"{key} = {asked}\n    there are {len(available)} {kind} here; ask for at most that many")
+    return available[len(available) - asked :] if from_end else available[:asked]
+
+
+def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
+    """(GPUs of the trainer, GPUs of inference). By default the trainer has one and inference the others; a single GPU is shared."""
+    every = list(range(len(box.gpus)))
+    trainer_asked, inference_asked = config.trainer.gpus, config.inference.gpus
+    if trainer_asked is None and every:
+        trainer_asked = config.trainer.ranks or (len(every) if config.sft else 1)
+    if config.sft:  # there is no inference
+        return pick("trainer.gpus", trainer_asked, every, "GPUs") or [], []
+    if config.orchestrator.inference_urls or (inference_asked is None and not box.gpu_inference):
+        inference_asked = 0
+
+    def without(taken: object) -> list[int]:
+        """GPUs that the other process does not have; a single GPU of a machine belongs to both."""
+        return [gpu for gpu in every if len(every) == 1 or gpu not in as_ids(taken)]
+
+    named = isinstance(trainer_asked, list)
+    trainer = pick("trainer.gpus", trainer_asked, every if named else without(inference_asked), "GPUs" if named else "free GPUs") or []
+    if isinstance(inference_asked, list):
+        return trainer, pick("inference.gpus", inference_asked, every, "GPUs")
+    free = without(trainer)
+    if every and not free and inference_asked is None:
+        remedy = (
+            "takes all of them and inference has none (only the single GPU of a box is shared): leave it one, or give inference.gpus = 0"
+        )
+        raise ConfigError(f"trainer.gpus = {config.trainer.gpus}\n    {remedy}")
+    inference = pick("inference.gpus", inference_asked, free, "free GPUs", from_end=True)
+    return trainer, free if inference is None else inference
+
+
+def split(config: RLConfig, box: Machine) -> Split:
+    """Divides the machine. Raises ConfigError for settings that it cannot satisfy."""
+    trainer_gpus, inference_gpus = split_gpus(config, box)
+    ranks = config.trainer.ranks or len(trainer_gpus) or 1
+    if trainer_gpus and ranks != len(trainer_gpus):
+        raise ConfigError(f"trainer.ranks = {ranks}\n    must be the number of trainer GPUs, {len(trainer_gpus)}; leave it out")
+    for key in ("dp_replicate", "context_parallel"):
+        value = getattr(config.trainer, key)
+        if ranks % value:
+            remedy = f"must divide the trainer's ranks, {ranks} (one a GPU; trainer.ranks without any): change it, or their number"
+            raise ConfigError(f"trainer.{key} = {value}\n    {remedy}")
+    trainer_cores = pick("trainer.cpus", config.trainer.cpus or None, box.cores, "cores") or box.cores
+    inference_cores = pick("inference.cpus", config.inference.cpus or None, box.cores, "cores", from_end=True) or box.cores
+    trainer_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in trainer_gpus)}
+    trainer_env["OMP_NUM_THREADS"] = str(max(1, threads(trainer_cores, box) // ranks))
+    inference_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in inference_gpus)}
+    if not trainer_gpus:
+        trainer_env |= MALLOC | {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads must not spin on cores that vLLM needs
+    if not inference_gpus:
+        inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
+    return Split(
+        trainer=Share(trainer_gpus, trainer_cores, trainer_env),
+        inference=Share(inference_gpus, inference_cores, inference_env),
+        ranks=ranks,
+        vllm=engine_arguments(config.inference.vllm, inference_gpus, shared=bool(set(trainer_gpus) & set(inference_gpus))),
+    )
+
+
+def threads(cores: list[int], box: Machine) -> int:
+    """Number of threads that can run at once on `cores` within the container's quota."""
+    return max(1, min(len(cores), math.floor(box.quota) if math.isfinite(box.quota) else len(cores)))
+
+
+def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) -> dict[str, Any]:
+    """vLLM's arguments that follow from its GPUs: its fraction of a shared one, and a replica for each that no other parallelism uses."""
+    given = {key.replace("-", "_"): value for key, value in given.items()}
+    implied: dict[str, Any] = {}
+    if shared and "gpu_memory_utilization" not in given:
+        implied["gpu_memory_utilization"] = SHARED_GPU_MEMORY
+    if not gpus:
+        return implied
+    used = math.prod(int(given.get(key, 1)) for key in PARALLEL)
+    if used > len(gpus):
+        sizes = ", ".join(f"{key} = {given[key]}" for key in PARALLEL if key in given)
+        raise ConfigError(f"inference.vllm: {sizes}\n    needs {used} GPUs, inference has {len(gpus)}; see --inference-gpus")
+    if PARALLEL[0] not in given and len(gpus) % used:
+        raise ConfigError(f"inference.gpus: {len(gpus)}\n    must be a multiple of {used}, the GPUs of one replica (inference.vllm)")
+    if PARALLEL[0] not in given and len(gpus) > used:
+        implied[PARALLEL[0]] = len(gpus) // used
+    return implied
+
+
+def write_into(config: RLConfig, division: Split) -> RLConfig:
+    """The configuration with the division written into it, so that a process can be restarted from config.toml alone."""
+    config = config.model_copy(deep=True)
+    config.trainer.gpus = division.trainer.gpus or 0
+    config.trainer.ranks = division.ranks
+    config.inference.gpus = division.inference.gpus or 0
+    for section, share in ((config.trainer, division.trainer), (config.inference, division.inference)):
+        section.cpus = share.cores if section.cpus else None
+    config.inference.vllm = {**config.inference.vllm, **division.vllm}
+    return config

@@ -1,0 +1,56 @@
+"""Keeps the guard running: the small process beside `rl` that outlives its SIGKILL."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+from rl.system import process_table
+from rl.system.children import Child
+
+
+class Guard:
+    """The guard as `rl` keeps it: started anew when it is gone or stopped, and told which sessions the children lead."""
+
+    def __init__(self, marker: str, directory: os.PathLike[str], grace_s: float):
+        self.command = [sys.executable, "-I", "-S", process_table.__file__, marker, str(directory), str(grace_s)]
+        self.sessions: dict[int, str] = {}
+        """Leader's pid -> its start in clock ticks."""
+        self._start()
+
+    def _start(self) -> None:
+        reader, self.pipe = os.pipe()
+        # Not our output: whoever reads that to its end would wait for the guard, too.
+        no_output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(self.command, stdin=reader, start_new_session=True, cwd="/", **no_output)
+        os.close(reader)
+        for session, start in self.sessions.items():
+            self._send(f"+ {session} {start}")
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone: `poll` starts another, which is told everything
+            os.write(self.pipe, line.encode() + b"\n")
+
+    def watch(self, child: Child) -> None:
+        """Has the processes of a child's session ended with the run, also those that have overwritten their environment."""
+        self.sessions[child.pid] = child.start_ticks
+        self._send(f"+ {child.pid} {child.start_ticks}")
+
+    def forget(self, child: Child) -> None:
+        """Takes back `watch`: nothing is left of the child, and another process may get its number."""
+        self.sessions.pop(child.pid, None)
+        self._send(f"- {child.pid}")
+
+    def poll(self) -> None:
+        """Replaces a guard that was killed or stopped."""
+        line = process_table.entry(self.process.pid)
+        if self.process.poll() is not None or not line or line.state == "T":
+            self.close()
+            self._start()
+
+    def close(self) -> None:
+        """Ends it before it sees the end of the pipe: there is nothing left for it to do."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # a second signal came here before
+            os.close(self.pipe)

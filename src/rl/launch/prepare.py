@@ -1,0 +1,228 @@
+"""Prepares the run directory for a start: new, emptied (--clean) or continued (--resume). One `rl` at a time owns it."""
+
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.config.command_line import from_toml, to_toml, without_none
+from rl.config.run import RLConfig
+from rl.launch.repair import repair
+from rl.run_dir.files import append_file, clean_leftovers, move, write_file
+from rl.run_dir.metrics import cut_metrics
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import ROLE_WAIT_S, hold_role
+from rl.system.errors import ConfigError, RunError
+
+MAY_CHANGE = (
+    "output_dir",
+    "max_steps",
+    "wandb",
+    "trainer.gpus",
+    "trainer.cpus",
+    "trainer.ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.dp_replicate",
+    "trainer.context_parallel",
+    "trainer.activation_checkpointing",
+    "trainer.strict_parity",
+    "trainer.checkpoint",
+    "trainer.weights.keep_last",
+    "trainer.weights.keep_every",
+    "sft.epochs",
+    "sft.validation_interval",
+    "orchestrator.eval",
+    "orchestrator.batches",
+    "orchestrator.rollouts",
+    "orchestrator.environment.*.workers",
+    "orchestrator.environment.*.max_generating",
+    "orchestrator.environment.*.max_scoring",
+    "orchestrator.inference_urls",
+    "orchestrator.*teacher.base_url",
+    "orchestrator.*teacher.api_key_var",
+    "orchestrator.*teacher.timeout_s",
+    "orchestrator.host",
+    "orchestrator.port",
+    "orchestrator.rollout_retries",
+    "orchestrator.show_rollout_every",
+    "orchestrator.worker_memory_gib",
+    "inference",
+    "supervisor",
+    "*_timeout_s",
+)
+"""Settings, and sections with all their settings, that a resume may change: how long, where and how fast, but not what is learned.
+Another machine, other time-outs or more steps continue the same experiment; another model, data or loss would be a second one."""
+
+
+@dataclass
+class Prepared:
+    """A run directory that this process owns."""
+
+    run_dir: RunDir
+    notes: list[str]
+    """What was found and done, for the console."""
+    lock: int
+    """File descriptor that holds the role `rl` as long as this process lives."""
+
+
+def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
+    """Takes the run directory of a resolved configuration and writes config.toml.
+
+    resume: None: no --resume; -1: at the newest step; else the step. Raises RunError or OSError.
+    """
+    run_dir = config.run_dir
+    if clean and resume is not None:
+        raise RunError("--clean deletes the run and --resume continues it: give one of them")
+    exists = run_dir.config.exists()
+    if not exists and (foreign := foreign_files(run_dir.root)):
+        raise RunError(f"{run_dir.root} is not a run directory: it has no config.toml but {', '.join(foreign[:3])}; choose another --name")
+    if exists and not clean and resume is None:
+        raise RunError(f"{run_dir.root} exists: continue that run with --resume, delete it with --clean, or choose another --name")
+    lock = hold_role(run_dir.lock("rl"))
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(os.close, lock)
+        wait_for_survivors(run_dir)
+        clean_leftovers(*run_dir.folders)
+        notes = []
+        if clean:
+            delete_run(run_dir)
+            notes += [f"deleted the run in {run_dir.root}"] if exists else []
+        elif exists and resume is not None:
+            notes += continue_run(config, run_dir, resume)
+        elif versions := numbered(run_dir.weights_dir):
+            theirs = f"versions {min(versions)} to {max(versions)} of another run"
+            raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
+        write_file(run_dir.config, to_toml(config).encode())
+        for path in run_dir.status_dir.glob("*.json"):
+            path.unlink()
+        on_failure.pop_all()
+    return Prepared(run_dir, notes, lock)
+
+
+def foreign_files(root: Path) -> list[str]:
+    """Names in a directory that a start of `rl`, interrupted before it wrote config.toml, does not leave."""
+    return sorted(path.name for path in root.iterdir() if path.name != "status" and not path.name.startswith(".")) if root.is_dir() else []
+
+
+def wait_for_survivors(run_dir: RunDir) -> None:
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end."""
+    deadline = time.monotonic() + ROLE_WAIT_S
+    for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")}):
+        os.close(hold_role(path, max(0.0, deadline - time.monotonic())))
+
+
+def delete_run(run_dir: RunDir) -> None:
+    """Empties the run directory except for our lock. config.toml is deleted last, so that an interrupted deletion can be repeated."""
+    with contextlib.suppress(ConfigError):  # no configuration, or one of another version of rl: then only the new one's weights are known
+        delete_weights(from_toml(run_dir.config).run_dir.weights_dir)
+    delete_weights(run_dir.weights_dir)
+    for path in [*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()]:
+        if path in (run_dir.config, run_dir.lock("rl"), run_dir.status_dir):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    run_dir.config.unlink(missing_ok=True)
+
+
+def delete_weights(weights_dir: Path) -> None:
+    """Deletes the versions, finished or not, in a weights directory, and nothing else: it may lie outside the run."""
+    for path in list(weights_dir.iterdir()) if weights_dir.is_dir() else []:
+        if re.fullmatch(r"\d{6}|\.\d{6}\..*", path.name):
+            shutil.rmtree(path)
+    with contextlib.suppress(OSError):
+        weights_dir.rmdir()
+
+
+def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
+    """Checks that the run may go on with this configuration, cuts it to `step` (-1: nothing is cut) and records changed settings.
+
+    Returns notes for the console. Raises RunError.
+    """
+    try:
+        stored = from_toml(run_dir.config)
+    except ConfigError as error:
+        raise RunError(f"{run_dir.config} was not written by this version of rl:\n{error}") from None
+    changes = changed_keys(stored, config)
+    refused = [f"  {key}: {old!r} -> {new!r}" for key, old, new in changes if not may_change(key)]
+    if refused:
+        many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
+        remedy = "  start another run with a new --name, or delete this one with --clean; MAY_CHANGE in rl/launch/prepare.py lists what may"
+        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, remedy]))
+    notes = []
+    if step >= 0:
+        notes += cut_to(run_dir, step, logged=config.sft is None)
+    notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
+    if config.sft is None:
+        cut_metrics(run_dir.metrics, run_dir.newest_batch())  # left by a kill in the middle of a cut or a repair
+    newest = max(numbered(run_dir.checkpoints), default=0)
+    if changes:
+        notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
+        lines = [{"time": round(time.time(), 3), "step": newest, "key": key, "old": old, "new": new} for key, old, new in changes]
+        append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
+    batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
+    return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
+
+
+def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
+    """Moves everything later than `step` to `discarded/`. Raises RunError if the run cannot be rebuilt at `step` from what remains.
+
+    The trainer starts at the newest remaining checkpoint, or at the base model, and trains the batches from there again: `logged` ones,
+    or in supervised fine-tuning those that follow from data and seed.
+    """
+    batches, checkpoints = numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints)
+    base = max((number for number in checkpoints if number <= step), default=0)
+    needed = range(min(base + 1, step), step + 1) if step and logged else range(0)
+    missing = [number for number in needed if number not in batches]
+    if missing:
+        raise RunError(
+            f"--resume {step}: needs batches {needed[0]} to {step} of {run_dir.root}, {ranges(missing)} missing; "
+            f"there are batches {ranges(batches)} and checkpoints {ranges(checkpoints)}"
+        )
+    away = run_dir.discard_after(step)
+    if away and run_dir.wandb.exists():
+        move(run_dir.wandb, away / run_dir.wandb.name)  # starts a new W&B run: the old one would show both versions of the later steps
+    return [f"moved everything after step {step} to {away}"] if away else []
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`1-4, 7` for [1, 2, 3, 4, 7]."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def may_change(key: str) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in MAY_CHANGE)
+
+
+def leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """Every single value by its dotted key. Unlike command_line.flatten it enters lists of tables, whose entries are keyed by number."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        items = ((str(i), item) for i, item in enumerate(value))
+    else:
+        return {} if value == {} else {key: value}
+    found: dict[str, Any] = {}
+    for name, item in items:
+        found |= leaves(item, f"{key}.{name}" if key else name)
+    return found
+
+
+def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of each setting that differs; None stands for a setting that is not set."""
+    before, after = leaves(without_none(old)), leaves(without_none(new))
+    return [(key, before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)]

@@ -1,0 +1,116 @@
+"""Finds damaged files of a run by their checksums and moves them, with all that depends on them, to `discarded/<time>/`.
+
+A run goes on from a checkpoint and the batches after it, its orchestrator from the newest batch. So with a damaged batch that is needed
+all later steps are discarded, as by `--resume` at the step before; they are sampled and trained again.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rl.run_dir.checksums import DIGESTS, verify_checkpoint, verify_version
+from rl.run_dir.files import CorruptFileError, move, write_file
+from rl.run_dir.paths import RunDir, numbered
+from rl.wire.batch_file import check_rollouts, sound_batch
+
+
+def repair(run_dir: RunDir, *, thorough: bool = True, logged: bool = True) -> list[str]:
+    """Moves damaged files away so that the run can go on. Neither its trainer nor its orchestrator may be running.
+
+    thorough: also checks checkpoints and older versions, which are gigabytes; else a process that reads a damaged one ends.
+    logged: the batches are files; False for supervised fine-tuning, which makes them from its data again.
+    Returns a line for each thing that was done.
+    """
+    return Repair(run_dir, thorough, logged).run()
+
+
+class Repair:
+    """One repair of a run. Files are read as late as possible: older batches and checkpoints only if newer ones are damaged."""
+
+    def __init__(self, run_dir: RunDir, thorough: bool, logged: bool):
+        self.run_dir, self.thorough, self.logged = run_dir, thorough, logged
+        self.away = run_dir.new_discarded()
+        self.remarks: list[str] = []
+        self.faults: dict[int, str] = {}
+        """Step -> what is wrong with its batch, "" if nothing. Holds the batches that were read."""
+
+    def run(self) -> list[str]:
+        """See `repair`."""
+        newest = self.run_dir.newest_batch()
+        checkpoint, last = self._newest_state(newest)
+        if self.logged and last < max([newest, *numbered(self.run_dir.checkpoints)]):
+            self._cut(last, newest)
+        self._repair_weights(checkpoint)
+        self._repair_rollouts()
+        if self.remarks:
+            write_file(self.away / "remarks.txt", "\n".join([*self.remarks, ""]).encode())
+        return self.remarks
+
+    def _newest_state(self, newest: int) -> tuple[int, int]:
+        """(checkpoint, step) of the newest step at which the run can go on. Moves newer checkpoints that are damaged away."""
+        for step, path in [*reversed(numbered(self.run_dir.checkpoints).items()), (0, None)]:
+            if path is not None and self.thorough and (fault := find_fault(verify_checkpoint, path)):
+                self._discard(path, "checkpoints", f"{fault}; the trainer starts from an older checkpoint")
+                continue
+            if not self.logged:
+                return step, step
+            last = step
+            while last < newest and not self._fault(last + 1):
+                last += 1
+            if last > step or step == 0 or not self._fault(step):
+                return step, last
+        raise AssertionError("a run can always go on at step 0")
+
+    def _fault(self, step: int) -> str:
+        """What is wrong with a batch; empty if it is sound."""
+        if step not in self.faults:
+            self.faults[step] = find_fault(sound_batch, self.run_dir.batch(step))
+        return self.faults[step]
+
+    def _cut(self, last: int, newest: int) -> None:
+        """Discards everything after step `last`. Pending groups stay: the orchestrator drops those that later versions sampled."""
+        lost = sum(len(finished_groups(self.run_dir.rollouts(step))) for step in range(last + 1, newest + 1))
+        why = next((fault for _, fault in sorted(self.faults.items()) if fault), "its checkpoint is damaged")
+        away = self.run_dir.discard_after(last, self.away, keep_pending=True)
+        self.remarks.append(
+            f"{why}; everything after step {last} was moved to {away}: batches {last + 1} to {newest} are sampled and trained again, "
+            f"and the {lost} groups in them are dropped"
+        )
+
+    def _repair_weights(self, checkpoint: int) -> None:
+        """Moves damaged versions away. The trainer makes those from `checkpoint` on again."""
+        for version, path in numbered(self.run_dir.weights_dir).items():
+            if not (path / DIGESTS).exists() or (version < checkpoint and not self.thorough):
+                continue
+            if fault := find_fault(verify_version, path):
+                comes = "the trainer makes it again" if version >= checkpoint else "it cannot be made again, and nothing needs it"
+                self._discard(path, "weights", f"{fault}; {comes}")
+
+    def _repair_rollouts(self) -> None:
+        """Moves damaged files of rollouts away; only people read them."""
+        for path in numbered(self.run_dir.rollouts_dir, ".jsonl").values():
+            if fault := find_fault(check_rollouts, path):
+                self._discard(path, "rollouts", f"{fault.split(';')[0]}; nothing but its readers needs it")
+
+    def _discard(self, path: Path, kind: str, remark: str) -> None:
+        target = self.away / kind / path.name
+        move(path, target)
+        self.remarks.append(f"{remark} (moved to {target})")
+
+
+def find_fault(check: Callable[[Path], object], path: Path) -> str:
+    """What is wrong with a file or a directory; empty if it is sound."""
+    try:
+        check(path)
+    except CorruptFileError as error:
+        return str(error)
+    return ""
+
+
+def finished_groups(rollouts: Path) -> set[bytes]:
+    """Ids of the groups in a file of rollouts, as far as it can be read."""
+    found = set()
+    for line in rollouts.read_bytes().splitlines() if rollouts.exists() else []:
+        before, _, after = line.partition(b'"group_id":')
+        if before and after:
+            found.add(after.split(b",")[0])
+    return found

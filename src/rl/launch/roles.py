@@ -1,0 +1,54 @@
+"""Which processes a run has, and the command of each."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+from rl.config.run import RLConfig
+from rl.launch import devices
+from rl.run_dir.paths import RunDir
+
+
+@dataclass(frozen=True)
+class Role:
+    """How a process is started, each time anew."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    cores: list[int] | None = None
+    leaves_copy: bool = False
+    """For a warm start of its next attempt, see standby.py."""
+
+
+PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens"}
+"""What runs to its end before anything else starts: finds or downloads the model, and makes the examples of supervised fine-tuning."""
+
+
+def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
+    """How a process is started. It reads everything from the run's config.toml."""
+    if name in PREPARING:
+        return [sys.executable, "-m", PREPARING[name], str(run_dir.config)]
+    module = ["-m", f"rl.{name}.main", "@", str(run_dir.config)]
+    if name == "trainer" and ranks > 1:
+        # --standalone: the agent finds its own free port on this host, so two runs never meet.
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
+    return [sys.executable, *module]  # one rank needs no agent, which would import torch first: 3 s
+
+
+def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
+    """Inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
+
+    Supervised fine-tuning needs the trainer alone.
+    """
+    shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
+    if config.orchestrator.inference_urls:
+        del shares["inference"]
+    if config.sft:
+        shares = {"trainer": division.trainer}
+    found = []
+    for name, share in shares.items():
+        env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
+        one_process = name != "trainer" or division.ranks == 1
+        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process))
+    return found

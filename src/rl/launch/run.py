@@ -1,0 +1,147 @@
+"""A run from its configuration to its report."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rl.config.command_line import CommandLine
+from rl.config.run import RLConfig
+from rl.diagnosis.disk import disk_estimate
+from rl.launch import devices, roles
+from rl.launch.children import Children
+from rl.launch.prepare import Prepared, prepare
+from rl.launch.roles import Role
+from rl.launch.supervisor import Supervisor
+from rl.run_dir.logs import last_lines, newest_log
+from rl.run_dir.metrics import MetricsReader
+from rl.system.children import Stopped
+from rl.system.errors import RunError
+from rl.system.machine import machine
+
+POLL_S = 0.2
+
+
+def manifest_lines(manifest: dict[str, Any]) -> list[str]:
+    """The data in words."""
+    lines = []
+    for name in ("train", "validation"):
+        if part := manifest.get(name):
+            sizes = f"{part['rows']:,} rows -> {part['examples']:,} examples, {part['tokens']:,} tokens, {part['trained_tokens']:,} trained"
+            left_out = "".join(f"; {number:,} {what}" for what, number in part["left_out"].items())
+            lines.append(f"data      {part['dataset']}{' (validation)' if name == 'validation' else ''}: {sizes}{left_out}")
+    return lines + [f"warning: {text}" for text in manifest["warnings"]]
+
+
+class Watch:
+    """The loop of `rl`: it supervises the children and shows the run's numbers, until the run is over."""
+
+    def __init__(self, config: RLConfig, prepared: Prepared, children: Children):
+        from rl.launch.console import Console
+
+        self.config, self.run_dir = config, prepared.run_dir
+        self.console = Console(config, prepared.run_dir)
+        self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
+        self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.wandb = None
+        for note in prepared.notes:
+            self.console.say(note)
+        old_lines = self.reader.new()  # the console has read these on its own
+        if config.wandb:
+            from rl.launch.wandb_log import WandbLog
+
+            self.wandb = WandbLog(config, prepared.run_dir, self.console.say)
+            self.wandb.send(old_lines)
+
+    def until_finished(self, started: list[Role]) -> None:
+        """Starts processes and keeps them alive until they have ended well. Raises RunError when that cannot be."""
+        self.supervisor.begin(started)
+        while not self.supervisor.finished:
+            self.supervisor.poll(self.show())
+            time.sleep(POLL_S)
+
+    def show(self) -> list[dict[str, Any]]:
+        """Shows and sends what is new, and returns it."""
+        lines = self.reader.new()
+        self.console.update(lines)
+        if self.wandb:
+            self.wandb.send(lines)
+        return lines
+
+    def tell_disk(self, config: RLConfig) -> None:
+        """Says what the run will use on disk. The model's folder is what the process that found it printed."""
+        log = newest_log(self.run_dir.logs, "model")
+        folder = next((Path(line) for line in last_lines(log) if line.startswith("/") and Path(line).is_dir()), None)
+        for line in disk_estimate(config, folder) if folder else []:
+            self.console.say(line)
+
+    def tell_data(self) -> None:
+        """Says what supervised fine-tuning trains on."""
+        for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
+            self.console.say(line)
+
+    def close(self, exit_code: int) -> None:
+        """The last lines, the report, and the end of W&B's run."""
+        from rl.launch.curves import final_report
+
+        self.show()
+        self.console.close()
+        final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
+        if self.wandb:
+            self.wandb.close(exit_code)
+
+
+def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str) -> int:
+    """The run from its directory to its report. Returns the exit code."""
+    watch = Watch(config, prepared, children)
+    code, why = 0, ""
+    try:
+        # Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped.
+        # The same for the data of supervised fine-tuning: what is wrong with it is said before anything else starts.
+        for name in ("model", "data") if config.sft else ("model",):
+            watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), dict(os.environ))])
+        watch.tell_disk(config)
+        if config.sft:
+            watch.tell_data()
+        watch.until_finished(roles.roles(config, prepared.run_dir, division))
+    except Stopped as stop:
+        code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
+    except RunError as error:
+        code, why = 1, f"rl: {error}"
+    finally:
+        watch.console.close()
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    stuck = children.stop()
+    if stuck:
+        print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
+    watch.close(code)
+    if code:
+        print(f"resume with: {again}", file=sys.stderr)
+    return code
+
+
+def resume_command(args: list[str], program: str = "rl") -> str:
+    """The same command, continuing."""
+    kept, rest = [], list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--resume" and rest and rest[0].isdigit():
+            rest.pop(0)
+        elif word not in ("--resume", "--clean"):
+            kept.append(word)
+    return shlex.join([*program.split(), *kept, "--resume"])
+
+
+def launch(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
+    """A run from its configuration to its exit code. Raises RunError, OSError and Stopped."""
+    if config.trainer.data.fake:
+        raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
+    config = config.with_absolute_paths()
+    division = devices.split(config, machine())
+    config = devices.write_into(config, division)
+    prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+    return run(config, prepared, division, children, again)

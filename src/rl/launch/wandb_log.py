@@ -1,0 +1,83 @@
+"""Sends metrics.jsonl to Weights & Biases. A failure there is a warning: the files of the run are the truth."""
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from rl.config.command_line import without_none
+from rl.config.run import RLConfig
+from rl.run_dir.files import write_file
+from rl.run_dir.paths import RunDir
+from rl.system.credentials import redact
+
+
+class WandbLog:
+    """Sends each step of each source once, even over resumes: wandb.json in the run directory has the W&B run's id and the steps sent."""
+
+    def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
+        import wandb
+
+        assert config.wandb is not None
+        self.path, self.say = run_dir.wandb, say
+        state = self._read()
+        self.id: str = state.get("id") or uuid.uuid4().hex[:12]
+        self.sent: dict[str, int] = state.get("sent", {})
+        self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # what wandb raises for its server, its process and its input
+        self.run: Any = None
+        """None once W&B has failed: then nothing is sent any more."""
+        settings = config.wandb
+        try:
+            self.run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                name=settings.name or config.name,
+                id=self.id,
+                resume="allow",
+                dir=run_dir.root,
+                config=without_none(config),
+            )
+            self.run.define_metric("step")
+            self.run.define_metric("*", step_metric="step")  # evals come later than the step they belong to
+            self._save()
+        except self.failures as error:
+            self._give_up(error)
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        """Sends the lines of steps that were not sent yet."""
+        progress = dict(self.sent)
+        new = [line for line in lines if line["step"] > self.sent.get(line["source"], -1)]
+        if not new or self.run is None:
+            return
+        try:
+            for line in new:
+                self.run.log({key: value for key, value in line.items() if key not in ("time", "source") and value is not None})
+                progress[line["source"]] = max(progress.get(line["source"], -1), line["step"])
+            self.sent = progress
+            self._save()
+        except self.failures as error:
+            self._give_up(error)
+
+    def close(self, exit_code: int) -> None:
+        """Ends the W&B run; waits until everything is sent."""
+        if self.run is not None:
+            try:
+                self.run.finish(exit_code=exit_code)
+            except self.failures as error:
+                self._give_up(error)
+
+    def _read(self) -> dict[str, Any]:
+        """The content of wandb.json; empty if it is missing or damaged: then a new W&B run gets all lines."""
+        try:
+            state = json.loads(self.path.read_bytes())
+            return {"id": str(state["id"]), "sent": {str(source): int(step) for source, step in state["sent"].items()}}
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _save(self) -> None:
+        write_file(self.path, json.dumps({"id": self.id, "sent": self.sent}).encode())
+
+    def _give_up(self, error: BaseException) -> None:
+        self.run = None
+        reason = f"{type(error).__name__}: {redact(str(error))}"
+        self.say(f"warning: Weights & Biases failed and gets no more numbers, the run goes on: {reason}")

@@ -1,0 +1,152 @@
+"""Chat messages, and the text form of tool calls and thinking: types, writing, reading."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rl.system.errors import RunError
+
+Message = dict[str, Any]
+"""A message as chat APIs have it: role, content (text, a list of text parts, or None), reasoning_content?, tool_calls?, tool_call_id?"""
+Tool = dict[str, Any]
+"""{"type": "function", "function": {"name", "description", "parameters"}}"""
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+THINK, THINK_END = "<think>", "</think>"
+SPACE = re.compile(r"\s*")
+CLOSE = re.compile(rf"\s*{CALL_END}")
+END_OF_BAD_CALL = re.compile(rf"{CALL_END}|(?={CALL})|\Z")
+
+
+class RendererError(RunError):
+    """Messages that cannot be rendered for this model; the error names the remedy. In a rollout it fails only that rollout."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote. Whether there is such a tool is for the environment to check."""
+
+    id: str
+    name: str
+    arguments: str  # a JSON object as text, with normalised spaces
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn of the policy, parsed."""
+
+    content: str  # includes the text of `bad_tool_calls`
+    reasoning: str | None
+    tool_calls: list[ToolCall]
+    bad_tool_calls: list[str]  # text between call tags that is no valid call, verbatim
+
+
+def assistant_message(answer: Answer) -> Message:
+    """An answer in the form of chat APIs."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if calls := answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+        ]
+    return message
+
+
+def wire(messages: list[Message]) -> list[Message]:
+    """Copies in the form of chat APIs: content is text, arguments are JSON text, and empty fields, which templates test for in different
+    ways, are left out. Raises RendererError for content that is not text."""
+    return [
+        {key: value for key, value in message.items() if value and key != "tool_calls"}
+        | {"content": content_text(message)}
+        | ({"tool_calls": [with_arguments(call, arguments_text) for call in message["tool_calls"]]} if message.get("tool_calls") else {})
+        for message in messages
+    ]
+
+
+def content_text(message: Message) -> str:
+    """The content of a message as one text. Raises RendererError for parts that are not text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    kinds = sorted({str(part.get("type")) for part in content} - {"text"})
+    if kinds:
+        raise RendererError(f"a {message['role']} message has content of type {', '.join(kinds)}; only text can be rendered: take it out")
+    return "".join(part["text"] for part in content)
+
+
+def with_arguments(call: dict[str, Any], change: Any) -> dict[str, Any]:
+    """A copy of a call with the function `change` applied to its arguments."""
+    return {**call, "function": {**call["function"], "arguments": change(call["function"].get("arguments") or "{}")}}
+
+
+def arguments_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def arguments_object(arguments: str) -> Any:
+    """The value of JSON text; the text itself if it is not JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def call_text(call: dict[str, Any]) -> str:
+    """A call as the text that read_calls reads; the arguments, JSON text, stay as they are."""
+    function = call["function"]
+    return f'{CALL}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}\n{CALL_END}'
+
+
+def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Reads <tool_call> blocks: (the text without the valid ones, their (name, arguments), the verbatim text of the invalid ones)."""
+    kept, calls, bad, at = "", [], [], 0
+    while (start := text.find(CALL, at)) >= 0:
+        kept += text[at:start]
+        call, at = read_call(text, start)
+        if call:
+            calls.append(call)
+        else:
+            bad.append(text[start:at])
+            kept += text[start:at]
+    kept += text[at:]
+    return (kept.strip() if calls else kept), calls, bad
+
+
+def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
+    """(the call in the block at `start` or None if it is invalid, where the block ends). A closing tag in a JSON string does not count."""
+    body = SPACE.match(text, start + len(CALL)).end()
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, body)
+    except (ValueError, RecursionError):  # not JSON, or more digits or nesting than Python reads, as a policy in a loop writes them
+        return None, END_OF_BAD_CALL.search(text, body).end()
+    closing = CLOSE.match(text, end)
+    call = checked_call(value.get("name"), value.get("arguments", {})) if closing and isinstance(value, dict) else None
+    return call, closing.end() if closing else END_OF_BAD_CALL.search(text, end).end()
+
+
+def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
+    """(name, arguments as JSON text) if they are a name and an object that every JSON reader accepts; else None."""
+    if not isinstance(name, str) or not name or not is_unicode(name) or not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return name, text if is_unicode(text) else json.dumps(arguments)
+
+
+def is_unicode(text: str) -> bool:
+    r"""False for half of a surrogate pair, which JSON can spell (\ud83d) but neither a tokenizer nor a file takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def read_thinking(text: str, opened: bool) -> tuple[str | None, str]:
+    """(thinking or None, the text after it). `opened`: the prompt ends with the opening tag. Thinking that was cut off has no rest."""
+    if not opened:
+        if not text.lstrip().startswith(THINK):
+            return None, text
+        text = text.lstrip()[len(THINK) :]
+    thinking, closed, rest = text.partition(THINK_END)
+    return thinking.strip("\n") or None, rest.lstrip("\n") if closed else ""

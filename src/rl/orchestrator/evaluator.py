@@ -1,0 +1,139 @@
+"""Evaluations: which are due, playing them, and which version was the best."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rl.config.orchestrator import EvalConfig
+from rl.config.run import RLConfig
+from rl.orchestrator.eval_metrics import Results, eval_metrics, write_eval
+from rl.orchestrator.pool import EnvLostError, WorkerPool
+from rl.orchestrator.step_clock import StepClock
+from rl.run_dir.files import write_file
+from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.paths import RunDir
+from rl.system.errors import RunError
+from rl.wire.inference_client import InferenceLostError
+from rl.wire.rollouts import Rollout
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 20
+"""So often what another version sampled is played again before the evaluation gives up: enough for a server that dies once a minute."""
+
+
+@dataclass(frozen=True)
+class EvalEnv:
+    """The workers that play an evaluation: a training environment's if they hold the same environment, else its own."""
+
+    worker_env: str
+    size: int | None
+    """Tasks; None: endless."""
+
+
+class Evaluator:
+    """Plays the configured evaluations at the version that inference holds, and remembers each one's best version."""
+
+    def __init__(self, config: RLConfig, pool: WorkerPool, envs: dict[str, EvalEnv], clock: StepClock):
+        self.config = config
+        self.run_dir: RunDir = config.run_dir
+        self.pool = pool
+        self.envs = envs
+        self.clock = clock
+        self.metrics = MetricsLog(self.run_dir.metrics, "eval")
+        self.best: dict[str, tuple[float, int]] = {}
+        """By label: (mean reward, policy version); of equal ones the first."""
+        self.skipped: set[int] = set()
+        """Versions that inference cannot hold any more."""
+        for entry in config.orchestrator.eval:
+            if self.num_tasks(entry) == 0:
+                raise RunError(f"eval {entry.label} has no examples: its environment has no eval dataset, or num_examples is 0")
+        for (version, source), values in sorted(read_metrics(self.run_dir.metrics).items()):
+            for entry in config.orchestrator.eval:
+                if source == "eval" and (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
+                    self._update_best(entry.label, version, reward)
+
+    def num_tasks(self, entry: EvalConfig) -> int:
+        """How many tasks an evaluation plays. Raises RunError if they are endless and not limited."""
+        limits = [limit for limit in (self.envs[entry.label].size, entry.num_examples) if limit is not None and limit >= 0]
+        if not limits:
+            raise RunError(f"eval {entry.label}: its tasks are endless; say how many with num_examples")
+        return min(limits)
+
+    def _update_best(self, label: str, version: int, reward: float) -> None:
+        if label not in self.best or reward > self.best[label][0]:
+            self.best[label] = (reward, version)
+            content = {name: {"policy_version": version, "reward_mean": reward} for name, (reward, version) in self.best.items()}
+            write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
+
+    def best_versions(self) -> list[int]:
+        """The versions that an evaluation found best: their weights are kept."""
+        return sorted({version for _, version in self.best.values()})
+
+    def due(self, version: int, final: int) -> list[EvalConfig]:
+        """The evaluations to play at a version: at 0, every `interval` versions, and at the last one, `final`; a finished one not again."""
+        return [
+            entry
+            for entry in self.config.orchestrator.eval
+            if (version % entry.interval == 0 or version == final)
+            and not (self.run_dir.eval(version, entry.label).exists() or version in self.skipped)
+            and self.envs[entry.label].worker_env not in self.pool.lost
+        ]
+
+    def reached_target(self) -> str | None:
+        """Why the run ends, if an evaluation has reached its target, be it before a restart."""
+        for entry in self.config.orchestrator.eval:
+            reward, version = self.best.get(entry.label, (-math.inf, 0))
+            if reward >= entry.target:
+                return f"eval {entry.label} reached {reward:.3f} at version {version}; its target is {entry.target:g}"
+        return None
+
+    async def evaluate(self, entry: EvalConfig, version: int, settle: Callable[[], Awaitable[object]]) -> None:
+        """Plays an evaluation at the loaded version and writes its result; training goes on beside it.
+
+        `settle` makes inference hold the version again after a server came back with another one. The line of metrics.jsonl is written
+        before the file in evals/: an evaluation of which only the line is there is played again.
+        """
+        began = time.monotonic()
+        try:
+            with self.clock.busy():
+                results = await self._play(entry, version, settle)
+        except EnvLostError as error:
+            log.warning("eval %s is left out from now on: %s", entry.label, error)
+            return
+        metrics = eval_metrics(entry.label, results)
+        self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
+        write_eval(self.run_dir.eval(version, entry.label), version, entry.label, results)
+        reward = metrics[f"eval/{entry.label}/reward_mean"]
+        self._update_best(entry.label, version, reward)
+        log.info("eval %s at version %d: %.3f", entry.label, version, reward)
+
+    async def _play(self, entry: EvalConfig, version: int, settle: Callable[[], Awaitable[object]]) -> Results:
+        """All rollouts of an evaluation, every token of them sampled by `version`."""
+        training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
+        sampling = training | entry.sampling.model_dump(exclude_none=True)
+
+        async def one(task: int) -> tuple[int, list[Rollout]]:
+            return task, await self.pool.play(self.envs[entry.label].worker_env, "eval", task, entry.samples, sampling, task)
+
+        results: dict[int, list[Rollout]] = {}
+        todo = list(range(self.num_tasks(entry)))
+        for _ in range(MAX_ATTEMPTS):
+            await settle()
+            results |= dict(await asyncio.gather(*(one(task) for task in todo)))
+            todo = [task for task in todo if sampled_by(results[task]) - {version}]
+            if not todo:
+                return sorted(results.items())
+            others = sorted(set().union(*(sampled_by(results[task]) for task in todo)) - {version})
+            log.warning("eval %s: %d examples were sampled by version %s, not %d: played again", entry.label, len(todo), others, version)
+        problem = f"inference did not hold version {version} for long enough in {MAX_ATTEMPTS} attempts"
+        raise InferenceLostError(f"eval {entry.label}: {problem}; see logs/inference*.log")
+
+
+def sampled_by(rollouts: list[Rollout]) -> set[int]:
+    """The policy versions that sampled a token of the rollouts."""
+    return {version for rollout in rollouts for version in rollout.versions}

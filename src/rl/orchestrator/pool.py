@@ -1,0 +1,315 @@
+"""The pool of environment workers: starts them, hands out groups, and starts a dead one anew with its groups given back.
+
+A group that kills its worker must not take the others along: after a death the worker's groups are played one by one, so that only
+the one that was being played when it dies again is blamed, and given up after MAX_KILLS deaths.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from rl.orchestrator.pool_worker import EnvLostError, Play, Worker, read_answer, start_worker, verdict
+from rl.system import faults
+from rl.system.children import RestartPolicy
+from rl.system.credentials import redact
+from rl.system.errors import RunError
+from rl.wire.messages import UNREADABLE
+from rl.wire.rollouts import Rollout, Split
+from rl.wire.transport import Rejected
+from rl.wire.worker_messages import (
+    Cancel,
+    Close,
+    Describe,
+    Description,
+    Heartbeat,
+    LoadFailed,
+    Played,
+    PlayGroup,
+    Ready,
+    ToWorker,
+    WorkerSetup,
+)
+
+log = logging.getLogger(__name__)
+
+ENCODER = msgspec.msgpack.Encoder()
+MAX_KILLS = 3
+"""A group whose worker died so often is given up: it is the cause."""
+BARREN_DEATHS = 6
+"""An environment is lost when its workers died so often, each, and finished nothing in between: two tasks in a row were given up."""
+RESTART_S, RESTART_LIMIT_S = 0.5, 10.0
+CHECK_EVERY_S = 2.0
+CLOSE_S = 5.0
+"""How long environments may take to end what they have started."""
+
+
+class WorkerPool:
+    """All workers of all environments. `play` waits for a group; a cancelled `play` is cancelled in the worker, too."""
+
+    def __init__(self, log_dir: Path, *, memory_gib: float = float("inf"), silence_s: float = float("inf")):
+        self.log_dir = log_dir
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.memory_gib = memory_gib
+        self.silence_s = silence_s
+        self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
+        self.address = f"ipc://{self.directory.name}/pool"
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a revived worker has its predecessor's identity
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # at its limit a ROUTER drops in silence
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(self.address)
+        self.workers: dict[str, Worker] = {}
+        self.next_play = self.num_started = 0
+        self.rejected = Rejected("messages of environments' workers")
+        self.barren = Counter[str]()
+        """Deaths of an environment's workers since it finished a group."""
+        self.lost: dict[str, str] = {}
+        """Environments that are given up until the next start -> the reason."""
+        self.on_lost: Callable[[str, str], None] | None = None
+        """Called with an environment that is lost and the reason; what it raises goes to `failed`. Without it the loss itself does."""
+        self.watchers: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception that ends the run when an environment is lost."""
+        self._watch(self._receive())
+
+    # Processes ----------------------------------------------------------------------------------------------------------
+
+    def start(self, setup: WorkerSetup) -> Worker:
+        """Starts a worker process; `sizes` waits until it is ready."""
+        self.num_started += 1
+        marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
+        self.workers[setup.worker_id] = start_worker(setup, self.log_dir / f"worker-{setup.worker_id}.log", marker)
+        return self.workers[setup.worker_id]
+
+    async def sizes(self, timeout_s: float) -> dict[str, Ready]:
+        """Waits until every worker has loaded its environment. Raises RunError when one cannot."""
+        result = {}
+        self._watch(self._check_workers())
+        for worker_id in list(self.workers):
+            ready = await self._first_ready(worker_id, timeout_s)
+            result[self.workers[worker_id].setup.env.name] = ready
+            self._watch(self._revive(self.workers[worker_id], timeout_s))
+        return result
+
+    async def _first_ready(self, worker_id: str, timeout_s: float) -> Ready:
+        """Waits for a worker; one that a signal ended is started again, as it would be later on."""
+        for attempt in range(1, MAX_KILLS + 1):
+            worker = self.workers[worker_id]
+            try:
+                return await self._wait_ready(worker, timeout_s)
+            except RunError as error:
+                if attempt == MAX_KILLS or (worker.child.exit_code or 0) >= 0:
+                    raise
+                log.warning("%s: it is started again", error)
+                worker.child.kill_tree()
+                worker.child.reap()
+                self.start(worker.setup)
+        raise AssertionError
+
+    def _watch(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self.watchers.add(task)
+        task.add_done_callback(self._unwatch)
+
+    def _unwatch(self, task: asyncio.Task[None]) -> None:
+        self.watchers.discard(task)
+        if not task.cancelled() and task.exception() and not self.failed.done():
+            self.failed.set_exception(task.exception())
+
+    async def _wait_ready(self, worker: Worker, timeout_s: float) -> Ready:
+        ended = asyncio.create_task(worker.child.wait_async())
+        try:
+            await asyncio.wait({worker.ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not worker.ready.done() and ended.done():
+                await asyncio.wait({worker.ready}, timeout=1.0)  # its last message may still be on its way
+            if worker.ready.done():
+                return worker.ready.result()
+        finally:
+            ended.cancel()
+        name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
+        log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
+        if code is not None:
+            raise RunError(f"the worker of environment {name} ended with code {code} while loading it; {path} ends:\n{log_end}")
+        limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
+        raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
+
+    async def _revive(self, worker: Worker, timeout_s: float) -> None:
+        """Loop. Waits for a worker's death, ends what it has left, and starts a new one with its groups."""
+        while True:
+            code, env = await worker.child.wait_async(), worker.setup.env.name
+            worker.child.kill_tree()
+            worker.child.reap()
+            if env in self.lost:
+                return
+            self.barren[env] += 1
+            reason = worker.verdict or f"it ended with code {code}"
+            num_workers = sum(other.setup.env.name == env for other in self.workers.values())
+            policy = RestartPolicy(RESTART_S, RESTART_LIMIT_S, barren_limit=BARREN_DEATHS * num_workers)
+            delay_s = policy.delay_s(self.barren[env])
+            if delay_s is None:
+                deaths = f"its workers died {self.barren[env]} times and finished nothing in between; the last time: {reason}"
+                return self._lose(env, f"{deaths} (output: {worker.child.log})")
+            log.warning("worker %s is started anew: %s (its output: %s)", worker.setup.worker_id, reason, worker.child.log)
+            await asyncio.sleep(delay_s)
+            try:
+                dead, worker = worker, self.start(worker.setup)
+                self._inherit(dead, worker, reason)
+                ready = await self._wait_ready(worker, timeout_s)
+            except RunError as error:
+                worker.verdict = str(error)
+            if env in self.lost or worker.verdict:
+                worker.child.signal_group(signal.SIGKILL)
+                continue
+            log.info("worker %s is back with %s tasks", worker.setup.worker_id, ready.num_train)
+            worker.heard = time.monotonic()
+            await self._pump(worker)
+
+    def _lose(self, env: str, reason: str) -> None:
+        """Gives an environment up: ends its workers, and fails what waits for them with EnvLostError."""
+        self.lost[env] = reason
+        for worker in self.workers.values():
+            if worker.setup.env.name == env:
+                worker.child.signal_group(signal.SIGKILL)
+                for play in [*worker.sent.values(), *worker.waiting]:
+                    if not play.done.done():
+                        play.done.set_exception(EnvLostError(f"environment {env}: {reason}"))
+                worker.sent.clear()
+                worker.waiting.clear()
+        if self.on_lost is None:
+            raise EnvLostError(f"environment {env}: {reason}")
+        self.on_lost(env, reason)
+
+    def _inherit(self, dead: Worker, worker: Worker, reason: str) -> None:
+        """Gives a dead worker's groups to its successor, but for those that it died of too often."""
+        for play in dead.sent.values():
+            play.kills += 1
+            if play.kills >= MAX_KILLS and not play.done.done():
+                text = f"its worker died {play.kills} times while playing it; the last time: {reason}"
+                failed = [Rollout(episode=i, stop="error", cause="worker", error=text) for i in range(play.order.num_episodes)]
+                play.done.set_result(failed)
+        worker.waiting.extend(play for play in [*dead.sent.values(), *dead.waiting] if not play.done.done())
+        worker.one_by_one = True
+        for question in dead.descriptions:
+            question.cancel()
+
+    async def _check_workers(self) -> None:
+        """Loop. Ends workers whose environment blocks their event loop or takes too much memory."""
+        checked = time.monotonic()
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            late_s, checked = time.monotonic() - checked - CHECK_EVERY_S, time.monotonic()
+            for worker in self.workers.values():
+                worker.heard += late_s  # this process was stopped or busy, and read no messages meanwhile
+                if worker.child.exit_code is None and not worker.verdict:
+                    worker.verdict = verdict(worker, self.memory_gib, self.silence_s)
+                    if worker.verdict:
+                        worker.child.signal_group(signal.SIGKILL)
+
+    # Groups -------------------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        """Loop. Consumes the workers' messages, produces results for `play`; unblocked by any worker."""
+        while True:
+            identity, *frames = await self.socket.recv_multipart()
+            worker = self.workers.get(identity.decode(errors="replace"))
+            if worker is None:
+                self.rejected.note(repr(identity[:100]), "no worker of this pool")
+                continue
+            worker.heard = time.monotonic()
+            try:
+                message = read_answer(frames)
+            except UNREADABLE as error:
+                self.rejected.note(worker.setup.worker_id, error)
+                worker.verdict = worker.verdict or f"it sent what is no message ({error})"
+                worker.child.signal_group(signal.SIGKILL)
+                continue
+            match message:
+                case Played(play_id, rollouts):
+                    self.barren[worker.setup.env.name] = 0
+                    if (play := worker.sent.pop(play_id, None)) and not play.done.done():
+                        play.done.set_result(rollouts)
+                    await self._pump(worker)
+                case Ready() as ready if not worker.ready.done():
+                    worker.ready.set_result(ready)
+                case LoadFailed(message) if not worker.ready.done():
+                    worker.ready.set_exception(RunError(message))
+                case Description() as description if worker.descriptions:
+                    if not (answer := worker.descriptions.popleft()).done():
+                        answer.set_result(description)
+                case Heartbeat():
+                    pass
+
+    async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
+        """Plays a group on the environment's least busy worker. Raises EnvLostError."""
+        if env in self.lost:
+            raise EnvLostError(f"environment {env}: {self.lost[env]}")
+        self.next_play += 1
+        order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server)
+        play = Play(order, asyncio.get_running_loop().create_future())
+        workers = (worker for worker in self.workers.values() if worker.setup.env.name == env)
+        worker = min(workers, key=lambda worker: len(worker.sent) + len(worker.waiting))
+        worker_id = worker.setup.worker_id
+        worker.waiting.append(play)
+        await self._pump(worker)
+        try:
+            return await play.done
+        finally:
+            if play.done.cancelled():  # nobody waits for it any more
+                worker = self.workers[worker_id]
+                if worker.sent.pop(order.play_id, None):
+                    await self._send(worker, Cancel(order.play_id))
+                elif play in worker.waiting:
+                    worker.waiting.remove(play)
+                await self._pump(worker)
+
+    async def _pump(self, worker: Worker) -> None:
+        """Sends what waits; to one that died before, a group at a time until those it inherited are played."""
+        while worker.waiting and worker.ready.done() and not (worker.one_by_one and worker.sent):
+            play = worker.waiting.popleft()
+            worker.sent[play.order.play_id] = play
+            await self._send(worker, play.order)
+        if not worker.waiting and not worker.sent:
+            worker.one_by_one = False
+
+    async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float) -> Description:
+        """What an environment is, with tasks of a split (-1: all). Raises TimeoutError."""
+        worker = next(worker for worker in self.workers.values() if worker.setup.env.name == env)
+        answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
+        worker.descriptions.append(answer)
+        await self._send(worker, Describe(split, num_tasks))
+        async with asyncio.timeout(timeout_s):
+            return await answer
+
+    async def _send(self, worker: Worker, message: ToWorker) -> None:
+        faults.point(f"pool.{type(message).__name__}")
+        await self.socket.send_multipart([worker.setup.worker_id.encode(), ENCODER.encode(message)])
+
+    async def close(self) -> None:
+        """Ends all workers. They hold nothing that could be lost, but their environments may have started servers."""
+        for task in self.watchers:
+            task.cancel()
+        for worker in self.workers.values():
+            if worker.child.exit_code is None and worker.ready.done():
+                await self._send(worker, Close())
+            else:
+                worker.child.signal_group(signal.SIGKILL)
+        children = [worker.child for worker in self.workers.values()]
+        await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
+        for child in children:
+            child.kill_tree()
+        await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
+        for child in children:
+            child.reap()
+        self.socket.close(linger=0)
+        self.directory.cleanup()

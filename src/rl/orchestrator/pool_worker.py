@@ -1,0 +1,103 @@
+"""One worker process: how it is started, what the pool knows of it, what it sends, and why it is ended."""
+
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from rl.system.children import Child, start
+from rl.system.errors import RunError
+from rl.wire.rollouts import Rollout
+from rl.wire.worker_messages import Description, FromWorker, PlayGroup, Ready, WorkerSetup
+
+ANSWERS = msgspec.msgpack.Decoder(FromWorker)
+MAX_ANSWER_BYTES = 1 << 32
+"""A group of rollouts of millions of tokens has a tenth of it."""
+STOPPED_S = 10.0
+"""How long a worker may be stopped (SIGSTOP) before it is ended; a busy one may be silent for longer."""
+GIB = 2**30
+BOOTSTRAP = """
+import importlib.util, runpy, sys
+folder, setup = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("rl", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["rl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["rl"])
+sys.argv = ["worker", setup]
+runpy.run_module("rl.envs.worker", run_name="__main__")
+"""
+"""Runs the worker in another virtual environment: of ours it sees this package alone, nothing that is installed beside it."""
+
+
+class EnvLostError(RunError):
+    """An environment cannot be played any more: its workers die whatever they play, or do not come back. Caught where the others go on."""
+
+
+@dataclass
+class Play:
+    """A group at a worker, and the future of its rollouts."""
+
+    order: PlayGroup
+    done: "asyncio.Future[list[Rollout]]"
+    kills: int = 0
+    """Workers that died while they played it."""
+
+
+@dataclass
+class Worker:
+    """One process and what the pool knows of it."""
+
+    setup: WorkerSetup
+    child: Child
+    ready: "asyncio.Future[Ready]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    sent: dict[int, Play] = field(default_factory=dict)
+    waiting: deque[Play] = field(default_factory=deque)
+    one_by_one: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    """When it sent its last message, or was excused from that."""
+    verdict: str = ""
+    """Why we ended it; empty: we did not."""
+    descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)
+
+
+def read_answer(frames: list[bytes]) -> FromWorker:
+    """A worker's message. Raises what UNREADABLE lists."""
+    if len(frames) != 1 or len(frames[0]) > MAX_ANSWER_BYTES:
+        raise msgspec.DecodeError(f"{len(frames)} frames of {sum(map(len, frames))} bytes")
+    return ANSWERS.decode(frames[0])
+
+
+def start_worker(setup: WorkerSetup, log_path: Path, marker: str) -> Worker:
+    """Starts a process; what it starts bears `marker` in its environment. Raises RunError when its interpreter is not there."""
+    encoded = msgspec.json.encode(setup).decode()
+    command = [sys.executable, "-m", "rl.envs.worker", encoded]
+    if setup.python:
+        command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), encoded]
+    try:
+        return Worker(setup, start(setup.worker_id, command, dict(os.environ), log_path, new_session=False, marker=marker))
+    except OSError as error:
+        raise RunError(f"environment {setup.env.name}: {setup.python} does not start: {error.strerror}") from None
+
+
+def verdict(worker: Worker, memory_gib: float, silence_s: float) -> str:
+    """Why a worker is to be ended: it is stopped, holds too much memory, or its environment blocks its event loop. Empty: it is not."""
+    try:
+        process = psutil.Process(worker.child.pid)
+        memory, stopped = process.memory_info(), process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return ""
+    own_gib = (memory.rss - memory.shared) / GIB
+    if own_gib > memory_gib:
+        return f"it held {own_gib:.1f} GiB (orchestrator.worker_memory_gib = {memory_gib:g})"
+    silent_s = time.monotonic() - worker.heard
+    if stopped and silent_s > STOPPED_S:
+        return f"it was stopped (SIGSTOP) for {silent_s:.0f} s"
+    if not worker.ready.done():
+        return ""
+    blocked = f"its environment blocked the event loop for {silent_s:.0f} s"
+    return f"{blocked} (a call that does not return, or time.sleep; orchestrator.worker_silence_s)" if silent_s > silence_s else ""

@@ -1,0 +1,75 @@
+"""From the configuration to the setup of each environment worker, and to the source of training tasks."""
+
+import logging
+
+from rl.config.orchestrator import EnvSource
+from rl.config.run import RLConfig
+from rl.orchestrator.tasks import EnvTasks, TaskSource
+from rl.system.errors import RunError
+from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
+
+log = logging.getLogger("rl.orchestrator")
+
+
+def eval_workers(config: RLConfig) -> dict[str, str]:
+    """The worker environment of each eval, by its label: a training environment's workers if they hold the same environment."""
+    return {
+        entry.label: next((env.label for env in config.orchestrator.environment if env.source == entry.source), f"eval-{entry.label}")
+        for entry in config.orchestrator.eval
+    }
+
+
+def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
+    """An environment as one of its workers plays it; limits are for all workers together, so each gets its part of them."""
+    given = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
+    for key in ("max_generating", "max_scoring"):
+        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers)
+    given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
+    return EnvSpec(**given | {"name": name})
+
+
+def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
+    """The policy of our inference servers, for the model in the folder `model_path`."""
+    return PolicySpec(
+        model_path=model_path,
+        max_model_len=config.model.max_model_len,
+        chat_template=config.model.chat_template,
+        renderer=config.renderer.model_dump(),
+        inference_urls=config.orchestrator.inference_urls,
+        inference_status=str(config.run_dir.status("inference").absolute()),
+        enforce_monotonicity=config.orchestrator.enforce_monotonicity,
+    )
+
+
+def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[WorkerSetup]:
+    """The setups of all worker processes of the run; `address` is the pool's."""
+    evals = eval_workers(config)
+    wanted: dict[str, EnvSource] = {env.label: env for env in config.orchestrator.environment}
+    wanted |= {evals[entry.label]: entry for entry in config.orchestrator.eval if evals[entry.label] not in wanted}
+    return [
+        WorkerSetup(
+            env=env_spec(entry, name, config),
+            policy=policy,
+            orchestrator=address,
+            worker_id=f"{name}-{i}",
+            max_tokens=entry.sampling.max_tokens or config.orchestrator.sampling.max_tokens,
+            retries=config.orchestrator.rollout_retries,
+            python=entry.python or "",
+        )
+        for name, entry in wanted.items()
+        for i in range(entry.workers)
+    ]
+
+
+def task_source(config: RLConfig, ready: dict[str, Ready]) -> TaskSource:
+    """The source of training tasks. Raises RunError for an environment without any."""
+    envs = {}
+    for env in config.orchestrator.environment:
+        sizes = [size for size in (ready[env.label].num_train, env.max_samples) if size is not None and size >= 0]
+        size = min(sizes, default=None)
+        if size == 0:
+            raise RunError(f"environment {env.label} has no training examples; check its arguments (args) and max_samples")
+        if size is None and env.difficulty:
+            log.warning("environment %s makes ever new tasks: difficulty has no effect, for none comes twice; set max_samples", env.label)
+        envs[env.label] = EnvTasks(size, env.weight, env.group_size or config.orchestrator.group_size, env.difficulty)
+    return TaskSource(envs, config.seed)

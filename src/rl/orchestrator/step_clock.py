@@ -1,0 +1,49 @@
+"""The orchestrator's times between two batches."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepClock:
+    """Wall time between batches, and how much of it inference had nothing to do."""
+
+    def start(self) -> None:
+        self._reset(time.monotonic())
+        self.num_busy = 0
+
+    def _reset(self, now: float) -> None:
+        self.since = self.idle_since = now
+        self.idle_s = self.pause_s = 0.0
+        self.stale = Counter[str]()
+        """Groups that were cancelled or dropped as too old, by environment."""
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Marks the block as one in which inference has something to do."""
+        if self.num_busy == 0:
+            self.idle_s += time.monotonic() - self.idle_since
+        self.num_busy += 1
+        try:
+            yield
+        finally:
+            self.num_busy -= 1
+            if self.num_busy == 0:
+                self.idle_since = time.monotonic()
+
+    def lap(self, num_tokens: int) -> dict[str, float]:
+        """Metrics of the time since the last lap, in which `num_tokens` tokens were generated."""
+        now = time.monotonic()
+        idle_s = self.idle_s + (now - self.idle_since if self.num_busy == 0 else 0.0)
+        elapsed = max(now - self.since, 1e-9)
+        metrics = {
+            "time/batch": elapsed,
+            "time/pause_inference": self.pause_s,
+            "perf/generated_tokens_per_s": num_tokens / elapsed,
+            "perf/inference_idle_fraction": min(1.0, idle_s / elapsed),
+            "rollouts/stale_groups": self.stale.total(),
+            **{f"rollouts/{env}/stale_groups": count for env, count in self.stale.items()},
+        }
+        self._reset(now)
+        return metrics

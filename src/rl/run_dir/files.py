@@ -1,0 +1,300 @@
+"""Durable files: atomic writes, and records with a checksum.
+
+A process may die between any two system calls here, and still what has a final name is whole: the old content or the new one. What a dead
+process leaves half done has a name with a leading dot, which nobody reads and `clean_leftovers` removes.
+
+Only this module fsyncs and renames, with three exceptions: `status.write_status` renames without fsync, because a heartbeat is worthless
+after a power cut; `token.kept_token` links instead of renaming, because a token must never be replaced; `rl doctor` measures the disk.
+"""
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl.run_dir.hashes import blake2b
+from rl.system import faults
+from rl.system.errors import DAMAGED, RunError
+from rl.system.linux import LIBC
+
+MAGIC = b"rl1\n"
+HEADER = struct.Struct("<4sQ16s")
+"""Magic, payload length in bytes, BLAKE2b-128 of the payload."""
+
+LEFTOVER = re.compile(r"\.(?P<name>\d{6}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?P<pid>\d+)-\d+\.tmp")
+"""Temporary names of this module and no others: a weights directory may lie among files that are not ours."""
+SERIAL = itertools.count(1)
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP)
+"""Errors of file systems that cannot swap two names: NFS, some FUSE ones."""
+
+
+class CorruptFileError(RunError):
+    """A file of the run directory does not hold what was written; the message names the file and the remedy. Caught by whoever repairs it,
+    passes it over or adds what to do without it."""
+
+    exit_code = DAMAGED
+
+
+MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
+"""Errors of a disk that cannot read what was written to it."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises CorruptFileError if a read inside fails because the disk has lost data."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in MEDIA_ERRORS:
+            raise
+        raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def fsync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory and its parents durably: a file is lost with its directory."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent)
+
+
+def write_all(fd: int, data: bytes, kind: str) -> None:
+    """Writes all of `data`, in one call if the kernel accepts that, so that lines of several processes never mix."""
+    faults.point(f"{kind}.write")
+    rest = memoryview(data)
+    if faults.plan is not None:
+        rest = rest[os.write(fd, rest[: len(rest) // 2]) :]
+        faults.point(f"{kind}.torn")
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def with_path(error: OSError, path: Path) -> OSError:
+    """The same error with the path, which the error of a full disk lacks."""
+    return OSError(error.errno, error.strerror, str(path))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes `data` so that `path` either has all of it or is as before, even after a power cut. Raises OSError that names the path."""
+    kind = faults.kind_of(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(SERIAL)}.tmp")
+    try:
+        make_directory(path.parent)
+        with temporary.open("wb", buffering=0) as file:
+            write_all(file.fileno(), data, kind)
+            faults.point(f"{kind}.fsync")
+            os.fsync(file.fileno())
+        faults.point(f"{kind}.rename")
+        temporary.rename(path)
+        faults.point(f"{kind}.fsync_dir")
+        fsync_path(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise with_path(error, path) from None
+    faults.point(f"{kind}.done")
+
+
+class LineReader:
+    """Follows a file to which other processes append lines."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset = path, 0
+
+    def new(self) -> list[bytes]:
+        """The lines that were completed since the last call; none while there is no file."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            self.offset = min(self.offset, os.fstat(file.fileno()).st_size)  # a repair may have cut the file
+            file.seek(self.offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return whole.splitlines()
+
+
+def append_file(path: Path, data: bytes) -> None:
+    """Appends `data` durably. An error leaves the file as it was; a killed process may leave a part of `data`, for readers to detect."""
+    kind = faults.kind_of(path)
+    new = not path.exists()
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            try:
+                write_all(fd, data, kind)
+                faults.point(f"{kind}.fsync")
+                os.fsync(fd)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, size)
+                raise
+        finally:
+            os.close(fd)
+        if new:
+            fsync_path(path.parent)
+    except OSError as error:
+        raise with_path(error, path) from None
+    faults.point(f"{kind}.done")
+
+
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing."""
+    kind = faults.kind_of(path)
+    make_directory(path.parent)
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        faults.point(f"{kind}.fill")
+        fill(temporary)
+        commit_directory(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def commit_directory(temporary: Path, path: Path) -> None:
+    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced in one step where the kernel can."""
+    kind = faults.kind_of(path)
+    for file in [*temporary.rglob("*"), temporary]:
+        faults.point(f"{kind}.fsync")
+        fsync_path(file)
+    faults.point(f"{kind}.rename")
+    if not path.exists():
+        temporary.rename(path)
+    elif not exchange(temporary, path):
+        replace_in_two_steps(temporary, path)
+    faults.point(f"{kind}.fsync_dir")
+    fsync_path(path.parent)
+    shutil.rmtree(temporary, ignore_errors=True)  # what was replaced
+    faults.point(f"{kind}.done")
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step. Returns False if kernel or file system cannot."""
+    if LIBC.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in NO_EXCHANGE:
+        raise OSError(number, os.strerror(number), str(other))
+    return False
+
+
+def replace_in_two_steps(temporary: Path, path: Path) -> None:
+    """Replaces `path` where names cannot be swapped. After a kill in between `clean_leftovers` brings the older one back."""
+    old = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    path.rename(old)
+    faults.point(f"{faults.kind_of(path)}.replaced")
+    try:
+        temporary.rename(path)
+    except OSError:
+        old.rename(path)
+        raise
+    old.rename(temporary)
+
+
+def remove_directory(path: Path) -> None:
+    """Deletes a directory so that a half-deleted one never has its final name."""
+    kind = faults.kind_of(path)
+    doomed = path.with_name(f".{path.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    faults.point(f"{kind}.remove")
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    faults.point(f"{kind}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """Moves a file or a directory, by copying to another file system. What is half moved no longer has its old name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        leaving = path.with_name(f".{path.name}.old")
+        shutil.rmtree(leaving, ignore_errors=True)
+        path.rename(leaving)
+        shutil.move(leaving, target)
+
+
+def clean_leftovers(*directories: Path) -> list[Path]:
+    """Removes what killed processes left half done, and returns its paths. Only the process that is about to write there may call it."""
+    found = []
+    for directory in directories:
+        for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+            if not (match := LEFTOVER.fullmatch(path.name)):
+                continue
+            if match["pid"] and os.path.exists(f"/proc/{match['pid']}"):
+                continue  # a live process is writing it
+            found.append(path)
+            if match["kind"] == "replaced" and not (final := path.with_name(match["name"])).exists():
+                path.rename(final)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    return found
+
+
+def encode_record(payload: bytes) -> bytes:
+    """A payload behind a header with its length and checksum."""
+    return HEADER.pack(MAGIC, len(payload), blake2b(payload)) + payload
+
+
+def decode_records(data: bytes, name: str) -> Iterator[bytes]:
+    """Payloads of the records in `data`. Raises CorruptFileError at the first one that is damaged or cut short."""
+    offset = 0
+    while offset < len(data):
+        if len(data) - offset < HEADER.size:
+            raise CorruptFileError(f"{name}: cut short at byte {offset}")
+        magic, length, checksum = HEADER.unpack_from(data, offset)
+        payload = data[offset + HEADER.size : offset + HEADER.size + length]
+        if magic != MAGIC or len(payload) != length or blake2b(payload) != checksum:
+            raise CorruptFileError(f"{name}: damaged record at byte {offset} (magic, length or checksum does not fit)")
+        yield payload
+        offset += HEADER.size + length
+
+
+def decode_record(data: bytes, name: str) -> bytes:
+    """The payload of data that holds exactly one record. Raises CorruptFileError."""
+    payloads = list(decode_records(data, name))
+    if len(payloads) != 1:
+        raise CorruptFileError(f"{name}: holds {len(payloads)} records instead of one")
+    return payloads[0]
+
+
+SLACK_BYTES = 1 << 16
+"""Room for headers, manifests and other small files."""
+
+
+def require_space(directory: Path, tensors: Iterable[Any]) -> None:
+    """Raises OSError (no space left) if torch tensors, each as a whole, do not fit on the file system of `directory`.
+
+    To be called before a large write: safetensors and torch report a full disk in ways that cannot be recognised.
+    """
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"no space left: {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free", str(directory))

@@ -1,0 +1,20 @@
+"""The two hashes of a run directory: BLAKE2b of records, SHA-256 of files and tensors."""
+
+import hashlib
+from pathlib import Path
+
+
+def blake2b(data: bytes) -> bytes:
+    """BLAKE2b-128: of records, which are read and written one by one."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """SHA-256 in hexadecimal: of tensors and files. Processors have instructions for it, and `sha256sum --check` reads it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """SHA-256 of a file of any size, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,87 @@
+"""`metrics.jsonl`, the only way of a run's numbers: processes append whole lines; console, W&B and curves read them."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rl.run_dir.files import LineReader, with_path, write_all, write_file
+from rl.system import faults
+
+
+class MetricsLog:
+    """Appends the lines of one process, each with one write call, so that lines of several processes never mix."""
+
+    def __init__(self, path: Path, source: str):
+        self.path, self.source = path, source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self.file).st_size
+        if size and os.pread(self.file, 1, size - 1) != b"\n":  # a writer was killed, or the disk full, in the middle of a line
+            os.write(self.file, b"\n")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Appends `{"step", "time", "source", **metrics}`; a value that is not finite is written as null."""
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3), "source": self.source, **finite})
+        data = line.encode() + b"\n"
+        try:
+            write_all(self.file, data, "metrics")
+        except OSError as error:
+            raise with_path(error, self.path) from None
+        faults.point("metrics.done")
+
+
+class MetricsReader(LineReader):
+    """Follows a metrics file."""
+
+    def new(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The content of the lines that were completed since the last call, without damaged ones."""
+        return [content for content in map(parse_line, super().new()) if content]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The content of a line, or None for one that its writer did not finish (it was killed, or the disk full)."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        whole = line.rfind(b'{"step": ')  # another process's line after one that was not finished
+        return parse_line(line[whole:]) if whole > 0 else None
+    if not (isinstance(content, dict) and type(content.get("step")) is int and isinstance(content.get("source"), str)):
+        return None
+    return {key: value for key, value in content.items() if key == "source" or value is None or isinstance(value, (int, float))}
+
+
+def merge_lines(into: dict[tuple[int, str], dict[str, Any]], lines: list[dict[str, Any]]) -> None:
+    """Adds lines by (step, source). Of two values of a metric the later one counts, so a resume never doubles a curve."""
+    for line in lines:
+        key = (line["step"], line["source"])
+        into[key] = into.get(key, {}) | line
+
+
+def read_metrics(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """The values of a run by (step, source); see merge_lines."""
+    merged: dict[tuple[int, str], dict[str, Any]] = {}
+    merge_lines(merged, MetricsReader(path).new())
+    return merged
+
+
+def environment_rewards(line: dict[str, Any]) -> dict[str, float]:
+    """Environment -> mean training reward, from a line of the orchestrator."""
+    keys = (key.split("/") for key in line)
+    return {parts[1]: line["/".join(parts)] for parts in keys if len(parts) == 3 and parts[0] == "reward" and parts[2] == "mean"}
+
+
+def cut_metrics(path: Path, last_step: int) -> list[bytes]:
+    """Removes the lines of steps after `last_step`, and damaged ones, atomically. Returns the removed lines."""
+    if not path.exists():
+        return []
+    kept, gone = [], []
+    for line in path.read_bytes().splitlines(keepends=True):
+        content = parse_line(line)
+        (kept if content and content["step"] <= last_step else gone).append(line)
+    if gone:
+        write_file(path, b"".join(kept))
+    return gone

@@ -1,0 +1,138 @@
+"""The names of all files and directories of a run. What has its final name is complete: it was renamed to it."""
+
+import itertools
+import re
+import shutil
+import time
+from pathlib import Path
+
+from rl.run_dir.files import move, write_file
+from rl.run_dir.metrics import cut_metrics
+from rl.system import faults
+
+
+def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
+    """Complete entries `000012<suffix>` of a directory by number, ascending; without temporary names."""
+    if not directory.is_dir():
+        return {}
+    names = re.compile(rf"([0-9]{{6}}){re.escape(suffix)}")
+    found = {int(match[1]): path for path in directory.iterdir() if (match := names.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+class RunDir:
+    """The directory of a run. `weights_dir` may lie elsewhere, for example in a memory file system."""
+
+    def __init__(self, root: Path, weights_dir: Path):
+        self.root, self.weights_dir = root, weights_dir
+        self.config = root / "config.toml"
+        self.metrics = root / "metrics.jsonl"
+        self.events = root / "events.jsonl"
+        self.changes = root / "changes.jsonl"
+        """Settings that resumes changed, one JSON object a line: time, step, key, old, new."""
+        self.wandb = root / "wandb.json"
+        self.curves = root / "curves.png"
+        self.batches = root / "batches"
+        self.pending = self.batches / "pending.log"
+        self.rollouts_dir = root / "rollouts"
+        self.checkpoints = root / "checkpoints"
+        self.digests_dir = root / "digests"
+        self.evals = root / "evals"
+        self.logs = root / "logs"
+        self.data = root / "data"
+        """The examples of supervised fine-tuning as token ids."""
+        self.discarded = root / "discarded"
+        self.status_dir = root / "status"
+        self.run_end = self.status_dir / "orchestrator.end"
+        """Why the run ended: a status.RunEnd."""
+
+    @property
+    def folders(self) -> list[Path]:
+        """All directories that the run writes to."""
+        kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.evals, self.status_dir]
+        return [self.root, self.weights_dir, *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"{step:06d}.batch"
+
+    def quarantined(self, step: int) -> Path:
+        """The marker of a batch that killed its reader: its step is skipped, so that version `step` equals the one before."""
+        return self.batches / f"{step:06d}.quarantined"
+
+    def digests(self, policy_version: int) -> Path:
+        """SHA-256 of each tensor of a version; stays when the version is deleted."""
+        return self.digests_dir / f"{policy_version:06d}.json"
+
+    def rollouts(self, step: int) -> Path:
+        return self.rollouts_dir / f"{step:06d}.jsonl"
+
+    def weights(self, policy_version: int) -> Path:
+        return self.weights_dir / f"{policy_version:06d}"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{step:06d}"
+
+    def eval(self, policy_version: int, name: str) -> Path:
+        return self.evals / f"{policy_version:06d}" / f"{name}.jsonl"
+
+    def status(self, process: str) -> Path:
+        return self.status_dir / f"{process}.json"
+
+    def exit_code(self, process: str) -> Path:
+        """The exit code of the rank that ended a trainer of several ranks: torchrun's own is always 1."""
+        return self.status_dir / f"{process}.exit"
+
+    def lock(self, process: str) -> Path:
+        return self.status_dir / f"{process}.lock"
+
+    def newest_batch(self) -> int:
+        """Number of the newest batch, 0 if there is none."""
+        return max(numbered(self.batches, ".batch"), default=0)
+
+    def newest_weights(self) -> tuple[int, Path] | None:
+        """Number and folder of the newest complete policy version above 0, or None while there is only the base model."""
+        versions = numbered(self.weights_dir)
+        return max(versions.items()) if versions else None
+
+    def new_discarded(self) -> Path:
+        """A directory below `discarded/` that is not there yet."""
+        now = time.strftime("%Y%m%d-%H%M%S")
+        names = itertools.chain([now], (f"{now}-{count}" for count in itertools.count(2)))
+        return next(path for path in map(self.discarded.joinpath, names) if not path.exists())
+
+    def discard_after(self, step: int, away: Path | None = None, *, keep_pending: bool = False) -> Path | None:
+        """Moves batches, rollouts, checkpoints, weights, digests, evals and metric lines later than `step` to `away`, by default a new
+        directory below `discarded/`; with them the groups that wait for a batch, which are copied with `keep_pending`.
+
+        Returns that directory, or None if there was nothing to move.
+        """
+        away = away or self.new_discarded()
+        # In this order a kill leaves a run that can be resumed: no checkpoint or pending group is ahead of the batches.
+        later: list[tuple[Path, Path]] = []
+        for directory, suffix in [
+            (self.evals, ""),
+            (self.checkpoints, ""),
+            (self.weights_dir, ""),
+            (self.digests_dir, ".json"),
+            (self.batches, ".quarantined"),
+            (self.batches, ".batch"),
+            (self.rollouts_dir, ".jsonl"),
+            (self.rollouts_dir, ".sha256"),
+        ]:
+            target = away / ("weights" if directory == self.weights_dir else directory.name)
+            newest_first = reversed(numbered(directory, suffix).items())
+            later += [(path, target / path.name) for number, path in newest_first if number > step]
+        if self.pending.exists() and later:
+            waiting = away / "batches" / self.pending.name
+            if keep_pending:
+                waiting.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self.pending, waiting)
+            else:
+                later.insert(0, (self.pending, waiting))
+        for path, target in later:
+            faults.point("discard.move")
+            move(path, target)
+        lines = cut_metrics(self.metrics, step)
+        if lines:
+            write_file(away / "metrics.jsonl", b"".join(lines))
+        return away if later or lines else None

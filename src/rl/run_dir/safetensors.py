@@ -1,0 +1,73 @@
+"""Safetensors files without torch: their headers, checked against their sizes, and their tensors as bytes.
+
+The format: 8 bytes little-endian header length, JSON header with byte ranges, data (https://huggingface.co/docs/safetensors).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.run_dir.files import CorruptFileError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library reads no longer header either."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header says of a tensor."""
+
+    dtype: str
+    """In the format's own words: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    start: int
+    """Place of the tensor's first byte in the file."""
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file by name, in the header's order. Raises CorruptFileError, with what is wrong, for one that is not whole."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise CorruptFileError(f"{path}: not a safetensors file (a header of {length} bytes in a file of {size})")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = {name: entry_of(entry, 8 + length) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{path}: not readable as safetensors: {error}") from None
+    end = max((tensor.end for tensor in tensors.values()), default=8 + length)
+    if size != end:
+        raise CorruptFileError(f"{path}: has {size} bytes, its header says {end}")
+    return tensors
+
+
+def entry_of(entry: dict, data_start: int) -> TensorEntry:
+    """An entry of the JSON header. Raises ValueError, KeyError, TypeError or AttributeError for what is none."""
+    start, end = (data_start + offset for offset in entry["data_offsets"])
+    if not data_start <= start <= end:
+        raise ValueError(f"bytes {entry['data_offsets']}")
+    return TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of each tensor. Raises CorruptFileError as `read_header` does, and when the disk cannot give the bytes back."""
+    tensors = read_header(path)
+    try:
+        with path.open("rb") as file:
+            for name, tensor in tensors.items():
+                file.seek(tensor.start)
+                yield name, file.read(tensor.end - tensor.start)
+    except OSError as error:
+        raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def weights_file(folder: Path) -> Path:
+    """The one file with the tensors of a version, whole or adapters. Raises CorruptFileError if there is not exactly one."""
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CorruptFileError(f"{folder}: has {len(files)} *.safetensors files instead of one")
+    return files[0]

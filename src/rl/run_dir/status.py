@@ -1,0 +1,298 @@
+"""`status/<process>.json`: who runs where, its heartbeat, and what it does or waits for, as typed fields. Beside it the lock
+that fences a role, and why a run ended.
+
+Programs read the fields of RoleStatus. The sentence that people read is made of them by `describe`, where it is shown; nobody parses it.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from rl.run_dir.files import clean_leftovers
+from rl.run_dir.logs import last_lines, newest_log
+from rl.system import faults
+from rl.system.errors import RESTART, RunError
+
+T = TypeVar("T")
+HEARTBEAT_S = 2.0
+UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading a JSON file raises that is missing or damaged; the last for tables nested without end."""
+
+
+Awaited = Literal["inference", "orchestrator", "trainer", "ranks", "teacher", "environments"]
+
+
+class Phase(StrEnum):
+    """What a process does: the value in its status file, the sentence for people, and whom it waits for meanwhile.
+
+    A sentence takes the status's `step` and `detail`; a detail that it has no place for follows after a colon.
+    """
+
+    sentence: str
+    waits_for: Awaited | None
+
+    def __new__(cls, value: str, sentence: str, waits_for: Awaited | None = None) -> "Phase":
+        phase = str.__new__(cls, value)
+        phase._value_, phase.sentence, phase.waits_for = value, sentence, waits_for
+        return phase
+
+    STARTING = "starting", "starting"
+    LOADING_MODEL = "loading_model", "loading the model"
+    # Supervised fine-tuning's data.
+    VERIFYING_DATA = "verifying_data", "verifying the examples"
+    LOADING_TOKENIZER = "loading_tokenizer", "loading the tokenizer"
+    READING_DATA = "reading_data", "reading {detail}"
+    # Inference.
+    SERVING = "serving", "serving"
+    # The orchestrator.
+    LOADING_ENVIRONMENTS = "loading_environments", "loading environments", "environments"
+    WAITING_FOR_TEACHER = "waiting_for_teacher", "waiting for the teacher at {detail}", "teacher"
+    WAITING_FOR_INFERENCE = "waiting_for_inference", "waiting for inference", "inference"
+    LOADING_VERSION = "loading_version", "loading version {step} into inference", "inference"
+    FILLING_BATCH = "filling_batch", "filling batch {step}", "inference"
+    EVALUATING = "evaluating", "evaluating {detail} at version {step}", "inference"
+    WAITING_FOR_VERSION = "waiting_for_version", "waiting for the trainer's version {step}", "trainer"
+    WAITING_FOR_TRAINER_END = "waiting_for_trainer_end", "waiting for the trainer to end", "trainer"
+    # The trainer.
+    WAITING_FOR_RANKS = "waiting_for_ranks", "waiting for the other ranks of the trainer", "ranks"
+    TRYING_MEMORY = "trying_memory", "trying a micro batch of full size"
+    WAITING_FOR_BATCH = "waiting_for_batch", "waiting for batch {step}", "orchestrator"
+    TRAINING = "training", "training step {step}"
+    VALIDATING = "validating", "validating version {step}"
+    PUBLISHING = "publishing", "publishing version {step}"
+    ANNOUNCING_VERSION = "announcing_version", "waiting for word that version {step} was noted", "orchestrator"
+    COPYING_STATE = "copying_state", "copying the state of step {step} for a checkpoint"
+    CHECKPOINTING = "checkpointing", "writing checkpoint {step}"
+    COMPARING = "comparing", "comparing version {step}"
+
+
+TRAINER_STEPS = frozenset(
+    {
+        Phase.WAITING_FOR_BATCH,
+        Phase.TRAINING,
+        Phase.VALIDATING,
+        Phase.PUBLISHING,
+        Phase.ANNOUNCING_VERSION,
+        Phase.COPYING_STATE,
+        Phase.CHECKPOINTING,
+    }
+)
+"""Phases of a trainer that is up: the parts of its steps."""
+
+
+class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """A status file. None, or an empty string, is what a process does not report. Times are seconds since the epoch."""
+
+    process: str = ""
+    """`inference`, `orchestrator`, `trainer`, `trainer-1` for rank 1, `data`."""
+    pid: int | None = None
+    host: str = ""
+    started: float | None = None
+    phase: Phase | None = None
+    step: int | None = None
+    """The step, batch or policy version that the phase is about."""
+    waiting_for: Awaited | None = None
+    detail: str = ""
+    """For people. Nothing depends on it."""
+    since: float | None = None
+    """When this phase began for this step."""
+    heartbeat: float | None = None
+    progress: int | None = None
+    """Counts what shows that work goes on: micro batches, rollouts, tokens."""
+    progressed: float | None = None
+    """When `progress` last grew."""
+    address: str | None = None
+    max_steps: int | None = None
+    """The trainer's; where epochs are set, it alone knows how many steps they are."""
+    batch: int | None = None
+    """The orchestrator's: the batch that is being filled, then how many of how many rollouts it has."""
+    batch_done: int | None = None
+    batch_size: int | None = None
+    policy_version: int | None = None
+    """The version that inference holds."""
+    quarantined: list[str] = []
+    """Environments that are given up."""
+    playing: int | None = None
+    """Rollouts in flight."""
+    requests: int | None = None
+    """Inference's open requests."""
+
+
+def describe(status: RoleStatus | None) -> str:
+    """What a process does, as a sentence for people: `waiting for batch 13: filling batch 13`."""
+    if status is None or status.phase is None:
+        return "in an unknown phase"
+    template = status.phase.sentence
+    sentence = template.format(step="?" if status.step is None else status.step, detail=status.detail or "?")
+    return f"{sentence}: {status.detail}" if status.detail and "{detail}" not in template else sentence
+
+
+class Status:
+    """Publishes this process's status from a thread of its own, so that a blocked process shows the same phase for long."""
+
+    def __init__(self, path: Path, process: str):
+        self.path = path
+        clean_leftovers(path.parent)  # of a beat that a predecessor did not finish
+        self.current = RoleStatus(process=process, pid=os.getpid(), host=socket.gethostname(), started=time.time())
+        self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
+        self.progress, self.progressed = 0, (0, time.time())
+        """The count, and its value when it was last seen to have grown, with the time of that."""
+        self.gauges: dict[str, Callable[[], int]] = {}
+        """Field of RoleStatus -> its value at the moment, which every heartbeat asks for."""
+        self.enter(Phase.STARTING)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def enter(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
+        """Sets what the process does or waits for; written at once. Other fields, such as `address`, stay as they are until set again."""
+        with self.changing:
+            if (phase, step) != (self.current.phase, self.current.step):
+                fields["since"] = time.time()
+            now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
+            self.current = msgspec.structs.replace(self.current, **now, **fields)
+        self._write()
+
+    def advance(self, count: int = 1) -> None:
+        """Counts progress. Written with the next heartbeat; any thread may call it."""
+        with self.changing:
+            self.progress += count
+
+    def close(self) -> None:
+        """Deletes the status; a heartbeat that is under way does not bring it back."""
+        self.stopped.set()
+        with self.writing:
+            self.path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self.stopped.wait(HEARTBEAT_S):
+            self._write()
+
+    def _write(self) -> None:
+        # A status is for the eyes of others: a full disk must not end the process through it.
+        with self.writing, contextlib.suppress(OSError):
+            if self.stopped.is_set():
+                return
+            now = time.time()
+            if self.progress != self.progressed[0]:
+                self.progressed = (self.progress, now)
+            counted = {"progress": self.progress, "progressed": self.progressed[1], "heartbeat": now}
+            gauges = {name: read() for name, read in self.gauges.items()}
+            write_status(self.path, msgspec.structs.replace(self.current, **counted, **gauges))
+
+
+def reachable(host: str) -> str:
+    """The name under which others find a socket that is bound to `host`: for a wildcard, this machine's."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+
+
+def write_status(path: Path, status: RoleStatus) -> None:
+    """Replaces a status file without fsync: it has no worth after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary.write_bytes(msgspec.json.encode(status))
+    faults.point("status.rename")
+    temporary.rename(path)
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """The content of a JSON file; None when it is missing, damaged, or of another version of rl."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except UNREADABLE:
+        return None
+
+
+def read_status(path: Path) -> RoleStatus | None:
+    """The last status of a process; None if it has none that is JSON. A field whose value cannot be its own counts as not there."""
+    content = read_json(path, dict[str, Any])
+    if content is None:
+        return None
+    found = {}
+    for field in msgspec.structs.fields(RoleStatus):
+        if field.name in content:
+            with contextlib.suppress(msgspec.ValidationError):
+                found[field.name] = msgspec.convert(content[field.name], field.type)
+    return RoleStatus(**found)
+
+
+def read_address(path: Path) -> str | None:
+    """Where a process answers; None while it has not said so."""
+    status = read_status(path)
+    return status.address if status else None
+
+
+LOG_LINES = 6
+"""Log lines quoted in a timeout error."""
+
+
+def last_seen(status_path: Path) -> str:
+    """What a process last reported, for the error of whoever waited for it: its heartbeat, its phase, the end of its log."""
+    status = read_status(status_path)
+    if status is None:
+        text = "it has no status file: it is not up, or has ended"
+    else:
+        now = time.time()
+        heartbeat, since = (now if at is None else at for at in (status.heartbeat, status.since))
+        text = f"last heartbeat {now - heartbeat:.0f} s ago: {describe(status)}"
+        if now - since >= 1:
+            text += f" for {now - since:.0f} s"
+    log = newest_log(status_path.parent.parent / "logs", status_path.stem)
+    if log is None:
+        return text
+    lines = last_lines(log, LOG_LINES)
+    return "\n".join([f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])])
+
+
+ROLE_WAIT_S = 60.0
+"""How long a predecessor may take to end."""
+
+
+class LockOwner(msgspec.Struct, frozen=True):
+    """The content of a lock file: the process that last took it."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def hold_role(path: Path, wait_s: float = 0.0) -> int:
+    """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError when it is still taken after `wait_s`.
+
+    Returns the file descriptor that holds the lock.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            os.close(fd)
+            owner = read_json(path, LockOwner) or "unknown"
+            text = f"{path.parent.parent}: {path.stem} of this run is already running ({owner}); stop it first"
+            raise RunError(text, RESTART) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, msgspec.json.encode(LockOwner(os.getpid(), socket.gethostname())), 0)
+    return fd
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """The content of `status/orchestrator.end`: the orchestrator's account of a run that came to its end. A run that goes on has none."""
+
+    reason: str
+    """For people."""
+    time: float

@@ -1,0 +1,93 @@
+"""The access token of a run. Sockets on loopback need none. Bound wider, they ask every client for it: inference for a bearer token, the
+orchestrator for CURVE keys that are derived from it.
+
+The token is the environment variable RL_TOKEN, or one that is made once and stored in `status/token`, readable by its owner alone. So all
+processes that see the run directory have it, on every node.
+"""
+
+import contextlib
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl.system.errors import RunError
+
+VARIABLE = "RL_TOKEN"
+SHAPE = re.compile(r"[!-~]{16,256}")
+"""Characters that an HTTP header takes as they are, and enough of them not to be guessed."""
+REMEDY = "must be 16 to 256 printable characters without spaces; `openssl rand -hex 32` makes a good one"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a socket bound to `host`. Of names only `localhost` counts."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def token_file(status_dir: Path) -> Path:
+    return status_dir / "token"
+
+
+def given_token() -> str | None:
+    """RL_TOKEN, None if it is not set. Raises RunError for one of the wrong form."""
+    token = os.environ.get(VARIABLE)
+    if token and not SHAPE.fullmatch(token):
+        raise RunError(f"{VARIABLE} {REMEDY}")
+    return token or None
+
+
+def run_token(hosts: Iterable[str], status_dir: Path) -> str | None:
+    """The token that servers on `hosts` ask for: RL_TOKEN, or the run's own, made if need be, when one is bound wider than loopback.
+    None if they ask for none. Raises RunError."""
+    if token := given_token():
+        return token
+    return kept_token(status_dir) if not all(map(is_loopback, hosts)) else None
+
+
+def read_token(status_dir: Path) -> str | None:
+    """The token that clients send: RL_TOKEN or the run's own; None if there is neither. Raises RunError."""
+    if token := given_token():
+        return token
+    path = token_file(status_dir)
+    try:
+        token = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}; run as the user who started the run, or set {VARIABLE}") from None
+    if not SHAPE.fullmatch(token):
+        raise RunError(f"{path}: holds no token; delete it and start every process of the run again")
+    return token
+
+
+def kept_token(status_dir: Path) -> str:
+    """The run's own token, made if there is none. Of processes that start together, even on several nodes, one makes it."""
+    status_dir.mkdir(parents=True, exist_ok=True)
+    path = token_file(status_dir)
+    if not path.exists():
+        temporary = path.with_name(f".token.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(fd, "w") as file:
+                file.write(secrets.token_urlsafe(32))
+                file.flush()
+                os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)  # unlike a rename it never replaces the token that another process has just made
+        finally:
+            temporary.unlink(missing_ok=True)
+    token = read_token(status_dir)
+    assert token is not None
+    return token
+
+
+def authorization(status_path: Path) -> dict[str, str]:
+    """The HTTP headers with the token for inference; empty if there is none. `status_path` is a file in the run's status directory, or an
+    empty path for servers that belong to no run."""
+    token = read_token(status_path.parent) if status_path.name else given_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}

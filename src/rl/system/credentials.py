@@ -1,0 +1,144 @@
+"""Keeps secrets in environment variables: a configuration names the variable (`env:NAME`), the process that needs the value looks it up,
+and what leaves a process (logs, rollouts, error texts) has `[$NAME]` in its place.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import msgspec
+
+from rl.system.errors import ConfigError
+
+REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+RESOLVED = ("inference.vllm.", ".args.", ".set_kwargs.")
+"""Parts of a dotted key below which references are looked up: tables whose keys belong to other packages."""
+SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?!.*_(FILE|PATH|DIR|URL)$)(_|$)", re.I)
+SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|(access|auth|bearer|refresh|hf|hub)_?token|(access|private|secret)_?key|secret|password|passwd|credentials?)$"
+    r"|^token$",
+    re.I,
+)
+"""Keys of a configuration whose values are secret. Not every `token` and `key` is one: they also name symbols and columns."""
+SECRET_SHAPE = re.compile(r"\b(sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|gsk_|AKIA|AIza)(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}")
+"""Keys of common services, known by their prefix."""
+CREDENTIALS_IN_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+SHORTEST = 8
+"""Characters of a secret; anything shorter (`none`, `EMPTY`) is not one."""
+HIDDEN = "(hidden)"
+
+resolved_names: set[str] = set()
+"""Variables that this process has looked up for a reference: secret, whatever their name is."""
+
+
+def secret_variables() -> dict[str, str]:
+    """Value -> name of the environment variables that hold secrets, longest value first. Ordinary words are not taken for secrets."""
+    found = {}
+    for name, value in os.environ.items():
+        if name.startswith("RL__"):  # a setting, such as trainer.loss.token_mask, whose value is checked as any other setting's
+            continue
+        telling = len(value) >= 12 or (len(value) >= SHORTEST and not re.fullmatch("[a-z]*", value))
+        if telling and not value.startswith("/") and (name in resolved_names or SECRET_VARIABLE.search(name)):
+            found[value] = name
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))  # replaced before those that it contains
+
+
+def redact(text: str) -> str:
+    """The text with the names of variables in place of secret values."""
+    for value, name in secret_variables().items():
+        text = text.replace(value, f"[${name}]")
+    return text
+
+
+def redact_json(encoded: bytes) -> bytes:
+    """`redact` for encoded JSON."""
+    for value, name in secret_variables().items():
+        encoded = encoded.replace(msgspec.json.encode(value)[1:-1], f"[${name}]".encode())
+    return encoded
+
+
+class Redacting:
+    """A text stream that writes to another one without secrets."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def resolve(value: Any, where: str) -> Any:
+    """A value, or all values of a table, with references replaced by the variables' values. `where` is its key, for errors.
+
+    Raises ConfigError. The result must not be written to any file.
+    """
+    if isinstance(value, dict):
+        return {key: resolve(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [resolve(item, where) for item in value]
+    if not isinstance(value, str) or not (match := REFERENCE.fullmatch(value)):
+        return value
+    if not os.environ.get(match[1]):
+        raise ConfigError(f"{where} = {value!r}: the environment variable {match[1]} is not set in this process; export it first")
+    resolved_names.add(match[1])
+    return os.environ[match[1]]
+
+
+def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every text in nested tables, names of keys included."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            inner = f"{key}.{name}" if key else str(name)
+            yield key, str(name)
+            yield from strings(item, inner)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from strings(item, f"{key}.{i}" if isinstance(item, (dict, list, tuple)) else key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether the last part of a dotted key names a secret."""
+    return bool(SECRET_KEY.search(key.rpartition(".")[2].replace("-", "_")))
+
+
+def hidden(key: str, value: Any) -> Any:
+    """A value of a configuration with its secrets replaced by HIDDEN."""
+    if isinstance(value, dict):
+        return {name: hidden(f"{key}.{name}", item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hidden(key, item) for item in value]
+    return HIDDEN if isinstance(value, str) and is_secret(key, value) else value
+
+
+def is_secret(key: str, value: str) -> bool:
+    """Whether a text in a configuration is a secret, by its key, its form or because an environment variable holds it."""
+    if not value or REFERENCE.fullmatch(value):
+        return False
+    suspicious = (is_secret_key(key) and len(value) >= SHORTEST) or SECRET_SHAPE.search(value) or CREDENTIALS_IN_URL.search(value)
+    return bool(suspicious) or redact(value) != value
+
+
+def secret_faults(table: dict[str, Any]) -> list[tuple[str, object, str]]:
+    """(key, HIDDEN, remedy) of each secret that a configuration contains."""
+    faults: list[tuple[str, object, str]] = []
+    for key, value in strings(table):
+        if is_secret(key, value) and key not in [fault[0] for fault in faults]:
+            remedy = "is a secret, and this configuration is written into the run directory: put it into an environment variable"
+            if any(part in key + "." for part in RESOLVED):
+                names = [name for known, name in secret_variables().items() if known in value]
+                remedy += f' and write "env:{names[0] if names else "NAME"}" here'
+            else:
+                remedy += " (WANDB_API_KEY, HF_TOKEN, or one that teacher.api_key_var names)"
+            faults.append((key, HIDDEN, remedy))
+    return faults

@@ -1,0 +1,84 @@
+"""Loads the user's functions that settings name: `file.py:function` or `module:function`."""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from rl.system.errors import RunError
+
+
+class Blame:
+    """Turns any exception that other people's code raises inside into a RunError with what failed, why, where, and the remedy."""
+
+    def __init__(self, what: str, remedy: str, folder: Path | None = None):
+        self.what, self.remedy, self.folder = what, remedy, folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, RunError):
+            message = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
+            raise RunError(message) from error
+
+
+def place(error: BaseException, folder: Path | None = None) -> str:
+    """file:line where an error was raised: the innermost frame in `folder`, because lines inside libraries say little."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
+    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or frames)), "an unknown place")
+
+
+def find_fault(name: str) -> str:
+    """What is wrong with a function's name, as far as it shows without importing anything; empty if nothing is."""
+    source, colon, function = name.rpartition(":")
+    if not colon or not function.isidentifier():
+        return "names no function; write file.py:function or module:function"
+    if source.endswith(".py"):
+        path = Path(source).expanduser().absolute()
+        return "" if path.is_file() else f"names no file: there is no file {path}"
+    if not all(part.isidentifier() for part in source.split(".")) or importlib.util.find_spec(source.partition(".")[0]) is None:
+        return f"names no module that is installed: install {source}, or name a file: file.py:function"
+    return ""
+
+
+def load_function(setting: str, name: str) -> Callable[..., Any]:
+    """The function `file.py:function` or `package.module:function`. Raises RunError, which starts with setting and name."""
+    what = f"{setting} {name}"
+    if fault := find_fault(name):
+        raise RunError(f"{what} {fault}")
+    source, _, attribute = name.rpartition(":")
+    if source.endswith(".py"):
+        path = Path(source).expanduser().absolute()
+        with Blame(f"{what}: importing the file", "correct it", path.parent):
+            module = import_file(path)
+    else:
+        with Blame(f"{what}: importing the module", "install it, or name a file: file.py:function"):
+            module = importlib.import_module(source)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        close = get_close_matches(attribute, functions, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
+        raise RunError(f"{what}: {module.__file__} has no function {attribute}; {hint}")
+    return function
+
+
+def import_file(path: Path) -> ModuleType:
+    """Imports a Python file as a module, which can itself import files beside it."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"functions_of_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
+    spec.loader.exec_module(module)
+    return module

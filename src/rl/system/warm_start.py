@@ -1,0 +1,107 @@
+"""A role's side of a warm start: it leaves a copy of itself that waits to be its next attempt."""
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from rl.system.linux import end_with_parent
+
+PIPES = "RL_STANDBY"
+"""Environment variable: file descriptors to read orders from and to write the copy's pid to."""
+
+GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
+"""Files that a process has open once it has used a GPU's driver. A fork of it would find no GPU, and might silently compute on the CPU."""
+
+
+def leave(imports: Callable[[], None]) -> None:
+    """Runs `imports` and leaves a copy of this process behind, if `rl` has asked for one. Returns in the process itself at once, and in
+    the copy when `rl` calls it.
+
+    Call it before anything is opened, any thread is started, any GPU is touched; `imports` does none of that either.
+    """
+    if not (pipes := os.environ.pop(PIPES, "")):
+        return
+    orders, answers = map(int, pipes.split(","))
+    with without_openblas_threads():
+        imports()
+    if obstacle := fork_obstacle():
+        print(f"no copy for a warm start: {obstacle}", file=sys.stderr, flush=True)
+    else:
+        gc.collect()
+        gc.freeze()  # else the first collection would write to all pages that the copy shares with us
+        launcher = os.getppid()
+        try:
+            while not (between := os.fork()):
+                wait_for_turn(launcher, orders, answers)
+            os.waitpid(between, 0)
+        except OSError as error:  # no memory for it, or too many processes
+            print(f"no copy for a warm start: {error}", file=sys.stderr, flush=True)
+    os.close(orders)
+    os.close(answers)
+
+
+def wait_for_turn(launcher: int, orders: int, answers: int) -> None:
+    """In the fork: makes the copy a child of `rl`, which adopts orphans below it, and returns in it when `rl` calls.
+
+    An error ends the copy and nobody else.
+    """
+    try:
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        while os.getppid() == between:
+            time.sleep(0.001)
+        end_with_parent()
+        if os.getppid() != launcher:  # `rl` is gone
+            os._exit(1)
+        os.write(answers, f"{os.getpid()}\n".encode())
+        take_over(orders)
+    except (OSError, ValueError):
+        os._exit(1)
+
+
+@contextmanager
+def without_openblas_threads() -> Iterator[None]:
+    """Keeps numpy's OpenBLAS from starting threads while it is imported; it has one thread from then on, later child processes have all."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:  # the user's choice, even if it costs the copy
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+
+
+def fork_obstacle() -> str:
+    """What this process has that a fork does not survive; empty when there is nothing."""
+    if num_threads := len(os.listdir("/proc/self/task")) - 1:
+        return f"{num_threads} threads run already"
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(GPU_DEVICES):
+                return "a GPU is in use already"
+    return ""
+
+
+def take_over(orders: int) -> None:
+    """Waits for the order of `rl`, then goes on with the log and the variables that it names. Ends this process when `rl` is gone."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if not (more := os.read(orders, 4096)):
+            os._exit(0)
+        line += more
+    order = json.loads(line)
+    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(order["env"])
+    tempfile.tempdir = None  # another TMPDIR

@@ -1,0 +1,74 @@
+"""Sources of batches: each gives the batch of a step, the same on every rank."""
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from rl.run_dir.paths import RunDir, numbered
+from rl.trainer.parallel.world import World
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import RunEnded, TrainBatch
+from rl.wire.transport import OrchestratorClient, Wait
+
+UNBOUNDED = timedelta(days=365)
+"""Timeout of the collectives of the thread: a step may take any time, and the wait for the thread has the deadline."""
+
+
+class BatchSource(Protocol):
+    """Gives batches. Every rank has one and gets the same batches from it. A thread beside the training calls it, step after step."""
+
+    def receive(self, step: int) -> TrainBatch | None:
+        """The batch of `step`, or None when there is none and will be none: the run has ended."""
+
+    def validation(self, step: int) -> Iterable[TrainBatch]:
+        """Held-out batches whose loss is due after `step`; an empty list if there are none."""
+        return []
+
+
+class FromOrchestrator(BatchSource):
+    """Rank 0 asks the orchestrator and broadcasts the bytes; every rank checks and decodes them. Every rank makes one at the same time."""
+
+    def __init__(self, client: OrchestratorClient | None, wait: Wait, world: World):
+        self.client, self.wait, self.world = client, wait, world
+        self.group = dist.new_group(backend="gloo", timeout=UNBOUNDED) if world.size > 1 else None
+
+    def receive(self, step: int) -> TrainBatch | None:
+        """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows, elsewhere in a broadcast."""
+        answer = self.client.get_batch(step, self.wait) if self.client else b""
+        ended = isinstance(answer, RunEnded)
+        if ended:
+            print(f"the run has ended: {answer.reason}", flush=True)
+        data = self.world.broadcast_bytes(b"" if ended else answer, self.group)
+        if not data:
+            return None
+        return batch_of(step, data, f"batch {step} from the orchestrator")
+
+
+class FromLog(BatchSource):
+    """The batches that a run has kept, read by every rank."""
+
+    def __init__(self, run_dir: RunDir):
+        self.run_dir = run_dir
+
+    def receive(self, step: int) -> TrainBatch:
+        path = self.run_dir.batch(step)
+        return batch_of(step, path.read_bytes(), str(path))
+
+
+def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
+    """The checked content of a batch's file. Raises CorruptFileError, and ValueError for what is no batch of this step."""
+    batch = decode_batch(data, name).batch
+    if batch.step != step:
+        raise ValueError(f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?")
+    if not batch.num_loss_tokens:
+        raise ValueError(f"{name}: has no token to train on")
+    return batch
+
+
+def quarantined_steps(run_dir: RunDir, world: World) -> frozenset[int]:
+    """Steps whose batch is not to be read, by rank 0's view of the disk. `rl` marks them while no trainer runs."""
+    steps = list(numbered(run_dir.batches, run_dir.quarantined(0).suffix))
+    return frozenset(json.loads(world.broadcast_bytes(json.dumps(steps).encode())))

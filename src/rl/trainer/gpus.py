@@ -1,0 +1,12 @@
+"""`python -m rl.trainer.gpus` prints how many GPUs torch sees, and the CUDA that it is built for."""
+
+import torch
+
+
+def main() -> None:
+    """One line: the number, a space, the CUDA version."""
+    print(torch.cuda.device_count(), torch.version.cuda or "no CUDA in this build of torch")
+
+
+if __name__ == "__main__":
+    main()

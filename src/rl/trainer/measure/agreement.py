@@ -1,0 +1,132 @@
+"""The difference between trainer and inference on the same tokens under the same weights: in batches, by a probe, for `rl doctor`.
+
+`python -m rl.trainer.measure.agreement CONFIG.toml FILE.batch` scores samples as the trainer does. Its last line of output is one JSON
+object: the model's `sliding_window` (null without one), and `tokens`, a list of [position, temperature, difference].
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl.config.command_line import from_toml
+from rl.config.run import RLConfig
+from rl.models.folder import resolve_model
+from rl.system.errors import RunError
+from rl.trainer.balance import Layout
+from rl.trainer.kl import MAX_LOG_RATIO, k3
+from rl.trainer.model import layer_windows, load_policy, score
+from rl.trainer.packing import MicroBatch, Packed, pack
+from rl.trainer.parallel.world import World, start_world
+from rl.wire.agreement import Agreement, Limit
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainBatch, TrainingSample
+from rl.wire.transport import OrchestratorClient
+
+TIMEOUT_S = 600.0
+PROBE_WAIT_S = 15.0
+"""Seconds that a checkpoint waits for inference to load the version and answer; then it goes without a probe."""
+
+
+class AgreementSums:
+    """Sums over differences of log-probabilities, without gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        """[4]: number of tokens; sums of |d|, of the KL exp(d) - 1 - d, and of its square."""
+        self.largest = torch.zeros((), dtype=torch.float32, device=device)
+
+    def add(self, differences: Tensor) -> None:
+        """[N] float32, trainer minus inference, nats; beyond +-10 they count as that."""
+        if len(differences):
+            d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            kl = k3(d.double())
+            self.sums += torch.stack([torch.ones_like(kl).sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()])
+            self.largest = torch.maximum(self.largest, d.abs().max())
+
+    def total(self, world: World) -> Agreement | None:
+        """Over all ranks; None without any token. Every rank calls this."""
+        count, distance, kl, square = world.reduce(self.sums, dist.ReduceOp.SUM).tolist()
+        largest = float(world.reduce(self.largest, dist.ReduceOp.MAX))
+        if not count:
+            return None
+        variance = max(0.0, square - kl**2 / count) / max(1.0, count - 1)
+        return Agreement(int(count), distance / count, largest, kl / count, math.sqrt(variance / count))
+
+
+class ParityWatch:
+    """Judges, from each batch or a probe, whether a run's trainer agrees with its inference."""
+
+    def __init__(self, limit: Limit, strict: bool, client: OrchestratorClient | None):
+        """`client` is rank 0's."""
+        self.limit, self.strict, self.client = limit, strict, client
+        self.seen = False
+        """Something was compared since the last checkpoint."""
+
+    def judge(self, found: Agreement | None) -> dict[str, float]:
+        """The metrics of a comparison; none without one. Raises RunError in a strict run."""
+        if found is None:
+            return {}
+        self.seen, agrees = True, found.within(self.limit)
+        if not agrees and self.strict:
+            raise RunError(f"{found.complaint(self.limit)}. The run is strict about it (trainer.strict_parity)")
+        return found.metrics | {"parity/agrees": float(agrees)}
+
+    def at_checkpoint(self, step: int, model: PreTrainedModel, prepare: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:
+        """Compares on a probe of version `step`, the model's, if no batch since the last checkpoint allowed it. Every rank calls this.
+
+        Waits for: inference to load the version and answer, PROBE_WAIT_S at most.
+        """
+        seen, self.seen = self.seen, False
+        if seen:
+            return {}
+        data = world.broadcast_bytes(msgspec.msgpack.encode(self.client.probe(step, PROBE_WAIT_S)) if self.client else b"")
+        samples = msgspec.msgpack.decode(data, type=list[TrainingSample])
+        if not samples:
+            return {}
+        sums = AgreementSums(world.device)
+        for row in prepare(TrainBatch(step=step + 1, samples=samples)).micro_batches:
+            part = row.to(world.device)
+            sums.add(differences(model, part, world)[part.fresh])
+        metrics = self.judge(sums.total(world))
+        self.seen = False
+        return metrics
+
+
+@torch.no_grad()
+def differences(model: PreTrainedModel, batch: MicroBatch, world: World) -> Tensor:
+    """[N] float32, the trainer's log-probability of each loss token minus inference's, nats."""
+    return score(model, batch, world).logprobs - batch.logprobs
+
+
+def main() -> None:
+    config = from_toml(Path(sys.argv[1]))
+    batch = decode_batch(Path(sys.argv[2]).read_bytes(), sys.argv[2]).batch
+    world = start_world(use_gpus=config.trainer.gpus != 0 and torch.cuda.is_available(), timeout_s=TIMEOUT_S)
+    model = load_policy(resolve_model(config.model), config.model, config.trainer, world)
+    window = next(filter(None, layer_windows(model)), None)
+    print(json.dumps({"sliding_window": window, "tokens": compare(model, config, batch, world)}))
+    dist.destroy_process_group()
+
+
+def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: World) -> list[tuple[int, float, float]]:
+    """(position, temperature, difference) of every sampled token of the batch."""
+    layout = Layout(world.data_rank, world.data_size, config.trainer.micro_batch_tokens, model.config.get_text_config().hidden_size)
+    found: list[tuple[int, float, float]] = []
+    for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
+        part = row.to(world.device)
+        positions = (part.position_ids[part.predictors][part.rows] + 1).tolist()
+        temperatures = [round(temperature, 6) for temperature in part.temperatures[part.rows].tolist()]
+        found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

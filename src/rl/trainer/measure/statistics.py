@@ -1,0 +1,96 @@
+"""Metrics of a step's tokens over all ranks and by environment, from sums, maxima and a histogram: no token is gathered."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.trainer.kl import MAX_LOG_RATIO
+from rl.trainer.loss import LossTerms
+from rl.trainer.measure.agreement import AgreementSums
+from rl.trainer.model import Scores
+from rl.trainer.packing import MicroBatch
+from rl.trainer.parallel.world import World
+from rl.wire.messages import TrainBatch
+
+FINEST = 1e-4
+"""Up to about this |log r| the bins are equally wide, beyond it their width grows with |log r|."""
+SCALE = math.asinh(MAX_LOG_RATIO / FINEST)
+BINS = 1025
+"""Odd: log r = 0 is the middle of a bin."""
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+MEANS = ("entropy/{}mean", "mismatch_kl/{}mean", "ratio/{}mean", "reference_kl/{}mean", "teacher_kl/{}mean")
+"""Metrics that are means over the tokens which have the value; `{}` is an environment with a slash, or nothing."""
+
+
+class Statistics:
+    """Sums over the loss tokens of this rank's micro batches, a row for each of the batch's E environments."""
+
+    def __init__(self, batch: TrainBatch, device: torch.device) -> None:
+        self.envs = batch.envs
+        size = len(self.envs)
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
+        """[E, values]: sums of the values in MEANS, and of masked tokens."""
+        self.counts = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
+        """[E, values]: number of tokens that have the value."""
+        self.log_ratios = torch.zeros(size, BINS, dtype=torch.float64, device=device)
+        """[E, BINS]: number of tokens by the bin of log r."""
+        self.kl_max = torch.zeros((), dtype=torch.float32, device=device)
+        self.agreement = AgreementSums(device)
+        """Over the tokens that were sampled by exactly the version that is trained."""
+
+    @torch.no_grad()
+    def add(self, batch: MicroBatch, loss: Tensor, scores: Scores, terms: LossTerms) -> None:
+        """Adds a micro batch: its loss, and the values of its N tokens, each in the row of its environment."""
+        self.loss += loss
+        if not len(terms.ratio):
+            return
+        nothing = torch.full_like(terms.ratio, math.nan)
+        optional = [nothing if values is None else values for values in (terms.reference_kl, terms.teacher_kl)]
+        values = torch.stack([scores.entropies, terms.kl, terms.ratio, *optional, terms.masked.float()], dim=1).double()
+        has_value = ~values.isnan()
+        self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
+        self.counts.index_add_(0, batch.envs, has_value.double())
+        bins = batch.envs * BINS + to_bin(terms.ratio.log())
+        self.log_ratios += torch.bincount(bins, minlength=self.log_ratios.numel()).view_as(self.log_ratios)
+        self.kl_max = torch.maximum(self.kl_max, terms.kl.max())
+        self.agreement.add(terms.ratio.log()[batch.fresh])
+
+    def metrics(self, world: World) -> dict[str, float]:
+        """The metrics over the tokens of all ranks. Every rank calls this."""
+        parts = (self.sums, self.counts, self.log_ratios)
+        flat = world.reduce(torch.cat([self.loss.view(1), *(part.flatten() for part in parts)]), dist.ReduceOp.SUM).cpu()
+        kl_max = float(world.reduce(self.kl_max, dist.ReduceOp.MAX))
+        sums, counts, log_ratios = (
+            part.view_as(like) for part, like in zip(flat[1:].split([part.numel() for part in parts]), parts, strict=True)
+        )
+        metrics = {"loss/mean": float(flat[0]), "mismatch_kl/max": kl_max}
+        metrics |= metrics_of("", sums.sum(0), counts.sum(0), log_ratios.sum(0))
+        for i, env in enumerate(self.envs):
+            metrics |= metrics_of(env, sums[i], counts[i], log_ratios[i])
+        return metrics
+
+
+def metrics_of(env: str, sums: Tensor, counts: Tensor, log_ratios: Tensor) -> dict[str, float]:
+    """The metrics of one environment, or with an empty name of them all; nothing for what no token has."""
+    inner = f"{env}/" if env else ""
+    names = [*(name.format(inner) for name in MEANS), f"masked_fraction/{env}".rstrip("/")]
+    found = {name: float(total / count) for name, total, count in zip(names, sums, counts, strict=True) if count}
+    if log_ratios.any():
+        found |= {f"ratio/{inner}{name}": math.exp(quantile(log_ratios, q)) for name, q in QUANTILES.items()}
+    return found
+
+
+def to_bin(log_ratio: Tensor) -> Tensor:
+    """[N] log r -> [N] int64 bin, 0..BINS-1. Bins are equally wide in asinh(log r / FINEST): 2 % of |log r|, and 2e-6 around 0."""
+    place = (torch.asinh(log_ratio / FINEST) / SCALE + 1.0) / 2.0
+    return (place * BINS).long().clamp_(0, BINS - 1)
+
+
+def quantile(counts: Tensor, q: float) -> float:
+    """The q-quantile of log r from the number of tokens in each bin: the middle of the bin in which it falls."""
+    cumulative = counts.cumsum(0)
+    place = int(torch.searchsorted(cumulative, q * cumulative[-1]))
+    return FINEST * math.sinh(((place + 0.5) / BINS * 2.0 - 1.0) * SCALE)

@@ -1,0 +1,218 @@
+"""The model over the ranks (FSDP2, HSDP) and one row of tokens over several ranks (context parallelism).
+
+Context parallelism: the ranks of a context group hold the same row of T tokens, and each computes its part of the positions, its
+queries. Attention alone looks across: it gathers the keys and values of the whole row, one layer at a time; everything else that a layer
+keeps is of a rank's own part. Causal attention costs a token as much as it sees, so each rank takes one chunk from the front of the
+row and one from its end (the zigzag of https://arxiv.org/abs/2407.21783, section 3.3.2).
+
+Each rank weighs its own loss tokens, and FSDP sums gradients over all ranks: those of one row, and those of other rows.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from rl.system.errors import RunError
+from rl.trainer.packing import MicroBatch
+from rl.trainer.parallel.world import World
+
+
+def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world: World) -> None:
+    """Shards the model over the ranks, in place: it computes in `dtype` and reduces gradients in float32.
+
+    With a mesh of (replicate, shard) each replica is sharded over its own ranks, and gradients are summed over both. `offload` keeps the
+    shards, and so the optimizer's state, in the CPU's memory. Gradients are summed over ranks (each token's loss is weighted by its
+    part in the whole batch's), not averaged as is FSDP's default. Raises RunError for an offload without GPUs.
+    """
+    if offload and world.device.type != "cuda":
+        raise RunError("trainer.optim.offload moves weights and optimizer state from GPU to CPU memory; without a GPU leave it false")
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
+    reshard = offload or world.mesh.size(-1) > 1
+    for block in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and world.size > 1:
+            # Neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        elif isinstance(module, FSDPModule):  # a factor would cost a copy
+            module.set_custom_all_gather(GatherInPlace())
+            module.set_custom_reduce_scatter(ReduceInPlace())
+
+
+class GatherInPlace:
+    """FSDP's all-gather for a single rank: its part, which FSDP has put into the output, is the whole."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        pass
+
+
+class ReduceInPlace(GatherInPlace):
+    """FSDP's reduce-scatter for a single rank: nothing is added, so the output is the input, and copying it onto itself costs nothing."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input, fills it, and asks for the output of the same size."""
+        if self.input is None:
+            self.input = super().allocate(size, dtype=dtype, device=device)
+            return self.input
+        output, self.input = self.input, None
+        return output
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Frees what a forward pass gathered. The backward pass does it, too; after a forward pass alone, the model's parameters would go on
+    being the whole tensors in the dtype of computation, and be published or saved as such."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reduce_replicas(model: PreTrainedModel, last: bool, world: World) -> None:
+    """Called before a backward pass: gradients are summed over the replicas only in the step's last one."""
+    if world.num_replicas > 1:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_all_reduce(last)
+
+
+def parts_of_row(length: int, ranks: int) -> list[Tensor]:
+    """The positions that each of `ranks` ranks computes of a row of `length` tokens: [T'] int64, ascending, never empty.
+
+    2 * ranks chunks of equal length (to one token), to rank r the chunks r and 2 * ranks - 1 - r. In a row with too few tokens the ranks
+    that would have nothing compute the first token once more.
+    """
+    bounds = [length * chunk // (2 * ranks) for chunk in range(2 * ranks + 1)]
+    chunks = [torch.arange(start, end) for start, end in pairwise(bounds)]
+    parts = [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
+    return [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in parts]
+
+
+def slots_of_row(parts: list[Tensor]) -> Tensor:
+    """[T] int64: where each position stands when the parts, padded to the longest, lie one behind the other."""
+    slots = torch.full((max(int(part[-1]) for part in parts) + 1,), -1)
+    longest = max(map(len, parts))
+    for rank, part in reversed(list(enumerate(parts))):  # a token that several compute is the first one's
+        slots[part] = rank * longest + torch.arange(len(part))
+    return slots
+
+
+def localise(batch: MicroBatch, world: World) -> MicroBatch:
+    """This rank's part of a row that it shares with the ranks of its context group, see MicroBatch; without such a group, the row itself.
+
+    Every loss token falls on exactly one rank: that of the position which predicts it.
+    """
+    if world.context_size == 1:
+        return batch
+    parts = parts_of_row(len(batch.input_ids), world.context_size)
+    slots, longest = slots_of_row(parts), max(map(len, parts))
+    mine = slots // longest == world.context_rank
+    kept, tokens = mine[batch.predictors], mine[batch.predictors][batch.rows]
+    predictors, temperatures = (slots % longest)[batch.predictors[kept]], batch.temperatures[kept]
+    if not len(predictors):  # one position's logits all the same: every rank takes part in every collective
+        predictors, temperatures = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    names = ("targets", "logprobs", "advantages", "weights", "sequences", "envs", "teacher_logprobs", "fresh")
+    values = {name: None if getattr(batch, name) is None else getattr(batch, name)[tokens] for name in names}
+    rows = (kept.cumsum(0) - 1)[batch.rows[tokens]]
+    queries = parts[world.context_rank]
+    return replace(batch, queries=queries, predictors=predictors, temperatures=temperatures, rows=rows, **values)
+
+
+class RowGather:
+    """Puts the parts of a row of `length` tokens together, on every rank that shares it. Gradients go back to the parts."""
+
+    def __init__(self, length: int, world: World) -> None:
+        parts = parts_of_row(length, world.context_size)
+        self.group, self.ranks = world.context_group, world.context_size
+        self.own, self.longest = len(parts[world.context_rank]), max(map(len, parts))
+        self.slots = slots_of_row(parts).to(world.device)
+        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
+        """The whole and the part of the last two calls: keys and values of one layer."""
+
+    def __call__(self, part: Tensor, dim: int = -2) -> Tensor:
+        """[..., T', ...] of this rank's queries -> [..., T, ...] of the whole row, along `dim`. Every rank of the group calls this."""
+        part = part.movedim(dim, 0)
+        whole = GatherRow.apply(part, self)
+        self.recent.append((whole.detach(), part.detach()))
+        return whole.movedim(0, dim)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[T', ...] -> [T, ...], without gradient."""
+        padded = part.new_zeros(self.longest, *part.shape[1:])
+        padded[: self.own] = part
+        whole = part.new_empty(self.ranks * self.longest, *part.shape[1:])
+        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        return whole[self.slots]
+
+    def saved_as_parts(self) -> AbstractContextManager:
+        """A context in which autograd saves only this rank's part of a gathered tensor, and gathers it again in the backward pass."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.Size, tuple[int, ...], int]:
+        for whole, part in self.recent:
+            if tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+                return part, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor
+
+    def unpack(self, kept: Tensor | tuple[Tensor, torch.Size, tuple[int, ...], int]) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        part, *view = kept
+        return self.gather(part).as_strided(*view)
+
+
+class GatherRow(torch.autograd.Function):
+    """[T', ...] -> [T, ...]. Backward: the gradients of all ranks at this rank's queries, summed in float32."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, part: Tensor, row: RowGather) -> Tensor:
+        ctx.row = row
+        return row.gather(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        row = ctx.row
+        padded = grad.new_zeros(row.ranks * row.longest, *grad.shape[1:], dtype=torch.float32)
+        padded[row.slots] = grad.float()
+        own = padded.new_empty(row.longest, *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, padded, group=row.group)
+        return own[: row.own].to(grad.dtype), None
+
+
+class ContextSum(torch.autograd.Function):
+    """Sum over the ranks of a group, on each of them; so each one's gradient is the sum of all of theirs."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return ContextSum.apply(grad, ctx.group), None
+
+
+def sum_over_context(values: Tensor, world: World) -> Tensor:
+    """`values` summed over the ranks that share this rank's rows, with gradient. Every rank of the group calls this."""
+    return values if world.context_size == 1 else ContextSum.apply(values, world.context_group)

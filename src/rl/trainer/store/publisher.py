@@ -1,0 +1,90 @@
+"""The thread that writes, announces and deletes policy versions while the next step trains."""
+
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from rl.config.trainer import WeightsConfig
+from rl.run_dir.checksums import first_difference, read_digests, verify_version
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.retention import delete_old
+from rl.run_dir.status import Phase
+from rl.trainer.determinism import differing_conditions
+from rl.trainer.store.background import Background
+from rl.trainer.store.versions import Version
+from rl.wire.messages import Acknowledged, WeightVersion
+from rl.wire.transport import OrchestratorClient, Wait
+
+DISK_S = 60.0
+"""For a version to be written, beyond what the orchestrator may take."""
+
+
+class Publisher:
+    """Publishes at most one version at a time. Rank 0's does the work, the others' do nothing."""
+
+    def __init__(self, run_dir: RunDir, config: WeightsConfig, client: OrchestratorClient | None, wait: Wait):
+        """Without a client nothing is announced, and no version is kept because an evaluation still needs it."""
+        self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
+        self.background = Background()
+        self.latency_s: float | None = None
+        """Seconds from `start` until the orchestrator knew of the version that was published last."""
+
+    def start(self, number: int, version: Version | None, checkpoints: Collection[int]) -> None:
+        """Begins to write version `number`, and then to announce it. `version` is None on all ranks but 0.
+
+        `checkpoints`: the newest one, and the one in progress; their versions are kept. Waits for the version before, see `finish`.
+        """
+        self.finish()
+        if version:
+            self.background.start(self._publish, number, version, checkpoints, time.monotonic())
+
+    def _publish(self, number: int, version: Version, checkpoints: Collection[int], since: float) -> None:
+        path = self.run_dir.weights(number).absolute()
+        self.wait.about(Phase.PUBLISHING, number, "writing it")
+        if not self._is_there(number, path, version):
+            version.write(path, self.run_dir.digests(number))
+        needed = Acknowledged(number)
+        if self.client:
+            needed = self.client.published(WeightVersion(number, str(path)), self.wait)
+        self.latency_s = time.monotonic() - since
+        keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
+        delete_old(numbered(self.run_dir.weights_dir), self.config.keep_last, self.config.keep_every, keep, needed.oldest_needed)
+
+    def _is_there(self, number: int, path: Path, version: Version) -> bool:
+        """Whether the same version is on disk already, sound: after a kill it is trained again, and need not be written again.
+
+        Warns if the one there is another: then the run is not exact, and what is trained now counts.
+        """
+        record = self.run_dir.digests(number)
+        if not record.exists():
+            return False
+        try:
+            before = read_digests(record)
+            tensor = first_difference(before["tensors"], version.digests)
+            if tensor is None:
+                return path.exists() and verify_version(path)["tensors"] == version.digests
+        except CorruptFileError as error:
+            print(f"WARNING: {error}; version {number} is written anew", file=sys.stderr, flush=True)
+            return False
+        made_by, now = before.get("made_by", {}), version.made_by
+        if made_by.get("deterministic") and now.get("deterministic"):
+            why = differing_conditions(made_by, now) or "on the same machine with the same settings: please report this"
+            message = f"trained again, version {number} is another than before, first in {tensor} ({why}). The new one counts"
+            print(f"WARNING: {message}", file=sys.stderr, flush=True)
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """The latency of the newest version that is published by now, mostly the one before the step's."""
+        return {} if self.latency_s is None else {"time/publish_latency": self.latency_s}
+
+    def finish(self) -> None:
+        """Waits until the version in progress is published, and raises the thread's error.
+
+        Waits for: the thread, and so for the disk and for the orchestrator, up to the deadline of `wait`.
+        """
+        what = f"a version to be written to {self.run_dir.weights_dir}: does that disk answer?"
+        if self.background.busy:
+            with self.wait:  # what the thread asks the orchestrator has an earlier deadline
+                self.background.result(what, self.wait.timeout_s + DISK_S)

@@ -1,0 +1,141 @@
+"""What trainer and orchestrator exchange: few types, typed msgpack, no torch."""
+
+from typing import Annotated
+
+import msgspec
+
+from rl.run_dir.status import RoleStatus
+
+Version = Annotated[int, msgspec.Meta(ge=0)]
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are no message of the expected type; the last for tables nested without end."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """`num_tokens` sampled tokens in a row of one policy version (-1: of none, in supervised fine-tuning)."""
+
+    policy_version: int
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TrainingSample(msgspec.Struct, kw_only=True):
+    """One token sequence with what the loss needs at each token. The first four lists are aligned, length T.
+
+    Example, two turns of one rollout (reward above the group's mean by 0.5; weights updated within the second answer)::
+
+        tokens           <user> 1 + 1 <asst> 2 <end> <user> sure ? <asst> yes <end>
+        loss_mask           0   0 0 0    0   1   1      0     0  0   0     1    1
+        logprobs            0   0 0 0    0 -.7 -.1      0     0  0   0   -.4  -.2
+        advantages          0   0 0 0    0  .5  .5      0     0  0   0    .5   .5
+        policy_versions  [(3, 3), (4, 1)]      # over the sampled tokens, in order
+
+    Token t is predicted from tokens 0..t-1, so a mask at position 0 is an error.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    """True where the policy sampled the token and it is to be trained."""
+    logprobs: list[float]
+    """Log-probability of each sampled token under the distribution that it was sampled from, nats; 0.0 where not sampled."""
+    advantages: list[float]
+    policy_versions: list[VersionSpan]
+    """Runs of one version over the tokens with loss_mask True, in order."""
+    env: str
+    group_id: int
+    rollout_id: int
+    """Place of the rollout in its group; several samples can come from one rollout."""
+    temperature: float = 1.0
+    teacher_logprobs: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.advantages)}
+        if len(lengths) != 1:
+            raise ValueError(f"a sample's lists differ in length: {sorted(lengths)}")
+        if self.loss_mask and self.loss_mask[0]:
+            raise ValueError("the first token of a sample has nothing before it and cannot be trained")
+        if sum(span.num_tokens for span in self.policy_versions) != sum(self.loss_mask):
+            raise ValueError("policy_versions must cover exactly the tokens with loss_mask True")
+
+
+class TrainBatch(msgspec.Struct, kw_only=True):
+    """What optimizer step `step` trains on; it turns policy version step-1 into version step."""
+
+    step: int
+    samples: list[TrainingSample]
+
+    @property
+    def envs(self) -> list[str]:
+        """The environments of its samples, in order."""
+        return sorted({sample.env for sample in self.samples})
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """The normaliser of the loss, known before the first backward and the same on every rank."""
+        return sum(sum(sample.loss_mask) for sample in self.samples)
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """A complete set of weights on disk."""
+
+    policy_version: Version
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+# Trainer -> orchestrator. Both are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
+
+
+class GetBatch(msgspec.Struct, tag=True):
+    """Asks for the batch of `step`."""
+
+    step: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Published(msgspec.Struct, tag=True):
+    """Announces that a version is complete on disk; the orchestrator loads it into inference."""
+
+    version: WeightVersion
+
+
+class GetProbe(msgspec.Struct, tag=True):
+    """Asks for a few completions by exactly this version: the trainer compares its log-probabilities with inference's."""
+
+    policy_version: Version
+
+
+# Orchestrator -> trainer.
+
+
+class BatchBytes(msgspec.Struct, tag=True):
+    """The batch that was asked for, as `batch_file.encode_batch` wrote it: the trainer checks the checksum, then decodes."""
+
+    data: bytes
+
+
+class NotReady(msgspec.Struct, tag=True):
+    """No such batch yet. The trainer asks again, and shows meanwhile what the orchestrator does."""
+
+    status: RoleStatus
+
+
+class RunEnded(msgspec.Struct, tag=True):
+    """There will be no further batch: the run is over (every task solved, for example)."""
+
+    reason: str
+
+
+class Acknowledged(msgspec.Struct, tag=True):
+    """`Published` has been noted. Versions below `oldest_needed` may be deleted: nothing waits for them any more."""
+
+    oldest_needed: int
+    keep: list[int] = []
+    """Versions that an evaluation found best, which are not deleted either."""
+
+
+class Probe(msgspec.Struct, tag=True):
+    """The completions that were asked for; none when inference has gone on to a later version."""
+
+    samples: list[TrainingSample]
+
+
+Request = GetBatch | Published | GetProbe
+Reply = BatchBytes | NotReady | RunEnded | Acknowledged | Probe

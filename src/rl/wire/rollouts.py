@@ -1,0 +1,139 @@
+"""What environments make: a turn, a rollout, a group. Internal to orchestrator and workers: nothing of it reaches the trainer."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from rl.wire.messages import VersionSpan
+
+Split = Literal["train", "eval"]
+
+Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher"]
+"""Why a rollout failed: the environment's code raised; a reward function raised or gave no finite number (a judge that is down, too);
+the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it."""
+
+
+class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One answer of the policy: exactly the ids that were sent and the ids that were sampled."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    """Of the completion's tokens, nats."""
+    policy_versions: list[VersionSpan]
+    """Runs over the completion's tokens."""
+    finish_reason: str
+    teacher_logprobs: list[float] | None = None
+    """Of the completion's tokens under the teacher, nats."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
+        if self.completion_ids and not self.prompt_ids:
+            raise ValueError("an answer to an empty prompt cannot be trained")
+        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
+            raise ValueError("a teacher's logprobs are as many as the tokens of the answer")
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion."""
+        return self.prompt_ids + self.completion_ids
+
+
+class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One play of a task by one agent, scored. `error` set: it failed, and its reward says nothing."""
+
+    turns: list[Turn] = []
+    messages: list[dict[str, Any]] = []
+    reward: float = 0.0
+    metrics: dict[str, float] = {}
+    stop: str = ""
+    """Why it ended, in the environment's words."""
+    truncated: bool = False
+    """An answer hit max_tokens or the context's end."""
+    overlong: bool = False
+    """A prompt left no room for an answer in the context."""
+    error: str | None = None
+    cause: Cause | None = None
+    """Set with `error`."""
+    episode: int = 0
+    """Place in the group. The agents of one episode are rollouts of their own."""
+    agent: str = "agent"
+    trainable: bool = True
+    completion_tokens: int = 0
+    """Counted by an endpoint that gives no token ids."""
+    retries: int = 0
+    """How often this episode was played before, and failed."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.turns) or self.completion_tokens
+
+    @property
+    def outcome(self) -> str:
+        """finished, truncated, overlong, empty, timeout or failed."""
+        if self.error:
+            return "timeout" if self.cause == "timeout" else "failed"
+        if self.overlong:
+            return "overlong"
+        if self.truncated:
+            return "truncated"
+        return "finished" if self.num_tokens else "empty"
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy versions that sampled a token, oldest first."""
+        return sorted({span.policy_version for turn in self.turns for span in turn.policy_versions})
+
+    def as_record(self) -> dict[str, Any]:
+        """The fields of a rollout that every JSONL file of rollouts has, beside its place there."""
+        return {
+            "agent": self.agent,
+            "messages": self.messages,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "outcome": self.outcome,
+            "stop": self.stop,
+            "truncated": self.truncated,
+            "num_tokens": self.num_tokens,
+            "num_turns": len(self.turns),
+            "versions": self.versions,
+            **({"error": self.error} if self.error else {}),
+        }
+
+
+Episode = list[Rollout]
+"""One play of a task: a rollout for each agent's part, one for most environments."""
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """The finished rollouts of one task, and what becomes of them."""
+
+    group_id: int
+    env: str
+    task: int
+    rollouts: list[Rollout]
+    advantages: list[float] = []
+    penalties: list[float] = []
+    """By how much the length penalty lowered each reward before credit."""
+    signal: bool | None = None
+    """Whether there is something to learn from it; None: only its batch can tell."""
+    why: str | None = None
+    """Why it is not trained (no_signal, error, stale, empty); None: it is, or will be."""
+    temperature: float = 1.0
+    """At which its rollouts were sampled."""
+
+    @property
+    def num_episodes(self) -> int:
+        return len({rollout.episode for rollout in self.rollouts})
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the rollouts that did not fail, of agents that are trained."""
+        return [rollout.reward for rollout in self.rollouts if rollout.error is None and rollout.trainable]
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy versions that sampled a token, oldest first."""
+        return sorted({version for rollout in self.rollouts for version in rollout.versions})

@@ -1,0 +1,133 @@
+"""What the orchestrator sends to an environment worker, and what the worker answers."""
+
+from typing import Any
+
+import msgspec
+
+from rl.wire.rollouts import Rollout, Split
+
+
+class EnvSpec(msgspec.Struct, kw_only=True):
+    """An environment as configured: a package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
+
+    name: str
+    id: str | None = None
+    dataset: str | None = None
+    eval_dataset: str | None = None
+    reward: str | None = None
+    system_prompt: str | None = None
+    head_server: str | None = None
+    args: dict[str, Any] = {}
+    set_kwargs: dict[str, Any] = {}
+    """Attributes set on a classic environment after it is loaded, by `env.set_kwargs`."""
+    max_generating: int = -1
+    """Rollouts of this worker that are generated at once; -1: no limit."""
+    max_scoring: int = -1
+    timeout_s: float = 600.0
+    """For generating one rollout, and again for scoring it."""
+
+
+class Endpoint(msgspec.Struct, kw_only=True):
+    """Any OpenAI-compatible server. It gives no token ids, so its rollouts are evaluated or collected, never trained."""
+
+    base_url: str
+    model: str
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key."""
+
+
+class PolicySpec(msgspec.Struct, kw_only=True):
+    """What environments sample from: our servers, token ids in and out, or `endpoint`."""
+
+    model_path: str = ""
+    max_model_len: int = 2048
+    chat_template: str | None = None
+    renderer: dict[str, Any] = {}
+    """A RendererConfig."""
+    inference_urls: list[str] = []
+    inference_status: str = ""
+    """Status file of the inference server, read when no URLs are given."""
+    enforce_monotonicity: bool = False
+    """Fail a rollout whose next prompt does not continue the ids of an earlier turn."""
+    endpoint: Endpoint | None = None
+
+
+class WorkerSetup(msgspec.Struct, kw_only=True):
+    """Everything that a worker needs; given to it as JSON on its command line."""
+
+    env: EnvSpec
+    policy: PolicySpec
+    orchestrator: str
+    """ZeroMQ address of the orchestrator's pool."""
+    worker_id: str
+    max_tokens: int
+    """New tokens a turn that prompts must leave room for."""
+    retries: int
+    """How often a failed episode is played again with fresh state."""
+    python: str = ""
+    """Interpreter of a virtual environment of its own; empty: ours."""
+
+
+class PlayGroup(msgspec.Struct, tag=True):
+    """Play `num_episodes` episodes of one task."""
+
+    play_id: int
+    split: Split
+    task: int
+    num_episodes: int
+    sampling: dict[str, Any]
+    server: int
+    """Index of the inference server; all rollouts of a group go to one, for its prefix cache."""
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Forget a group; no answer is wanted."""
+
+    play_id: int
+
+
+class Describe(msgspec.Struct, tag=True):
+    """Describe the environment and the first `num_tasks` tasks of a split."""
+
+    split: Split
+    num_tasks: int
+
+
+class Close(msgspec.Struct, tag=True):
+    """End: take down what the environment has started, then exit."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The environment is loaded. Sizes in tasks; None: endless."""
+
+    num_train: int | None
+    num_eval: int | None
+
+
+class LoadFailed(msgspec.Struct, tag=True):
+    """The environment cannot be used; the message names the remedy."""
+
+    message: str
+
+
+class Played(msgspec.Struct, tag=True):
+    """A group is finished; failed rollouts are in it with their error."""
+
+    play_id: int
+    rollouts: list[Rollout]
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    """The worker's event loop runs: without heartbeats the environment's code blocks it."""
+
+
+class Description(msgspec.Struct, tag=True):
+    """The description of an environment, for `rl env`."""
+
+    about: dict[str, Any]
+    """kind, arguments with defaults, reward functions, tools, ... in the order in which they are shown."""
+    tasks: list[dict[str, Any]]
+
+
+ToWorker = PlayGroup | Cancel | Describe | Close
+FromWorker = Ready | LoadFailed | Played | Heartbeat | Description

@@ -1,0 +1,208 @@
+"""`rl doctor` before a run: each check on this machine, and on machines that are made out to lack something."""
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rl.commands.doctor import configuration, machine
+from rl.commands.doctor.main import main
+from rl.config.command_line import load_config
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.models.tiny import make_tiny_model
+
+
+def levels(checks):
+    return {check.name: check.level for check in checks}
+
+
+def test_this_machine_passes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--no-smoke"], Children()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[6:18].strip() for line in lines] == [
+        *("versions", "cores", "memory", "GPUs", "ports", "files", "shm", "disk", "disk speed", "locks", "clock")
+    ]  # fmt: skip
+    assert all(line.startswith(("ok  ", "warn")) for line in lines)
+    assert lines[0].startswith("ok    versions     python 3.") and "vllm" in lines[0]
+    assert not (tmp_path / "outputs").exists()  # a question leaves nothing
+
+
+def test_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "SHM", Path("/nowhere"))
+    assert main(["--no-smoke", "--json"], Children()) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fine"] and [check["name"] for check in found["checks"] if check["level"] == "FAIL"] == ["shm"]
+
+
+Vfs = namedtuple("Vfs", "f_bavail f_frsize")
+
+
+def refuse(number):
+    def call(*_):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def nameless(host, *_, find=socket.getaddrinfo, **__):
+    if host == socket.gethostname():
+        raise socket.gaierror(-2, "Name or service not known")
+    return find(host, *_, **__)
+
+
+@pytest.mark.parametrize(
+    ("check", "patch", "level", "said"),
+    [
+        ("versions", (metadata, "version", lambda name: "0.1"), "FAIL", "torch 0.1, wanted "),
+        ("cores", (os, "sched_getaffinity", lambda _: {3}), "warn", "1 cores"),
+        (
+            "memory",
+            (machine, "memory_bytes", lambda: (4 << 30, 1 << 30)),
+            "warn",
+            "1.0 of 4.0 GiB free; the default model takes about",
+        ),
+        (
+            "gpus",
+            (machine, "visible_gpus", lambda _: ["0", "1"]),
+            "warn",
+            "2, but vLLM is built for CPUs; `uv sync --no-group",
+        ),
+        (
+            "gpus",
+            (machine, "is_cpu_vllm", lambda: False),
+            "FAIL",
+            "none; vLLM is built for GPUs, so inference will not start",
+        ),
+        ("loopback", (socket, "create_server", refuse(errno.EADDRNOTAVAIL)), "FAIL", "127.0.0.1: [Errno 99] "),
+        ("loopback", (socket, "getaddrinfo", nameless), "warn", "the name of this host"),
+        ("open_files", (resource, "getrlimit", lambda _: (100, 100)), "FAIL", "100 may be open at once"),
+        ("open_files", (resource, "getrlimit", lambda _: (1024, 4096)), "warn", "`ulimit -n 4096`"),
+        ("shared_memory", (os, "statvfs", lambda _: Vfs(64, 1 << 20)), "warn", "64 MiB free in /dev/shm: "),
+        ("shared_memory", (os, "statvfs", refuse(errno.ENOENT)), "FAIL", "No such file or directory; mount a tmpfs there"),
+    ],
+)
+def test_what_a_machine_lacks(monkeypatch, check, patch, level, said):
+    monkeypatch.setattr(*patch)
+    found = getattr(machine, check)()
+    assert found.level == level and said in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "patch", "level", "said"),
+    [
+        ("disk", (shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(1, 1, 1 << 30)), "FAIL", "1.0 GiB free in "),
+        ("disk speed", (machine, "SLOW_MIB_S", 1e9), "warn", "checkpoints and batches will hold up training"),
+        ("locks", (fcntl, "flock", lambda *_: None), "FAIL", "two file locks were given at once: a second `rl` on the same run"),
+        ("locks", (fcntl, "flock", refuse(errno.ENOLCK)), "FAIL", "flock: No locks available: "),
+        ("clock", (time, "time", lambda: 1e9), "warn", "off the file server's: nodes would take each other for dead"),
+    ],
+)
+def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, said):
+    monkeypatch.setattr(machine, "WRITE_BYTES", 1 << 20)
+    monkeypatch.setattr(*patch)
+    found = {check.name: check for check in machine.disk_checks(tmp_path)}
+    assert found[name].level == level and said in found[name].text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    (found,) = machine.disk_checks(tmp_path / "file" / "outputs")
+    assert found.level == "FAIL" and found.text.endswith("Not a directory; give another place with --output_dir")
+
+
+def test_a_container_that_may_use_less(tmp_path, monkeypatch):
+    total, _ = machine.memory_bytes()
+    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    monkeypatch.setattr("rl.commands.doctor.check.CGROUP_MEMORY", tmp_path / "memory.max")
+    assert machine.memory_bytes() == (2 << 30, 1 << 30)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory_bytes()[0] == total
+
+
+# A configuration ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(tmp_path, *flags) -> RLConfig:
+    return load_config(["--output_dir", str(tmp_path), "--name", "x", "--orchestrator.environment.id", "none", *flags])[0]
+
+
+@pytest.mark.filterwarnings("ignore:inference.host")
+def test_run_directory_devices_and_network(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    assert configuration.run_directory(config).level == "ok"
+    config.run_dir.config.parent.mkdir()
+    config.run_dir.config.touch()
+    assert "continue that run with --resume" in configuration.run_directory(config).text
+    assert configuration.division(config).level == "ok"
+    assert [check.level for check in configuration.exposed(config)] == ["ok"]
+    wide = config_of(tmp_path, "--trainer.cpus", "4096", "--inference.host", "0.0.0.0")
+    assert configuration.division(wide).level == "FAIL" and "trainer.cpus = 4096 there are " in configuration.division(wide).text
+    assert [check.level for check in configuration.exposed(wide)] == ["warn"]
+    monkeypatch.setenv("RL_TOKEN", "short")
+    assert levels(configuration.exposed(wide)) == {"network": "warn"} and next(iter(configuration.exposed(wide))).level == "FAIL"
+
+
+def test_servers_that_a_run_needs(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"http://127.0.0.1:{server.getsockname()[1]}"
+        config = config_of(tmp_path, "--orchestrator.inference_urls", json.dumps([there, "http://127.0.0.1:1"]))
+        found = list(configuration.servers(config))
+    assert [check.level for check in found] == ["ok", "FAIL"]
+    assert found[1].text.startswith("orchestrator.inference_urls = http://127.0.0.1:1: [Errno 111] ")
+
+
+def test_wandb_knows_who_we_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert configuration.wandb().level == "warn"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert configuration.wandb().level == "ok"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert "nothing is sent" in configuration.wandb().text
+
+
+def test_sizes_of_a_model(tmp_path, monkeypatch):
+    model = make_tiny_model(tmp_path / "tiny")
+    config = config_of(tmp_path, "--model.name", str(model))
+    found = list(configuration.sizes(config, model))
+    assert [check.name for check in found] == ["memory", "disk"] and found[1].level == "ok"
+    assert found[0].text.startswith("0M weights take about 4 GiB on a CPU, ")
+    monkeypatch.setattr(configuration, "memory_bytes", lambda: (1 << 30, 1 << 30))
+    assert next(iter(configuration.sizes(config, model))).level == "warn"
+
+
+def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for args, said in [
+        (["nowhere"], "nowhere: no run; there is no config.toml in nowhere or outputs/nowhere"),
+        (["x.toml"], "a file is given as `@ FILE`: rl doctor @ x.toml"),
+        (["nowhere", "--seed", "1"], "give RUN alone"),
+        (["--parity", "x", "--dtype", "int8"], "--dtype int8: give float32 or bfloat16"),
+        (["--sed", "1"], "did you mean seed?"),
+    ]:
+        with pytest.raises(SystemExit) as end:
+            main(args, Children())
+        assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_help_is_quick_and_needs_neither_torch_nor_vllm():
+    code = "import sys, rl.commands.doctor.main as d; print({'torch', 'vllm'} & set(sys.modules)); d.main(['--help'], None)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.returncode == 0 and said.stdout.startswith("set()\n") and "rl doctor @ run.toml" in said.stdout

@@ -1,0 +1,127 @@
+"""`rl doctor` with real processes: the smoke, a configuration, a run, and `--parity`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl.commands.doctor import configuration, smoke
+from rl.commands.doctor.main import main
+from rl.config.command_line import to_toml
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.models.tiny import make_tiny_model as make_own_tiny_model
+from rl.run_dir.files import write_file
+from rl.wire.batch_file import write_batch
+from rl.wire.messages import TrainBatch
+from tests.commands.driver import ENVIRONMENTS
+from tests.tiny_model import make_tiny_model
+
+DOCTOR = [sys.executable, "-m", "rl.main", "doctor"]
+
+
+def doctor(*args, **options):
+    return subprocess.run([*DOCTOR, *args], capture_output=True, text=True, timeout=280, **options)
+
+
+@pytest.fixture
+def children():
+    children = Children()
+    yield children
+    children.stop(1.0)
+
+
+def test_a_configuration_and_the_smoke(tmp_path):
+    """All that is asked before a run, at once."""
+    model = make_own_tiny_model(tmp_path / "tiny")
+    flags = {"model.name": model, "model.dtype": "float32", "model.max_model_len": 256, "name": "x"}
+    flags |= {"orchestrator.environment.id": "say-digit", "orchestrator.sampling.max_tokens": 8}
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    found = doctor(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ENVIRONMENTS)})
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = {line[6:18].strip(): line[19:] for line in found.stdout.splitlines() if line.startswith(("ok  ", "warn"))}
+    assert lines["run"] == f"{tmp_path}/outputs/x is free" and lines["model"] == f"{model}: {model}"
+    assert lines["memory"].startswith("0M weights take about ") and lines["disk"].startswith("up to ")
+    assert lines["environment"] == "say-digit: 4 training examples, 2 for evaluation"
+    assert re.fullmatch(r"3 steps on 1 CPU rank, \d+ ms a step; [\d.]+ s with the start", lines["FSDP"])
+    sampled = re.fullmatch(r"8 answers, (\d+) tokens a second; [\d.]+ s with the start", lines["vLLM"])
+    assert sampled and int(sampled[1]) > 0
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
+    flags = {"model": {"name": "./nowhere"}, "orchestrator": {"environment": [{"id": "no-such-env"}]}, "inference": {"vllm": {"x": 1}}}
+    config = RLConfig.model_validate(flags | {"output_dir": str(tmp_path), "name": "x"})
+    (tmp_path / "check.py").write_text("print('INFO vllm'); print('inference.vllm.x = 1: no such argument'); raise SystemExit(1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(configuration, "CHECK_ENGINE", "check")
+    found = {check.name: check for check in configuration.config_checks(config, children) if check.level == "FAIL"}
+    assert found["model"].text.startswith("model.name = './nowhere': no such folder; give an existing one")
+    assert found["vllm"].text == "inference.vllm.x = 1: no such argument"
+    assert found["environment"].text.startswith("environment no-such-env is not installed; `uv pip install no-such-env`")
+    assert set(found) == {"model", "vllm", "environment"}
+
+
+def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
+    model = make_own_tiny_model(tmp_path / "tiny")
+    dies = [sys.executable, "-c", "print('libgomp is missing'); raise SystemExit(5)"]
+    monkeypatch.setattr("rl.launch.roles.command", lambda *_: dies)
+    config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "none"}]}})
+    found = smoke.trainer_smoke(config, model, tmp_path, children)
+    assert (found.level, found.text) == (
+        "FAIL",
+        "a training step on a tiny model ended with exit code 5; the end of its log:\n        | libgomp is missing",
+    )
+    found = smoke.vllm_smoke(model, tmp_path / "more", children)
+    assert found.level == "FAIL" and found.text.startswith("libgomp is missing")
+
+
+def test_a_child_that_does_not_end(tmp_path, children):
+    child = children.start(
+        "sleeper", [sys.executable, "-c", "import time; print('hm', flush=True); time.sleep(60)"], dict(os.environ), tmp_path
+    )
+    while not child.log.read_text():
+        time.sleep(0.02)
+    assert smoke.fault_of(child, 0.2) == "did not end within 0 s; the end of its log:\n        | hm"
+    assert child.wait(5) == -9
+
+
+def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
+    settings = {"name": "y", "output_dir": "elsewhere", "orchestrator": {"environment": [{"id": "none"}]}}
+    config = RLConfig.model_validate(settings | {"trainer": {"weights": {"dir": str(tmp_path / "shm")}}})
+    root = tmp_path / "outputs" / "x"  # it was moved there, its weights were not
+    (tmp_path / "shm" / "y" / "000003").mkdir(parents=True)
+    write_file(root / "config.toml", to_toml(config).encode())
+    write_batch(root / "batches" / "000001.batch", TrainBatch(step=1, samples=[]), None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["x"], Children()) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [f"run {root}", "  step 0 of 100, batch 1, version 3, checkpoint none"]
+    assert said[-1].startswith("FAIL  the run was stopped at step 0 of 100; continue it with `rl @ ")
+    data = bytearray((root / "batches" / "000001.batch").read_bytes())
+    data[-1] ^= 1
+    (root / "batches" / "000001.batch").write_bytes(data)
+    assert main([str(root), "--verify", "--json"], Children()) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fine"] and found["problems"][0] == found["bottleneck"]
+    assert "000001.batch: damaged record at byte 0" in found["problems"][1]
+
+
+def test_parity_of_a_model(tmp_path):
+    model = make_tiny_model(tmp_path / "model", tied=False)
+    found = doctor("--parity", str(model), "--dtype", "float32", "--tokens", "24", "--model.max_model_len", "256")
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)" and lines[-1] == "  trainer and inference agree"
+    for line, temperature in zip(lines[2:4], (1.0, 0.7), strict=True):
+        cells = [float(cell) for cell in line.split()]
+        assert cells[0] == temperature and cells[1] > 50 and cells[2] <= cells[3] < 1e-4 and cells[4] < 1e-8
+
+
+def test_parity_of_a_model_that_is_not_there():
+    found = doctor("--parity", "./nowhere")
+    assert found.returncode == 1 and "no such folder" in found.stderr

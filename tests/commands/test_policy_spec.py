@@ -1,0 +1,128 @@
+"""From a SPEC to a policy, or to a message with the remedy."""
+
+import json
+import re
+
+import pytest
+
+from rl.commands.arena import server_config
+from rl.commands.policy_spec import Source, resolve
+from rl.config.command_line import build, parse_args, to_toml
+from rl.system.errors import RunError
+from tests.commands.servers import KEY, Endpoint
+from tests.web import serving
+
+
+def config(*flags):
+    return build(parse_args(["--orchestrator.environment.id", "e", "--model.name", "owner/base", *flags]))
+
+
+def look(spec, *, model=None, key_var=None, evals=(), flags=()):
+    return resolve(spec, config(*flags), model, key_var, evals)
+
+
+def fault(spec, **options):
+    with pytest.raises(RunError) as error:
+        look(spec, **options)
+    return str(error.value)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with the versions 3 and 12."""
+    root = tmp_path / "outputs" / "r"
+    for version in (3, 12):
+        (root / "weights" / f"{version:06d}").mkdir(parents=True)
+    (root / "weights" / ".000013.tmp").mkdir()
+    (root / "config.toml").write_text(to_toml(config("--name", "r", "--output_dir", "/elsewhere")))
+    return root
+
+
+def test_models(tmp_path):
+    assert look(None) == Source("base", "owner/base")
+    assert look("owner/other") == Source("other", "owner/other")
+    folder = tmp_path / "m"
+    folder.mkdir()
+    assert look(str(folder)) == Source("m", str(folder))
+
+
+def test_versions_of_a_run(run):
+    assert look(str(run)) == look(f"{run}@12") == Source("r@12", str(run / "weights" / "000012"), policy_version=12)
+    assert look(f"{run}@3").model.endswith("weights/000003")
+    assert look(f"{run}@0") == Source("r@0", "owner/base", policy_version=0)
+    assert f"{run}@4: version 4 is not in {run}/weights; there are 3, 12 (and 0, the base model)" in fault(f"{run}@4")
+    assert "give a version's number, or best" in fault(f"{run}@x")
+
+
+def test_weights_that_lie_elsewhere(run, tmp_path):
+    (run / "config.toml").write_text(to_toml(config("--name", "r", "--trainer.weights.dir", str(tmp_path / "shm"))))
+    (tmp_path / "shm" / "r" / "000007").mkdir(parents=True)
+    assert look(str(run)) == Source("r@7", str(tmp_path / "shm" / "r" / "000007"), policy_version=7)
+
+
+def test_the_best_version(run):
+    assert f"{run}@best: the run has no finished evaluation" in fault(f"{run}@best")
+    best = {"a": {"policy_version": 3, "reward_mean": 0.5}, "b": {"policy_version": 12, "reward_mean": 0.9}}
+    (run / "evals").mkdir()
+    (run / "evals" / "best.json").write_text(json.dumps(best))
+    assert f"the evaluations differ in it; name one: {run}@best:a, {run}@best:b" in fault(f"{run}@best")
+    assert look(f"{run}@best:a").policy_version == 3 and look(f"{run}@best", evals=("c", "b")).policy_version == 12
+    assert f"{run}@best:x: the run has no such evaluation; it has a, b" in fault(f"{run}@best:x")
+
+
+def test_a_run_that_is_not_there(run):
+    near = run.parent / "rr"
+    assert fault(str(near)) == f"{near}: there is no such run and no such model folder; in {run.parent} there are the runs r"
+    assert "there are the runs r" in fault(f"{near}@12")
+    assert "give a model's folder, its id on the hub, or a run" in fault("/nowhere/at/all")
+
+
+def test_a_run_of_another_version_of_rl(run):
+    (run / "config.toml").write_text("bogus = 1\n")
+    assert "was not written by this version of rl" in fault(str(run)) and "bogus" in fault(str(run))
+
+
+def test_an_endpoint(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("OTHER_KEY", KEY)
+    with serving(Endpoint("good")) as one, serving(Endpoint("good", "bad", key=KEY)) as two:
+        source = look(one.url + "/")
+        assert source.label == "good" and source.endpoint.base_url == one.url and source.endpoint.model == "good"
+        assert "has no model goood; did you mean good?" in fault(one.url, model="goood")
+        assert f"{two.url}: answered 401; its key is taken from $OPENAI_API_KEY, which is not set (see --api-key-var)" == fault(two.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+        assert "$OPENAI_API_KEY, which is refused" in fault(two.url)
+        assert "has several models; choose one with --endpoint-model: good, bad" in fault(two.url, key_var="OTHER_KEY")
+        chosen = look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint
+        assert (chosen.base_url, chosen.model, chosen.api_key_var) == (two.url, "bad", "OTHER_KEY")
+        unlisted = one.url.removesuffix("/v1")
+        assert "does not say which models it has (answer 404) (most addresses end with /v1)" in fault(unlisted)
+        assert look(unlisted, model="m").endpoint.model == "m"
+        url = one.url
+    assert re.match(f"{url}: nobody answers .* is the server running", fault(url))
+
+
+def test_inference_servers_that_run_already():
+    with serving(Endpoint("good")) as other:
+        assert "is no inference server of rl; for another one give --policy http" in fault(
+            None, flags=("--orchestrator.inference_urls", f'["{other.url}"]')
+        )
+    assert "no inference server answers at http://127.0.0.1:9" in fault(
+        None, flags=("--orchestrator.inference_urls", '["http://127.0.0.1:9"]')
+    )
+
+
+def test_a_label_as_a_file_name():
+    assert [Source(label).slug for label in ("r@12", "a b/c:d", "...")] == ["r@12", "a-b-c-d", "policy"]
+
+
+def test_adapters_are_served_with_their_base(run, tmp_path):
+    """A version of a run with the run's own base; a folder with the base that it names."""
+    folder = run / "weights" / "000012"
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone", "r": 4, "lora_alpha": 8.0}))
+    assert look(f"{run}@12") == Source("r@12", "owner/base", str(folder), 12)
+    assert look(str(folder)) == Source("000012", "/gone", str(folder))
+    served = server_config(config(), "owner/base", tmp_path / "work", str(folder))
+    assert (served.trainer.lora.rank, served.trainer.lora.alpha, served.model.name) == (4, 8.0, "owner/base")
+    (folder / "adapter_config.json").write_text("{}")
+    assert "do not name their base model" in fault(str(folder))

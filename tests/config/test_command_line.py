@@ -1,0 +1,309 @@
+"""From arguments and files to a configuration, or to a message with every fault; test_bad_inputs.py has the table of faults."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from rl.config.command_line import build, from_toml, load_config, parse_args, to_toml
+from rl.config.fields import field_tree, models_in
+from rl.config.help import COMMANDS
+from rl.config.run import RLConfig
+from rl.system.errors import ConfigError
+
+ENV = ["--orchestrator.environment.id", "e"]
+
+
+def config(*args: str):
+    return build(parse_args([*ENV, *args]))
+
+
+def faults(*args: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        build(parse_args(list(args)))
+    return str(error.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a TOML file and returns its path."""
+
+    def write(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_every_fault_is_listed_at_once(file):
+    path = file("run.toml", 'max_steps = 0\nnope = 1\n[trainer.optim]\nlr = "x"\n[orchestrator]\nbatch_size = -1\n')
+    said = faults("@", path, "--model.dtype", "int4", *ENV)
+    assert said.startswith("5 faults in the configuration\n")
+    for fault in (
+        f"max_steps = 0 ({path})",
+        f"nope = 1 ({path})",
+        f"trainer.optim.lr = 'x' ({path})",
+        "orchestrator.batch_size = -1",
+        "model.dtype",
+    ):
+        assert fault in said
+
+
+def test_a_forgotten_value_is_one_fault_beside_the_others():
+    said = faults(*ENV, "--name", "--max_steps", "0", "--seed")
+    assert said.count("\n  ") - said.count("\n    ") == 3 and said.startswith("3 faults")
+
+
+def test_faults_between_settings_are_listed_at_once():
+    said = faults("--orchestrator.batch_size", "3", "--name", "a/b")
+    assert said.startswith("3 faults in the configuration\n")
+    assert "orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name" in said
+
+
+def test_a_flag_and_a_variable_into_one_of_several_environments(file):
+    args = ["--orchestrator", "@", file("o.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\n')]
+    flags = ["--orchestrator.environment.1.weight", "2"]
+    for line in (parse_args([*args, *flags]), parse_args(args, {"RL__ORCHESTRATOR__ENVIRONMENT__1__WEIGHT": "2"})):
+        assert [env.weight for env in build(line).orchestrator.environment] == [1.0, 2.0]
+
+
+def test_files_merge_left_to_right_and_flags_win(file):
+    a = file("a.toml", "seed = 1\nmax_steps = 10\nmax_lag = 3\n[trainer.optim]\nlr = 1e-5\n")
+    b = file("b.toml", "max_steps = 20\n[trainer.optim]\nwarmup_steps = 2\n")
+    both = config("@", a, "@", b, "--seed", "7")
+    assert (both.seed, both.max_steps, both.max_lag) == (7, 20, 3)
+    assert (both.trainer.optim.lr, both.trainer.optim.warmup_steps) == (1e-5, 2)
+    assert config("--seed", "7", "@", b, "@", a).max_steps == 10
+
+
+def test_a_flag_wins_over_another_spelling_in_a_file(file):
+    path = file("t.toml", "max_steps = 10\nlearning_rate = 1e-5\n")
+    built = config("--trainer", "@", path, "--steps", "3", "--trainer.optim.lr", "1e-4")
+    assert (built.max_steps, built.trainer.optim.lr) == (3, 1e-4)
+
+
+def test_the_same_value_twice_is_no_fault(file):
+    path = file("t.toml", "max_steps = 10\n")
+    assert config("--trainer", "@", path, "--orchestrator", f"@{path}").max_steps == 10
+
+
+def test_two_files_that_say_different_things_about_one_setting(file):
+    t, o = file("t.toml", "max_steps = 10\n"), file("o.toml", "max_steps = 11\n")
+    assert f"trainer.max_steps = 10 ({t}) and orchestrator.max_steps = 11 ({o})" in faults("--trainer", "@", t, "--orchestrator", "@", o)
+
+
+def test_at_with_and_without_a_space(file):
+    path = file("run.toml", "seed = 5\n")
+    section = file("t.toml", "[optim]\nlr = 1e-3\n[model]\nname = 'm'\n")
+    for args in (["@", path, "--trainer", "@", section], [f"@{path}", "--trainer", f"@{section}"]):
+        built = config(*args)
+        assert (built.seed, built.trainer.optim.lr, built.model.name) == (5, 1e-3, "m")
+
+
+def test_one_and_several_environments(file):
+    one = file("one.toml", '[environment]\nid = "owner/name@0.1.0"\nargs = { difficulty = "hard" }\n')
+    built = build(parse_args(["--orchestrator", "@", one]))
+    assert [(env.id, env.args, env.label) for env in built.orchestrator.environment] == [
+        ("owner/name@0.1.0", {"difficulty": "hard"}, "name")
+    ]
+    assert built.name == "name-SmolLM2-135M-Instruct"
+    several = file("two.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\nweight = 3\n[[eval]]\ninterval = 5\n')
+    built = build(parse_args(["--orchestrator", "@", several]))
+    assert built.name == "x+y-SmolLM2-135M-Instruct"
+    assert [(entry.id, entry.label, entry.interval) for entry in built.orchestrator.eval] == [("x", "x", 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("3", 3),
+        ("true", True),
+        ("abc", "abc"),
+        ("[1, 2]", [1, 2]),
+        ("1979-05-27", "1979-05-27"),
+        ("a b", "a b"),
+        ("'3'", "3"),
+    ],
+)
+def test_flag_values(text, value):
+    assert parse_args(["--orchestrator.environment.args.x", text]).flags["orchestrator.environment.args.x"][0] == value
+    assert parse_args([f"--orchestrator.environment.args.x={text}"]).flags["orchestrator.environment.args.x"][0] == value
+
+
+def test_switches_and_resume():
+    line = parse_args(["--clean", "--resume", "40", "--wandb"])
+    assert (line.switches, line.resume, line.flags["wandb"][0]) == ({"clean"}, 40, True)
+    assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
+    assert parse_args(["--resume", "@", "/dev/null"]).resume == -1
+
+
+def test_wandb_is_a_switch_and_a_table():
+    assert config().wandb is None and config("--wandb", "false").wandb is None
+    assert config("--wandb").wandb.project == "rl"
+    assert config("--wandb", "--wandb.project", "p").wandb.project == "p" == config("--wandb.project", "p", "--wandb").wandb.project
+
+
+def test_the_resolved_configuration_says_the_same(tmp_path):
+    args = [
+        *("--wandb", "--trainer-gpus", "0,1", "--inference-gpus", "2", "--trainer.loss.truncate", "inf"),
+        *("--orchestrator.eval.sampling.temperature", "0", "--inference.vllm", "{ max_num_seqs = 8, rope = { a = [1, 2] } }"),
+        *("--orchestrator.environment.args", "{ s = 'ü\"', n = [] }"),
+    ]
+    built = config(*args)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(built))
+    assert from_toml(path) == built
+    assert to_toml(from_toml(path)) == to_toml(built)
+
+
+def test_what_truncates_sampling_is_warned_about(capsys):
+    with pytest.warns(UserWarning, match=r"orchestrator.sampling.top_p = 0.9: .* importance ratios come out below 1"):
+        load_config([*ENV, "--orchestrator.sampling.top_p", "0.9"])
+
+
+def test_a_fault_ends_the_program_with_2(capsys):
+    with pytest.raises(SystemExit) as error:
+        load_config([*ENV, "--bogus", "1"])
+    assert error.value.code == 2
+    assert capsys.readouterr().err == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see --help all\n"
+
+
+def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
+    """What `rl` printed, and the CPU seconds that it took: wall time would be that of the machine's other work, too."""
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from rl.main import main; sys.exit(main())", *args], capture_output=True, text=True
+    )
+    return done, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
+
+
+def test_help_is_quick_and_fits_a_screen():
+    results = [command("--help") for _ in range(3)]
+    done = results[0][0]
+    assert done.returncode == 0 and done.stderr == ""
+    keys = ("--trainer.optim.lr float = 1e-06", "--max_steps int = 100", "orchestrator.eval,", "--resume [STEP]", "--inference.vllm")
+    for text in (*keys, "--quick", *(f"rl {name} " for name in COMMANDS)):
+        assert text in done.stdout
+    assert "sft.dataset" not in done.stdout and len(done.stdout.splitlines()) < 70
+    assert min(seconds for _, seconds in results) < 1.0
+
+
+def help_on(capsys, *topic: str, program: str = "rl") -> str:
+    with pytest.raises(SystemExit) as end:
+        load_config(["--help", *topic], program)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_on_everything_has_every_key_once(capsys):
+    printed = [line.split()[0] for line in help_on(capsys, "all").splitlines() if line.startswith("  --")]
+    keys = [key for key, info in field_tree(RLConfig).items() if not models_in(info.annotation)]
+    missing = {f"--{key}" for key in keys if not key.endswith(".type")} - set(printed)
+    assert not missing and len(printed) > 200
+
+
+def test_help_on_a_section_and_on_a_key(capsys):
+    section = help_on(capsys, "trainer.optim")
+    assert section.startswith("\n[trainer.optim]  AdamW") and "  --trainer.optim.betas" in section and "trainer.loss" not in section
+    union = help_on(capsys, "trainer.loss", "--seed", "1")
+    assert union.count("--trainer.loss.kl_coefficient") == 1 and union.count("--trainer.loss.clip_high") == 3 and "type = 'gspo'" in union
+    assert "--trainer.loss.token_mask tuple[float, float] = (0.125, 8.0)" in union  # of one class, which has its own default
+    assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed of the order of tasks")
+    assert "--sft.dataset" in help_on(capsys, program="rl sft")
+
+
+def test_help_on_what_there_is_not(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config(["--help", "trainer.optimm"])
+    assert end.value.code == 2
+    message = "rl: --help trainer.optimm: there is no such section or key; did you mean trainer.optim?\n"
+    assert capsys.readouterr().err == message
+
+
+def with_variables(*args: str, **variables: str):
+    return build(parse_args([*ENV, *args], variables))
+
+
+def test_variables_win_over_files_and_flags_over_variables(file):
+    path = file("run.toml", "seed = 1\nmax_steps = 10\nmax_lag = 3\n[trainer.optim]\nlr = 1e-5\n")
+    built = with_variables("@", path, "--max_lag", "0", RL__MAX_STEPS="20", RL__MAX_LAG="2", RL__TRAINER__OPTIM__LR="1e-4")
+    assert (built.seed, built.max_steps, built.max_lag, built.trainer.optim.lr) == (1, 20, 0, 1e-4)
+    assert with_variables("--steps", "3", RL__TRAINER__MAX_STEPS="20").max_steps == 3
+
+
+def test_values_of_variables_are_written_as_those_of_flags():
+    built = with_variables(
+        RL__TRAINER__LOSS__TYPE="gspo",
+        RL__TRAINER__LOSS__TOKEN_MASK="[0.5, 2]",
+        RL__TRAINER__GPUS="0,1",
+        RL__WANDB="true",
+        RL__WANDB__PROJECT="p",
+        RL__INFERENCE__VLLM="{ max_num_seqs = 8 }",
+        RL__INFERENCE__VLLM__DTYPE="half",
+        RL__ORCHESTRATOR__ENVIRONMENT__WEIGHT="2",
+        RL_TOKEN="not a setting",
+    )
+    assert (built.trainer.loss.type, built.trainer.loss.token_mask, built.trainer.gpus) == ("gspo", (0.5, 2.0), [0, 1])
+    assert (built.wandb.project, built.inference.vllm) == ("p", {"max_num_seqs": 8, "dtype": "half"})
+    assert [(env.id, env.weight) for env in built.orchestrator.environment] == [("e", 2.0)]
+
+
+def test_every_fault_in_variables_is_listed_at_once_with_the_variable_as_its_place():
+    with pytest.raises(ConfigError) as error:
+        with_variables(
+            "--max_lag",
+            "x",
+            RL__BOGUS="1",
+            RL__TRAINER__OPTIM__LRR="1",
+            RL__SEED="many",
+            RL__MODEL__NAME="true",
+            RL__TRAINER__LOSS__TYPE="dpo",
+            RL__ORCHESTRATOR__ENVIRONMENT__IDD="e",
+            RL__WANDB__API_KEY="literal-key-1",
+        )
+    message = str(error.value)
+    assert message.startswith("8 faults") and "literal-key-1" not in message
+    for fault in (
+        "max_lag = 'x' (--max_lag)\n    Input should be a valid integer",
+        "bogus = 1 (RL__BOGUS)\n    unknown key; see --help all",
+        "trainer.optim.lrr = 1 (RL__TRAINER__OPTIM__LRR)\n    unknown key; did you mean trainer.optim.lr?",
+        "seed = 'many' (RL__SEED)\n    Input should be a valid integer",
+        "model.name (RL__MODEL__NAME)\n    needs a value: str",
+        "trainer.loss.type = 'dpo' (RL__TRAINER__LOSS__TYPE)\n    give one of ",
+        "orchestrator.environment.0.idd = 'e' (RL__ORCHESTRATOR__ENVIRONMENT__IDD)\n    unknown key; did you mean",
+        "wandb.api_key = '(hidden)' (RL__WANDB__API_KEY)\n    unknown key; secrets are read from environment variables",
+    ):
+        assert fault in message
+    with pytest.raises(ConfigError, match=r"max_steps = 5 \(RL__MAX_STEPS\) and steps = 6 \(RL__STEPS\)\n    are one setting"):
+        with_variables(RL__MAX_STEPS="5", RL__STEPS="6")
+
+
+def test_a_run_that_exists_is_read_from_its_file_alone(monkeypatch, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config("--seed", "3")))
+    monkeypatch.setenv("RL__SEED", "9")
+    monkeypatch.setenv("RL__BOGUS", "9")
+    assert from_toml(path).seed == 3
+    assert load_config(["@", str(path)], "trainer")[0].seed == 3
+    monkeypatch.delenv("RL__BOGUS")
+    done, _ = command("@", str(path), "--dry-run", "--output_dir", str(tmp_path / "o"))
+    assert "\nseed = 9\n" in done.stdout and not (tmp_path / "o").exists()
+
+
+def test_a_variable_that_names_a_setting_is_no_secret(monkeypatch):
+    monkeypatch.setenv("RL__TRAINER__LOSS__TOKEN_MASK", "[0.25, 4.0]")
+    monkeypatch.setenv("RL__ORCHESTRATOR__TEACHER__API_KEY_VAR", "TEACHER_KEY_9")
+    built = build(parse_args([*ENV, "--orchestrator.teacher.base_url", "http://t/v1", "--name", "TEACHER_KEY_9"], os.environ))
+    assert (built.trainer.loss.token_mask, built.orchestrator.teacher.api_key_var) == ((0.25, 4.0), "TEACHER_KEY_9")
+
+
+def test_schema_is_json_with_the_docstrings():
+    done, _ = command("--schema")
+    schema = json.loads(done.stdout)
+    assert schema["properties"]["max_steps"]["description"] == "Optimizer steps. `steps` is an alias."
+    assert schema["additionalProperties"] is False and "OptimConfig" in schema["$defs"]

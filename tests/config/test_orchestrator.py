@@ -1,0 +1,61 @@
+"""Credit, difficulty and teacher in the configuration: told apart by `type`, inherited, and checked."""
+
+import pytest
+
+from rl.config.command_line import build, parse_args, to_toml
+from rl.config.orchestrator import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig
+from rl.launch.prepare import may_change
+from rl.orchestrator.judge import rules_of
+from rl.system.errors import ConfigError
+
+ENV = ["--orchestrator.environment.id", "say-digit"]
+TEACHER = ["--orchestrator.teacher.base_url", "http://host:8000/v1"]
+
+
+def test_an_environment_has_its_own_credit_or_the_runs(tmp_path):
+    envs = '[{id = "a", credit = {type = "reinforce_pp", group_baseline = true}}, {id = "b"}, {id = "c", credit = {length_penalty = 0.1}}]'
+    config = build(parse_args(["--orchestrator.environment", envs, "--orchestrator.credit.type", "grpo"]))
+    credits = [rules_of(config.orchestrator, env, has_teacher=False).credit for env in config.orchestrator.environment]
+    assert credits == [ReinforcePlusPlusConfig(group_baseline=True), GrpoConfig(), DrGrpoConfig(length_penalty=0.1)]
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    assert build(parse_args(["@", str(tmp_path / "c.toml")])) == config
+
+
+def test_difficulty_is_a_switch():
+    (env,) = build(parse_args([*ENV, "--orchestrator.environment.difficulty"])).orchestrator.environment
+    assert env.difficulty and env.difficulty.easy_weight == 0.2
+    (env,) = build(parse_args(ENV)).orchestrator.environment
+    assert env.difficulty is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "texts"),
+    [
+        (["--orchestrator.credit.type", "grop"], ["orchestrator.credit.type = 'grop'", "give one of dr_grpo, grpo"]),
+        (["--orchestrator.environment.credit.epsilon", "1"], ["orchestrator.environment.0.credit.epsilon", "unknown key"]),
+        (["--orchestrator.credit.type", "none"], ["orchestrator.credit.type = 'none'", "nothing to learn from without a teacher"]),
+        (
+            [*TEACHER, "--orchestrator.environment.sampling.temperature", "0.7"],
+            ["orchestrator.environment.0.sampling.temperature = 0.7", "set it to 1"],
+        ),
+        ([*TEACHER, "--orchestrator.sampling.temperature", "0.7"], ["orchestrator.sampling.temperature = 0.7"]),
+        ([*TEACHER, "--trainer.loss.teacher_coefficient", "0"], ["orchestrator.teacher.base_url", "has no effect"]),
+        (["--orchestrator.environment.teacher.base_url", "host"], ["orchestrator.environment.0.teacher.base_url", "give an address like"]),
+        (["--orchestrator.environment.difficulty.easy_above", "0.1"], ["difficulty.easy_above = 0.1", "is below hard_up_to = 0.25"]),
+    ],
+)
+def test_what_makes_no_sense_is_said(flags, texts):
+    with pytest.raises(ConfigError) as caught:
+        build(parse_args([*ENV, *flags]))
+    assert all(text in str(caught.value) for text in texts), str(caught.value)
+
+
+def test_what_fits():
+    config = build(parse_args([*ENV, *TEACHER, "--orchestrator.credit.type", "none"]))
+    assert config.orchestrator.teacher.base_url == "http://host:8000/v1"
+
+
+def test_a_resume_may_find_the_teacher_elsewhere_but_not_another_one():
+    assert may_change("orchestrator.teacher.base_url") and may_change("orchestrator.environment.0.teacher.timeout_s")
+    for key in ("orchestrator.teacher.model", "orchestrator.credit.type", "orchestrator.environment.1.difficulty.hard_weight"):
+        assert not may_change(key)

@@ -1,0 +1,38 @@
+"""The disk that a run will use."""
+
+import json
+from collections import namedtuple
+
+from rl.config.command_line import build, parse_args
+from rl.diagnosis import disk
+
+
+def model(folder):
+    shapes = {"embed": [1000, 64], "q": [64, 64], "norm": [64]}
+    header = json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def config(tmp_path, *flags):
+    return build(parse_args(["--orchestrator.environment.id", "e", "--output_dir", str(tmp_path), *flags]))
+
+
+def test_what_is_kept_is_counted(tmp_path, monkeypatch):
+    weights = 1000 * 64 + 64 * 64 + 64
+    (need,) = disk.needs(config(tmp_path, "--max_steps", "50", "--trainer.checkpoint.keep_every", "20"), model(tmp_path))
+    assert need.parts == {
+        "5 policy versions": 5 * 2 * weights,  # the newest three, the one that is written, the newest checkpoint's
+        "5 checkpoints": 5 * 12 * weights,  # two, the one that is written, 20 and 40
+        "50 batches": 50 * 64 * 2048 * disk.TOKEN_BYTES,
+    }
+    (need,) = disk.needs(config(tmp_path, "--trainer.lora.rank", "4", "--orchestrator.batches.keep_last", "7"), model(tmp_path))
+    assert need.parts["3 checkpoints"] == 3 * 12 * 4 * 128 and "7 batches" in need.parts
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 2**20))
+    said, warning = disk.disk_estimate(config(tmp_path), model(tmp_path))
+    assert "328 MiB" in said and "1 MiB are free" in said and "may get full: free some" in warning
+
+
+def test_sizes():
+    assert [disk.size(count) for count in (0, 1023, 1536, 1.5 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "1.5 GiB"]

@@ -1,0 +1,510 @@
+"""What is said of runs whose files are made up: each way to stand still, to be slow, and to end has its sentence."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import msgspec
+import psutil
+import pytest
+
+from rl.config.run import RLConfig
+from rl.diagnosis.state import read_state
+from rl.diagnosis.waits import chain, diagnose
+from rl.run_dir.status import LockOwner, Phase, RoleStatus, RunEnd, describe, last_seen, write_status
+from rl.wire.batch_file import write_batch
+from rl.wire.messages import TrainBatch
+
+
+def does(phase, step=None, detail=""):
+    return RoleStatus(phase=phase, step=step, waiting_for=phase.waits_for, detail=detail)
+
+
+SERVING = does(Phase.SERVING)
+FILLING = does(Phase.FILLING_BATCH, 13)
+WAITING = does(Phase.WAITING_FOR_BATCH, 13, "filling batch 13")
+
+
+def manifest(**sizes):
+    return json.dumps({"step": 3, "world_size": 1, "model": {}, "files": {name: {"size": size} for name, size in sizes.items()}})
+
+
+class Run:
+    """A run directory that is written by hand."""
+
+    def __init__(self, root, **settings):
+        defaults = {"name": "run", "output_dir": str(root), "max_steps": 100, "orchestrator": {"environment": [{"id": "sums"}]}}
+        self.config = RLConfig.model_validate(defaults | settings)
+        self.dir = self.config.run_dir
+        self.dir.logs.mkdir(parents=True)
+        self.now = time.time()
+
+    def status(self, name, what, since=1.0, heartbeat=0.0, **more):
+        """Writes a status; `what` is from `does`."""
+        fields = {
+            "process": name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": psutil.Process().create_time(),
+            "since": self.now - since,
+            "heartbeat": self.now - heartbeat,
+            "progress": 7,
+            "progressed": self.now - more.pop("idle", 0.0),
+        }
+        write_status(self.dir.status(name), msgspec.structs.replace(what, **fields | more))
+
+    def rl(self, pid=None):
+        """Somebody holds the run."""
+        lock = self.dir.lock("rl")
+        lock.parent.mkdir(exist_ok=True)
+        lock.write_bytes(msgspec.json.encode(LockOwner(pid or os.getpid(), socket.gethostname())))
+
+    def log(self, name, *lines):
+        (self.dir.logs / f"{name}.log").write_text("".join(f"{line}\n" for line in lines))
+
+    def metrics(self, steps, source="trainer", ago=1.0, **values):
+        """The same line for each of `steps`, or values that are lists, one for each."""
+        with self.dir.metrics.open("a") as file:
+            for i, step in enumerate(steps):
+                one = {key: value[i] if isinstance(value, list) else value for key, value in values.items()}
+                file.write(json.dumps({"step": step, "time": self.now - ago, "source": source, **one}) + "\n")
+
+    def event(self, kind, process, ago, **more):
+        with (self.dir.root / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"time": self.now - ago, "event": kind, "process": process, **more}) + "\n")
+
+    def diagnosis(self):
+        return diagnose(self.dir, self.config)
+
+    def bottleneck(self):
+        return self.diagnosis().bottleneck
+
+    def working(self, inference=SERVING, orchestrator=FILLING, trainer=WAITING, **more):
+        """A run in the middle; what one of its processes does can be said."""
+        self.rl()
+        self.status("trainer", trainer, since=more.pop("trainer_since", 70))
+        filled = {"batch": 13, "batch_done": 40, "batch_size": 64} if orchestrator.phase is Phase.FILLING_BATCH else {}
+        self.status("orchestrator", orchestrator, since=more.pop("orchestrator_since", 70), idle=5, **filled)
+        if inference:
+            address = {"address": "http://127.0.0.1:1"} if inference is SERVING else {}
+            self.status("inference", inference, since=400, **address, **more)
+        return self
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: run.now)  # seconds in sentences do not depend on how busy the machine is
+    return run
+
+
+@pytest.fixture
+def gone():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+# Alive ------------------------------------------------------------------------------------------------------------------
+
+
+def test_trainer_waits_for_orchestrator_waits_for_inference_that_samples(run):
+    run.working(idle=2.0)
+    run.metrics(range(3, 13), "orchestrator", **{"perf/generated_tokens_per_s": 250.0, "perf/inference_idle_fraction": 0.1})
+    run.metrics(range(3, 13), **{"time/step": 10.0, "time/wait_for_batch": 8.0})
+    found = run.diagnosis()
+    assert not found.problems
+    assert found.bottleneck == (
+        "inference samples (250 tokens a second in the last batch): batch 13 has 40 of 64 rollouts; in the newest steps the trainer waited "
+        "80% of the time, no rollout was playing in 10%: rollouts are the slower side"
+    )
+    assert found.lines[0] == "step 12 of 100, batch 0, version 0, checkpoint none, 10.0 s a step, about 15 min to go"
+    assert found.lines[-1] == (
+        "who waits: trainer waiting for batch 13: filling batch 13 -> orchestrator filling batch 13 -> inference serving"
+    )
+
+
+def test_no_token_although_requests_are_open(run):
+    assert run.working(idle=70.0, requests=9).bottleneck().startswith(
+        "inference hangs or is far too slow: no token for 70 s although 9 requests are open; see "
+    )  # fmt: skip
+
+
+def test_environments_hold_their_rollouts(run):
+    assert run.working(idle=70.0, requests=0).bottleneck().startswith(
+        "the environments hold their rollouts (tools, scoring): inference sampled nothing for 70 s and has no request, batch 13 has 40 "
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("requests", "said"),
+    [
+        (60, "of 64 that play 60 wait for tokens: sampling holds them up, "),
+        (30, "of 64 that play 30 wait for tokens"),
+        (3, "of 64 that play 3 wait for tokens: the environments (tools, scoring) hold them up; "),
+    ],
+)
+def test_what_rollouts_wait_for_at_the_moment(run, requests, said):
+    run.working(idle=2.0, requests=requests)
+    run.status("orchestrator", FILLING, since=70, batch=13, batch_done=40, batch_size=64, playing=64)
+    assert run.bottleneck().startswith(f"inference samples: batch 13 has 40 of 64 rollouts, {said}")
+
+
+def test_a_batch_that_has_just_begun_explains_why_nothing_was_sampled_before(run):
+    assert run.working(idle=70.0, orchestrator_since=3).bottleneck().startswith("inference samples: batch 13 has 40 of 64")
+
+
+def test_inference_is_not_up_yet(run):
+    run.log("inference-2", "loading shards")
+    text = run.working(inference=does(Phase.LOADING_MODEL), orchestrator=does(Phase.WAITING_FOR_INFERENCE)).bottleneck()
+    assert text.startswith("inference is not up yet: loading the model for 7 min (inference.startup_timeout_s = 900); see ")
+    assert text.endswith("logs/inference-2.log")
+
+
+def test_inference_died_and_is_about_to_be_started_again(run):
+    run.working(inference=None)
+    run.event("death", "inference", 3.0, reason="was ended by SIGKILL", exit=-9)
+    assert run.bottleneck().startswith("the inference died 3 s ago (was ended by SIGKILL) and is about to be started again; see ")
+    run.event("restart", "inference", 2.0)
+    found = run.diagnosis()
+    assert found.bottleneck.startswith("the inference has no status yet: it starts") and not found.problems
+    assert "inference: died once, 3 s ago: was ended by SIGKILL" in found.lines
+
+
+def test_new_weights_are_loaded_slowly(run):
+    text = run.working(orchestrator=does(Phase.LOADING_VERSION, 12)).bottleneck()
+    assert text.startswith("inference takes new weights: loading version 12 into inference for 70 s; see ")
+
+
+def test_environments_load(run):
+    text = run.working(orchestrator=does(Phase.LOADING_ENVIRONMENTS)).bottleneck()
+    assert text.startswith("the environments load for 70 s (orchestrator.worker_timeout_s = 300 ends that); see ")
+
+
+def test_teacher_does_not_answer(run):
+    text = run.working(orchestrator=does(Phase.WAITING_FOR_TEACHER, detail="http://t:1/v1")).bottleneck()
+    assert text.startswith("the teacher does not answer: the orchestrator is waiting for the teacher at http://t:1/v1 for 70 s")
+
+
+def test_the_trainer_works_and_all_wait_for_it(run):
+    run.working(trainer=does(Phase.TRAINING, 13), orchestrator=does(Phase.WAITING_FOR_VERSION, 13), trainer_since=30)
+    run.metrics(range(3, 13), **{"time/step": 20.0, "time/wait_for_batch": 0.2})
+    assert run.bottleneck() == (
+        "the trainer works: training step 13 for 30 s, a step takes 20.0 s; in the newest steps the trainer waited 1% of the time: "
+        "the trainer is the slower side"
+    )
+
+
+def test_a_step_that_is_trained_again(run):
+    run.metrics(range(3, 16), **{"time/step": 20.0})
+    run.working(trainer=does(Phase.TRAINING, 13), orchestrator=does(Phase.WAITING_FOR_VERSION, 16), trainer_since=3)
+    assert run.bottleneck() == "the trainer works: training step 13 once more, on its way from its checkpoint, for 3 s, a step takes 20.0 s"
+
+
+def test_both_work_and_the_slower_side_is_told_by_shares_of_time(run):
+    run.working(trainer=does(Phase.TRAINING, 13), idle=1.0)
+    run.metrics(range(3, 13), **{"time/step": 20.0, "time/wait_for_batch": 12.0})
+    assert run.bottleneck().startswith("inference samples: batch 13 has 40 of 64 rollouts; in the newest steps the trainer waited 60%")
+
+
+def test_two_that_wait_for_each_other(run):
+    run.working(orchestrator=does(Phase.WAITING_FOR_VERSION, 12), orchestrator_since=40)
+    text = run.bottleneck()
+    assert text.startswith("they wait for each other: the trainer is waiting for batch 13: filling batch 13 for 70 s, the orchestrator is ")
+    assert f"`kill {os.getpid()}` has `rl` start the orchestrator again" in text
+    run.status("orchestrator", does(Phase.WAITING_FOR_VERSION, 12), since=2)
+    assert run.bottleneck().startswith("work is being handed over: ")
+
+
+def test_ranks_that_are_not_there(run):
+    run.working(trainer=does(Phase.WAITING_FOR_RANKS))
+    run.status("trainer-1", does(Phase.LOADING_MODEL), since=60)
+    assert run.bottleneck().startswith("the trainer waits for its other ranks: trainer-1 loading the model for 60 s; see ")
+
+
+def test_a_rank_without_a_heartbeat(run):
+    run.working(trainer=does(Phase.TRAINING, 13))
+    run.status("trainer-1", does(Phase.TRAINING, 13), heartbeat=45.0)
+    found = run.diagnosis()
+    assert found.bottleneck.startswith(
+        "no heartbeat of the trainer-1 for 45 s, it was training step 13: it is stuck, and is started again after supervisor.silence_s = 60"
+    )
+    assert found.problems == [found.bottleneck]
+
+
+def test_a_process_on_another_machine_is_judged_by_its_heartbeat_alone(run):
+    run.working()
+    run.status("inference", SERVING, host="elsewhere", heartbeat=45.0)
+    assert "its machine, elsewhere, is gone or cut off" in run.bottleneck()
+
+
+def test_the_model_is_downloaded(run):
+    run.rl()
+    run.log("model-1", "Fetching 12 files:  33%")
+    assert run.bottleneck().startswith(
+        "model HuggingFaceTB/SmolLM2-135M-Instruct is being found or downloaded: Fetching 12 files:  33% (log: "
+    )
+
+
+def test_a_stopped_process(run):
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        run.working(idle=2.0)
+        run.status("inference", SERVING, pid=process.pid, started=psutil.Process(process.pid).create_time(), address="http://127.0.0.1:1")
+        assert not run.diagnosis().problems
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        text = run.bottleneck()
+    finally:
+        process.kill()
+        process.wait()
+    assert text == (
+        f"the inference is stopped: SIGSTOP, or a debugger, holds process {process.pid} (sleep); `kill -CONT {process.pid}` lets it go on"
+    )
+
+
+def test_a_full_disk(run, monkeypatch):
+    run.working()
+    (run.dir.checkpoint(10)).mkdir(parents=True)
+    (run.dir.checkpoint(10) / "x").write_bytes(b"0" * 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(1 << 40, 0, 12 << 20))
+    found = run.diagnosis()
+    assert found.bottleneck == (
+        f"the disk of {run.dir.root} is full: 12 MiB free, the next thing there takes about 256 MiB; free some, or lower "
+        "trainer.checkpoint.keep_last and trainer.weights.keep_last"
+    )
+
+
+def test_a_stall_is_said_first(tmp_path):
+    run = Run(tmp_path, supervisor={"stall_s": 0.01})
+    run.working(idle=700.0, requests=3)
+    run.status("orchestrator", FILLING, since=700, idle=700)
+    run.status("trainer", does(Phase.WAITING_FOR_BATCH, 13), since=700, idle=700)
+    found = run.diagnosis()
+    assert re.match(r"nothing has moved for \d+ (s|min): inference hangs or is far too slow: no token for 12 min", found.bottleneck)
+    assert found.problems
+
+
+CHAINS = {
+    "sampling": {},
+    "hangs": {"requests": 9, "idle": 70.0},
+    "circle": {"orchestrator": does(Phase.WAITING_FOR_VERSION, 12)},
+    "training": {"trainer": does(Phase.TRAINING, 13), "orchestrator": does(Phase.WAITING_FOR_VERSION, 13)},
+    "both": {"trainer": does(Phase.TRAINING, 13)},
+    "teacher": {"orchestrator": does(Phase.WAITING_FOR_TEACHER)},
+    "weights": {"orchestrator": does(Phase.LOADING_VERSION, 12)},
+    "environments": {"orchestrator": does(Phase.LOADING_ENVIRONMENTS)},
+    "unreachable": {"orchestrator": does(Phase.WAITING_FOR_INFERENCE)},
+    "evaluating": {"orchestrator": does(Phase.EVALUATING, 12), "idle": 70.0},
+    "ranks": {"trainer": does(Phase.WAITING_FOR_RANKS)},
+    "announcing": {"trainer": does(Phase.ANNOUNCING_VERSION, 12)},
+    "not up": {"inference": does(Phase.LOADING_MODEL)},
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_no_detail_changes_a_diagnosis(run, name):
+    """The sentences quote it, and that is all."""
+    run.metrics(range(3, 13), **{"time/step": 20.0, "time/wait_for_batch": 12.0})
+    run.working(**CHAINS[name])
+    files = {path: json.loads(path.read_text()) for path in run.dir.status_dir.glob("*.json")}
+    found = []
+    for detail in ("", "training step 13~", "waiting for the trainer~", "loading environments~"):
+        for path, fields in files.items():
+            path.write_text(json.dumps(fields | {"detail": detail}))
+        state, bottleneck = read_state(run.dir, run.config), run.bottleneck()
+        if detail:
+            assert describe(state.processes["trainer"].status).endswith(f": {detail}")
+            bottleneck = bottleneck.replace(f": {detail}", "").replace(detail, "?")
+        found.append((chain(state), bottleneck))
+    assert found[1:] == found[:1] * 3
+
+
+def test_files_of_the_version_before_phases_are_a_dead_run(run):
+    """Their process numbers may be somebody else's by now, their lock is prose."""
+    old = {"process": "trainer", "pid": os.getpid(), "host": socket.gethostname(), "doing": "training step 13", "heartbeat": run.now - 300}
+    run.rl()
+    run.dir.status("trainer").write_text(json.dumps(old))
+    run.dir.lock("rl").write_text(f"pid {os.getpid()} on {socket.gethostname()}")
+    run.metrics(range(1, 13))
+    state = read_state(run.dir, run.config)
+    assert state.launcher is None and not state.alive
+    assert run.bottleneck().startswith("the run was killed 5 min ago at step 12: the trainer was in an unknown phase; continue it with `rl")
+
+
+def test_nothing_of_it_takes_long(run):
+    run.working()
+    run.metrics(range(1, 1001), **{"time/step": 10.0, "time/wait_for_batch": 8.0})
+    start = time.perf_counter()
+    run.diagnosis()
+    assert time.perf_counter() - start < 1.0
+
+
+# Ended ------------------------------------------------------------------------------------------------------------------
+
+
+def test_ended_well(run, gone):
+    run.rl(gone)
+    run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("100 steps done", run.now)))
+    run.metrics(range(91, 101), **{"time/step": 10.0})
+    run.dir.checkpoint(100).mkdir(parents=True)
+    (run.dir.checkpoint(100) / "manifest.json").write_text(manifest())
+    found = run.diagnosis()
+    assert not found.problems and found.bottleneck == "the run ended well: 100 steps done"
+    assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s a step"]
+
+
+def test_fine_tuning_ended_well_by_its_passes(tmp_path, gone):
+    run = Run(tmp_path, sft={"dataset": "x.jsonl", "epochs": 2.0})
+    run.rl(gone)
+    run.metrics([1, 2, 3], epoch=[0.7, 1.4, 2.0])
+    assert "was stopped at step 3" in run.bottleneck()
+    run.dir.checkpoint(3).mkdir(parents=True)
+    (run.dir.checkpoint(3) / "manifest.json").write_text(manifest())
+    assert run.bottleneck() == "the run ended well: 3 steps done"
+
+
+def test_ended_by_failure(run, gone):
+    run.rl(gone)
+    run.metrics(range(1, 13))
+    run.log("trainer-3", "RuntimeError: boom")
+    for ago in (40, 30, 20):
+        run.event("death", "trainer", ago, reason="ended with exit code 1", exit=1)
+    found = run.diagnosis()
+    assert found.problems
+    assert found.bottleneck == (
+        f"the run ended 20 s ago at step 12 with the trainer, the last of its 3 deaths: ended with exit code 1, saying: "
+        "RuntimeError: boom; see "
+        f"{run.dir.logs / 'trainer-3.log'}, then `rl @ {run.dir.config} --resume`"
+    )
+    assert "  | RuntimeError: boom" in found.lines
+
+
+def test_killed_with_all_its_processes(run, gone):
+    run.rl(gone)
+    run.metrics(range(1, 13))
+    run.status("trainer", does(Phase.TRAINING, 13), pid=gone, heartbeat=300)
+    found = run.diagnosis()
+    assert found.bottleneck.startswith("the run was killed 5 min ago at step 12: the trainer was training step 13; continue it with `rl @ ")
+    assert found.lines[1] == "trainer: dead; it was training step 13 5 min ago"
+
+
+def test_a_number_that_another_process_got_since_is_no_sign_of_life(run):
+    run.status("trainer", does(Phase.TRAINING, 13), started=run.now - 10**7, heartbeat=300)
+    assert read_state(run.dir, run.config).processes["trainer"].alive is False
+
+
+def test_a_survivor_without_rl(run, gone):
+    run.working(idle=2.0)
+    run.rl(gone)
+    run.status("orchestrator", FILLING, pid=gone)
+    assert run.bottleneck().startswith("the orchestrator died while it was filling batch 13, and no `rl` lives to start it again; see ")
+
+
+def test_damaged_files_and_quarantined_batches(run, gone):
+    run.rl(gone)
+    write_batch(run.dir.batch(3), TrainBatch(step=3, samples=[]), None)
+    run.dir.quarantined(2).write_text("{}")
+    run.event("repair", "rl", 60, lines=["batch 4 was moved away"])
+    assert run.diagnosis().problems == [run.bottleneck()]  # the end alone
+    data = run.dir.batch(3).read_bytes()
+    run.dir.batch(3).write_bytes(data[:-1])
+    for name, content in {"a": b"\x05", "b": (2).to_bytes(8, "little") + b"{}xx"}.items():
+        run.dir.weights(3).mkdir(parents=True, exist_ok=True)
+        (run.dir.weights(3) / f"{name}.safetensors").write_bytes(content)
+    run.dir.checkpoint(3).mkdir(parents=True)
+    (run.dir.checkpoint(3) / "manifest.json").write_text(manifest(one=3))
+    found = run.diagnosis()
+    wrong = [problem.partition(" is damaged: ")[2].partition(";")[0] for problem in found.problems[1:]]
+    assert wrong == [
+        f"it has {len(data) - 1} bytes instead of {len(data)}",
+        "missing",
+        "not a safetensors file (a header of 5 bytes in a file of 1)",
+        "has 12 bytes, its header says 10",
+    ]
+    assert "repaired 60 s ago: batch 4 was moved away" in found.lines
+    assert "quarantined batches, whose steps were skipped: 2 (batches/*.quarantined says why)" in found.lines
+
+
+# The reward ---------------------------------------------------------------------------------------------------------------
+
+
+def rewards(run, values, orchestrator, trainer):
+    run.working(idle=2.0)
+    steps = range(1, len(values) + 1)
+    run.metrics(steps, "orchestrator", **{"reward/mean": values, **orchestrator})
+    run.metrics(steps, **trainer)
+    return run.diagnosis().lines
+
+
+FLAT = [0.04, 0.06, 0.06, 0.04] * 4
+
+
+def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
+    for i, values in enumerate([[0.05 * step for step in range(16)], [0.97] * 16, [0.1] * 5]):
+        assert not any("reward does not rise" in line for line in rewards(Run(tmp_path / str(i)), values, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("orchestrator", "trainer", "said"),
+    [
+        (
+            {"rollouts/zero_advantage": 0.9},
+            {},
+            "90% of the rollouts are in groups whose rewards are all equal, at a mean reward of 0.050 (rollo",
+        ),
+        (
+            {"rollouts/truncated": 0.45},
+            {},
+            "45% of the answers were cut off (rollouts/truncated): raise orchestrator.sampling.max_tokens = 256",
+        ),
+        ({"rollouts/errored": 0.3}, {}, "30% of the rollouts failed (rollouts/errored): `error` in rollouts/*.jsonl says why"),
+        ({"lag/mean": 5.5}, {}, "tokens are 5.5 versions old (lag/mean): lower max_lag = 1"),
+        ({}, {"optim/lr": 0.0}, "the learning rate is 0 (optim/lr): raise trainer.optim.lr = "),
+        ({}, {"optim/grad_norm": 0.0}, "all gradients are 0 (optim/grad_norm)"),
+        ({}, {"masked_fraction": 0.5}, "50% of the tokens are masked (masked_fraction)"),
+        (
+            {"lag/mean": 0.0},
+            {"mismatch_kl/mean": 0.02},
+            "trainer and inference disagree: mismatch_kl/mean 0.02 is over 0.006 though no token",
+        ),
+        ({}, {"parity/agrees": 0.0}, "trainer and inference disagree on the same tokens (parity/agrees): `rl doctor --parity MODEL`"),
+        ({}, {"entropy/mean": 0.001}, "the policy is nearly certain of each token (entropy/mean 0.001)"),
+    ],
+)
+def test_why_the_reward_does_not_rise(run, orchestrator, trainer, said):
+    *_, head, hint = rewards(run, FLAT, orchestrator, trainer)
+    assert head == "the reward does not rise: 0.050 in the first 4 steps, 0.050 in the last 4. To see why it does not:"
+    assert hint.startswith(f"  - {said}")
+
+
+def test_no_figure_says_why(run):
+    assert rewards(run, FLAT, {}, {})[-1].endswith(
+        "No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"
+    )
+
+
+# For whoever waited in vain ---------------------------------------------------------------------------------------------
+
+
+def test_last_seen_says_heartbeat_and_the_end_of_the_newest_log(run):
+    assert last_seen(run.dir.status("orchestrator")) == "it has no status file: it is not up, or has ended"
+    run.log("orchestrator-9", "older")
+    run.log("orchestrator-10", "first", "", "last")
+    run.status("orchestrator", does(Phase.FILLING_BATCH, 3), since=80, heartbeat=12)
+    assert last_seen(run.dir.status("orchestrator")).splitlines() == [
+        f"last heartbeat 12 s ago: filling batch 3 for 80 s; the end of {run.dir.logs / 'orchestrator-10.log'}:",
+        "  | first",
+        "  | last",
+    ]
+    run.log("trainer-2", "of all ranks")
+    run.status("trainer-1", does(Phase.LOADING_MODEL), heartbeat=1)
+    assert last_seen(run.dir.status("trainer-1")).endswith("trainer-2.log:\n  | of all ranks")

@@ -1,0 +1,340 @@
+import asyncio
+import json
+import math
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from aiohttp import web
+
+from rl.envs.nemo_gym import environment
+from rl.envs.nemo_gym.environment import NemoGymEnvironment
+from rl.envs.policy import RolloutError
+from rl.system.errors import RunError
+from rl.wire.inference_client import InferenceLostError
+from rl.wire.messages import VersionSpan
+from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
+from tests.web import WebServer
+
+POLICY_URL = "http://127.0.0.1:8321/v1"
+
+
+def tokens(prompt: list[int], completion: list[int]) -> dict:
+    return {"prompt_token_ids": prompt, "generation_token_ids": completion, "generation_log_probs": [-0.5] * len(completion)}
+
+
+def says(text: str, **fields) -> dict:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}], **fields}
+
+
+def reply(*output: dict, reward: object = 1.0, incomplete: str | None = None, temperature: float | None = None, **extra) -> dict:
+    details = {"reason": incomplete} if incomplete else None
+    response = {"output": output, "incomplete_details": details, "usage": {"output_tokens": 7}, "temperature": temperature}
+    return {"response": response, "reward": reward, **extra}
+
+
+ANSWER = reply(says("5", **tokens([1, 2], [3, 4])))
+
+
+class NemoGym:
+    """Head server and agents `adder` and `speller` in one; `answer(agent, row)` gives what `/run` replies: JSON, or a status and a text."""
+
+    def __init__(self, answer=lambda agent, row: ANSWER, agents=("adder", "speller"), returns_tokens=True, policy_url=POLICY_URL):
+        self.answer, self.agents, self.returns_tokens, self.policy_url = answer, agents, returns_tokens, policy_url
+        self.asked: list[tuple[str, dict, dict]] = []
+        self.port = 0
+
+    def handler(self, agent: str):
+        async def run(request: web.Request) -> web.Response:
+            row = await request.json()
+            self.asked.append((agent, row, dict(request.cookies)))
+            given = self.answer(agent, row)
+            if isinstance(given, tuple):
+                return web.Response(status=given[0], text=given[1])
+            done = web.Response(text=json.dumps(given), content_type="application/json")
+            done.set_cookie("session", "of this episode")
+            return done
+
+        return run
+
+    async def config(self, _: web.Request) -> web.Response:
+        model = {"base_url": "${policy_base_url}", "return_token_id_information": self.returns_tokens}
+        servers = {
+            name: {"responses_api_agents": {"simple_agent": {"host": "127.0.0.1", "port": port, "model_server": {"name": "policy_model"}}}}
+            for name, port in self.ports.items()
+        }
+        config = {"policy_base_url": self.policy_url, "policy_model": {"responses_api_models": {"vllm_model": model}}, **servers}
+        return web.json_response(yaml.safe_dump(config))
+
+    async def serve(self, *routes: web.RouteDef, port: int = 0) -> int:
+        server = await self.servers.enter_async_context(WebServer(*routes, port=port))
+        return server.port
+
+    async def __aenter__(self) -> "NemoGym":
+        self.servers = AsyncExitStack()
+        self.ports = {name: await self.serve(web.post("/run", self.handler(name))) for name in self.agents}
+        self.port = await self.serve(web.get("/global_config_dict_yaml", self.config), port=self.port)
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.servers.aclose()
+
+
+class Servers:
+    """Stands for InferenceServers."""
+
+    count = 1
+
+    def __init__(self, version: int = 3):
+        self.version, self.questions = version, 0
+
+    def url(self, server: int) -> str:
+        return POLICY_URL.removesuffix("/v1")
+
+    async def loaded_version(self) -> int:
+        self.questions += 1
+        if self.version < 0:
+            raise InferenceLostError("waited 1 s for inference server 0")
+        return self.version
+
+
+def policy(**spec) -> SimpleNamespace:
+    return SimpleNamespace(endpoint=spec.get("endpoint"), servers=Servers(), spec=PolicySpec(**spec))
+
+
+def write_rows(path: Path, *agents: str | None) -> str:
+    rows = [
+        {"responses_create_params": {"input": f"task {i}", "temperature": 0.1, "top_p": 0.9}, "answer": i, "difficulty": 2.0}
+        | ({"agent_ref": {"name": agent}} if agent else {})
+        for i, agent in enumerate(agents)
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def order(task: int = 0, **sampling) -> PlayGroup:
+    asked = {"temperature": 1.0, "max_tokens": 16} | sampling
+    return PlayGroup(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, server=0)
+
+
+def play(tmp_path, gym: NemoGym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec):
+    """One episode against `gym`; the rollout."""
+
+    async def run():
+        async with gym:
+            env = make(tmp_path, gym, agents, with_policy, **spec)
+            await env.start()
+            try:
+                [[rollout]] = await env.play(order(task, **(sampling or {})), 1)
+                return rollout
+            finally:
+                await env.close()
+
+    return asyncio.run(run())
+
+
+def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymEnvironment:
+    rows = write_rows(tmp_path / "rows.jsonl", *agents)
+    head = f"http://127.0.0.1:{gym.port}/"
+    return NemoGymEnvironment(EnvSpec(name="gym", dataset=rows, head_server=head, **spec), with_policy or policy())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(environment, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(environment, "RECENT_S", 0.0)
+
+
+def fails(cause: str, text: str, *args, **kwargs) -> None:
+    with pytest.raises(RolloutError, match=text) as caught:
+        play(*args, **kwargs)
+    assert caught.value.cause == cause
+
+
+def test_a_row_goes_to_the_agent_that_it_names_with_our_sampling(tmp_path):
+    gym = NemoGym(lambda agent, row: reply(says(agent, **tokens([1], [2]))))
+    rollout = play(tmp_path, gym, task=1, agents=("adder", "speller"), args={"max_tool_calls": 2}, sampling={"top_k": 5, "seed": 7})
+    [(agent, row, cookies)] = gym.asked
+    assert (agent, row["answer"], cookies) == ("speller", 1, {})
+    params = row["responses_create_params"]
+    metadata = json.loads(params.pop("metadata")["extra_body"])
+    assert metadata == {"top_k": 5, "seed": 7}
+    assert params == {"input": "task 1", "temperature": 1.0, "max_output_tokens": 16, "max_tool_calls": 2}  # the row's top_p is gone
+    assert rollout.messages == [{"role": "user", "content": "task 1"}, {"role": "assistant", "content": "speller"}]
+
+
+def test_a_row_without_agent_goes_to_the_only_one(tmp_path):
+    assert play(tmp_path, NemoGym(agents=("adder",)), agents=(None,)).reward == 1.0
+    with pytest.raises(RunError, match=r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"):
+        play(tmp_path, NemoGym(), agents=(None,))
+    with pytest.raises(RunError, match=r"rows are for agent painter; .* has adder, speller"):
+        play(tmp_path, NemoGym(), agents=("painter",))
+
+
+def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
+    call = {"type": "function_call", "name": "add", "arguments": '{"a": 1}', "call_id": "c1"}
+    answer = reply(
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        call | tokens([1, 2], [3, 4, 9]),
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        says("two", **tokens([1, 2, 3, 4, 9, 5], [6, 9])),
+        reward=0.5,
+        accuracy=True,
+        overlap=0.25,
+        difficulty=2.0,
+        note="text",
+        rate=math.inf,
+    )
+    rollout = play(tmp_path, NemoGym(lambda *_: answer))
+    assert [(turn.prompt_ids, turn.completion_ids, turn.logprobs) for turn in rollout.turns] == [
+        ([1, 2], [3, 4, 9], [-0.5] * 3),
+        ([1, 2, 3, 4, 9, 5], [6, 9], [-0.5] * 2),
+    ]
+    assert [turn.policy_versions for turn in rollout.turns] == [[VersionSpan(3, 3)], [VersionSpan(3, 2)]]
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert rollout.messages == [
+        {"role": "user", "content": "task 0"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    assert (rollout.reward, rollout.metrics) == (0.5, {"accuracy": 1.0, "overlap": 0.25})  # difficulty came with the row
+    assert (rollout.stop, rollout.truncated, rollout.overlong) == ("completed", False, False)
+
+
+def test_a_rewritten_history_is_refused_under_enforce_monotonicity(tmp_path):
+    gym = NemoGym(lambda *_: reply(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6]))))
+    assert len(play(tmp_path, gym).turns) == 2
+    fails("not_append_only", "turn 2 does not continue", tmp_path, gym, with_policy=policy(enforce_monotonicity=True))
+
+
+@pytest.mark.parametrize("reward", [math.nan, None, "1", math.inf])
+def test_a_reward_that_is_no_finite_number_fails_the_rollout(tmp_path, reward):
+    fails("reward", "not a finite number", tmp_path, NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), reward=reward)))
+
+
+def test_server_errors_are_repeated_but_not_for_ever(tmp_path):
+    answers = [(500, "busy"), (503, "busy"), ANSWER]
+    assert play(tmp_path, NemoGym(lambda *_: answers.pop(0))).reward == 1.0
+    broken = NemoGym(lambda *_: (500, "KeyError('gold')"))
+    fails("environment", r"head server http://127.0.0.1:\d+\): .*/run answered 500: KeyError\('gold'\)", tmp_path, broken)
+    assert len(broken.asked) == 3
+    wrong = NemoGym(lambda *_: (422, "answer: field required"))
+    fails("environment", "422: answer: field required", tmp_path, wrong)
+    assert len(wrong.asked) == 1
+    fails("environment", "without response.output", tmp_path, NemoGym(lambda *_: {"reward": 1.0}))
+
+
+def test_a_gym_that_dies_and_comes_back_elsewhere_costs_only_failed_rollouts(tmp_path):
+    async def run():
+        gym = NemoGym()
+        async with gym:
+            env = make(tmp_path, gym)
+            await env.start()
+            await env.play(order(), 1)
+            before = dict(gym.ports)
+        with pytest.raises(RolloutError, match=r"Cannot connect.* See ng_run's output; if it is gone, start it with") as caught:
+            await env.play(order(), 1)
+        assert caught.value.cause == "environment"
+        async with gym:
+            assert gym.ports != before
+            [[rollout]] = await env.play(order(), 1)
+            assert rollout.reward == 1.0
+            await env.close()
+
+    asyncio.run(run())
+
+
+def test_load_names_what_is_missing(tmp_path):
+    async def start(env):
+        await env.start()
+
+    nobody = SimpleNamespace(port=9)
+    with pytest.raises(RunError, match=r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"):
+        asyncio.run(start(make(tmp_path, nobody)))
+    with pytest.raises(RunError, match=r"agent adder returns no token ids; .*vllm_model_for_training.yaml"):
+        play(tmp_path, NemoGym(returns_tokens=False))
+    with pytest.raises(RunError, match=r"args.temperature is set by the sampling settings"):
+        make(tmp_path, nobody, args={"temperature": 0.5})
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
+    for dataset, said in (
+        (None, "needs dataset"),
+        ("none.jsonl", "no file none.jsonl"),
+        (str(tmp_path / "bad.jsonl"), r"bad.jsonl:1 is not"),
+    ):
+        with pytest.raises(RunError, match=said):
+            NemoGymEnvironment(EnvSpec(name="gym", dataset=dataset, head_server="http://127.0.0.1:9"), policy())
+
+
+def test_replies_without_tokens(tmp_path):
+    fails("inference", "returns no token ids; .*vllm_model_for_training.yaml", tmp_path, NemoGym(lambda *_: reply(says("5"))))
+    full = play(tmp_path, NemoGym(lambda *_: reply(says(""), incomplete="max_output_tokens", reward=0.0)))
+    assert (full.turns, full.overlong, full.truncated) == ([], True, True)
+    later = play(tmp_path, NemoGym(lambda *_: reply(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens")))
+    assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
+    uneven = says("5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5])
+    fails("inference", "2 sampled ids and 1 logprobs", tmp_path, NemoGym(lambda *_: reply(uneven)))
+
+
+def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
+    rollout = play(tmp_path, NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), incomplete="max_output_tokens")))
+    assert (rollout.truncated, rollout.overlong, rollout.turns[0].finish_reason) == (True, False, "length")
+
+
+def test_another_temperature_than_the_trainers_is_refused(tmp_path):
+    cool = NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), temperature=0.6))
+    assert play(tmp_path, cool, sampling={"temperature": 0.6}).reward == 1.0
+    fails("environment", "sampled at temperature 0.6, not at the 1.0", tmp_path, cool)
+
+
+def test_a_gym_that_asks_another_server_of_this_machine_is_refused(tmp_path):
+    fails("inference", r"asks port \[8000\] .*serves at \[8321\]", tmp_path, NemoGym(policy_url="http://localhost:8000/v1"))
+    assert play(tmp_path, NemoGym(policy_url="http://gateway:8000/v1")).reward == 1.0
+
+
+def test_the_version_is_that_of_the_episodes_start_and_asked_once_a_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "RECENT_S", 60.0)
+    ours = policy()
+
+    async def run():
+        async with NemoGym() as gym:
+            env = make(tmp_path, gym, with_policy=ours)
+            await env.start()
+            played = await asyncio.gather(*(env.play(order(), 1) for _ in range(20)))
+            await env.close()
+            return [min(episode[0].versions) for [episode] in played]
+
+    assert (asyncio.run(run()), ours.servers.questions) == ([3] * 20, 1)
+    ours.servers.version = -1
+    fails("inference", "waited 1 s", tmp_path, NemoGym(), with_policy=ours)
+
+
+def test_a_gym_in_front_of_an_endpoint_is_played_without_tokens(tmp_path):
+    other = policy(endpoint=Endpoint(base_url="http://elsewhere/v1", model="m"))
+    rollout = play(tmp_path, NemoGym(lambda *_: reply(says("5")), returns_tokens=False), with_policy=other)
+    assert (rollout.turns, rollout.num_tokens, rollout.reward) == ([], 7, 1.0)
+
+
+def test_an_episode_that_takes_too_long_fails(tmp_path):
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+
+    gym = NemoGym()
+    gym.handler = lambda agent: slow
+    fails("timeout", "NeMo Gym episode .* took longer than 0.2 s", tmp_path, gym, timeout_s=0.2)
+
+
+def test_splits_and_tasks(tmp_path):
+    held_out = write_rows(tmp_path / "eval.jsonl", "adder")
+    env = make(tmp_path, SimpleNamespace(port=9), ("adder", "adder"), eval_dataset=held_out)
+    assert (env.num_tasks("train"), env.num_tasks("eval")) == (2, 1)
+    task = env.task("train", 1)
+    assert (task["prompt"], task["answer"]) == ([{"role": "user", "content": "task 1"}], 1)
+    assert env.describe()["rows of each agent"] == {"adder": 2}

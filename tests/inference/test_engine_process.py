@@ -1,0 +1,63 @@
+"""An engine that does not answer is told from one that is busy. Fakes of the engine, real processes to stop."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+from rl.inference.engine_process import engine_death, stopped_processes
+
+
+def death(answers: list[float | Exception], *, limit_s: float, **engine) -> tuple[str | None, float]:
+    """What `engine_death` says of an engine that takes so many seconds for each answer, the last for all others; None: nothing in 1 s."""
+    delays = iter(answers)
+    now = [0.0]
+
+    async def collective_rpc(method: str) -> list[bool]:
+        now[0] = next(delays, now[0])
+        if isinstance(now[0], Exception):
+            raise now[0]
+        await asyncio.sleep(now[0])
+        return [True]
+
+    async def watch() -> str | None:
+        fake = SimpleNamespace(collective_rpc=collective_rpc, **{"errored": False, "broken": "", "swapping": False} | engine)
+        try:
+            async with asyncio.timeout(1.0):
+                return await engine_death(fake, limit_s)
+        except TimeoutError:
+            return None
+
+    began = time.monotonic()
+    return asyncio.run(watch()), time.monotonic() - began
+
+
+def test_silence_is_noticed_after_its_time_and_answers_are_not():
+    said, after_s = death([0.0, 0.0, 30.0], limit_s=0.2)
+    assert said is not None and "the engine has not answered for 0 s (inference.engine_timeout_s): it hangs" in said
+    assert 0.3 < after_s < 0.9  # three questions, a quarter of the limit apart, and the limit
+    assert death([0.0, 0.15], limit_s=0.2)[0] is None
+    assert death([RuntimeError("a worker says no")], limit_s=0.2)[0] is None
+    assert death([30.0], limit_s=0.2, swapping=True)[0] is None  # ten times as long
+
+
+def test_a_dead_or_broken_engine_is_noticed_at_once():
+    assert death([0.0], limit_s=60, errored=True)[0] == "the engine process died; its last lines are above"
+    assert death([0.0], limit_s=60, broken="loading failed half-way")[0] == "loading failed half-way"
+    assert death([0.0], limit_s=60, broken="loading failed half-way", swapping=True)[0] is None
+
+
+def test_a_stopped_engine_has_no_excuse():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert child.pid not in stopped_processes()
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        said, _ = death([30.0], limit_s=0.1, swapping=True)
+        assert said is not None and f"process {child.pid} is stopped" in said
+    finally:
+        child.kill()
+        child.wait()

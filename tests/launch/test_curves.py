@@ -1,0 +1,91 @@
+"""The closing report of a run that is written here."""
+
+from pathlib import Path
+
+from rl.launch.curves import draw_curves, duration, final_report, inference_idle, report_lines
+from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.paths import RunDir
+
+
+def synthetic(root, steps: int = 8) -> RunDir:
+    """Reward 0.1 a step, a quarter of the time waiting, inference idle for 30% of long and 0% of short batches."""
+    run_dir = RunDir(root, root / "weights")
+    orchestrator, trainer, evals = (MetricsLog(run_dir.metrics, source) for source in ("orchestrator", "trainer", "eval"))
+    evals.write(0, {"eval/e/reward_mean": 0.05})
+    for step in range(1, steps + 1):
+        long = step % 2 == 0
+        orchestrator.write(
+            step, {"reward/mean": step / 10, "time/batch": 15.0 if long else 5.0, "perf/inference_idle_fraction": 0.3 if long else 0.0}
+        )
+        trainer.write(
+            step, {"loss/mean": 0.1, "entropy/mean": 2.0, "mismatch_kl/mean": 2e-4, "time/step": 10.0, "time/wait_for_batch": 2.5}
+        )
+    evals.write(steps, {"eval/e/reward_mean": 0.7})
+    return run_dir
+
+
+def test_idle_time_is_weighted_by_the_length_of_the_batches(tmp_path):
+    assert round(inference_idle(read_metrics(synthetic(tmp_path).metrics)), 9) == 0.225  # 4 x 15 s x 0.3 of 80 s
+    assert inference_idle({}) is None
+
+
+def test_short_runs_do_not_average_the_same_steps_twice(tmp_path):
+    run_dir = synthetic(tmp_path, steps=3)
+    assert report_lines(read_metrics(run_dir.metrics), run_dir)[1].startswith("reward    0.100 -> 0.300 ")
+
+
+def test_several_environments_are_told_apart():
+    run_dir = RunDir(Path("x"), Path("x"))
+    lines = {(step, "orchestrator"): {"reward/mean": 0.5, "reward/a/mean": step / 10, "reward/a/exact": 1.0} for step in range(1, 9)}
+    assert not [line for line in report_lines(lines, run_dir) if line.endswith("   a")]
+    for step in (2, 4, 6, 8):
+        lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
+    assert report_lines(lines, run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
+
+
+def test_golden_report(tmp_path):
+    run_dir = synthetic(tmp_path)
+    run_dir.weights(8).mkdir(parents=True)
+    said: list[str] = []
+    final_report(read_metrics(run_dir.metrics), run_dir, "r", said.append)
+    assert said == [
+        "8 steps in 1 min 20 s; trainer waited for batches 25%, inference was idle 22% of the time",
+        "reward    0.200 -> 0.700   (mean of the first and of the last steps)",
+        "eval      0.050 -> 0.700   (e, version 0 and version 8)",
+        "mismatch  2.0e-04   (mean KL between inference and trainer on the same tokens)",
+        f"weights   {tmp_path}/weights/000008",
+        f"curves    {tmp_path}/curves.png",
+        f"metrics   {tmp_path}/metrics.jsonl",
+        f"logs      {tmp_path}/logs",
+        f"all of it {tmp_path}",
+    ]
+    picture = run_dir.curves.read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 30_000
+
+
+def test_nothing_happened_nothing_to_report(tmp_path):
+    said: list[str] = []
+    final_report({}, RunDir(tmp_path, tmp_path / "weights"), "r", said.append)
+    assert said == [] and not (tmp_path / "curves.png").exists()
+
+
+def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    log = MetricsLog(run_dir.metrics, "trainer")
+    log.write(1, {"loss/mean": float("nan"), "time/step": 1.0})
+    lines = read_metrics(run_dir.metrics)
+    assert report_lines(lines, run_dir)[0] == "1 step in 1.0 s"
+    draw_curves(lines, run_dir.curves, "r")
+    assert run_dir.curves.exists()
+
+
+def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
+    run_dir = synthetic(tmp_path)
+    run_dir.curves.mkdir()
+    said: list[str] = []
+    final_report(read_metrics(run_dir.metrics), run_dir, "r", said.append)
+    assert said[0] == f"no curves: {run_dir.curves}: Is a directory" and said[1].startswith("8 steps")
+
+
+def test_duration():
+    assert [duration(seconds) for seconds in (3.21, 75, 3725)] == ["3.2 s", "1 min 15 s", "1 h 02 min"]

@@ -1,0 +1,126 @@
+"""How a box is divided, as tables."""
+
+import pytest
+
+from rl.config.command_line import build, parse_args
+from rl.launch.devices import Split, split, write_into
+from rl.system.errors import ConfigError
+from rl.system.machine import Machine
+
+
+def config(*args: str):
+    return build(parse_args(["--orchestrator.environment.id", "e", *args]))
+
+
+def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
+    return split(config(*args), Machine([str(i) for i in range(num_gpus)], list(range(cores)), **more))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "args", "trainer", "inference", "ranks", "vllm"),
+    [
+        (0, [], [], [], 1, {}),
+        (0, ["--trainer.ranks", "2"], [], [], 2, {}),
+        (0, ["--trainer-gpus", "0"], [], [], 1, {}),
+        (1, [], [0], [0], 1, {"gpu_memory_utilization": 0.35}),
+        (1, ["--inference.vllm.gpu_memory_utilization", "0.5"], [0], [0], 1, {}),
+        (1, ["--trainer-gpus", "0"], [], [0], 1, {}),
+        (1, ["--inference-gpus", "0"], [0], [], 1, {}),
+        (2, [], [0], [1], 1, {}),
+        (2, ["--trainer-gpus", "2", "--inference-gpus", "0"], [0, 1], [], 2, {}),
+        (8, [], [0], [1, 2, 3, 4, 5, 6, 7], 1, {"data_parallel_size": 7}),
+        (8, ["--trainer-gpus", "4"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {"data_parallel_size": 4}),
+        (8, ["--trainer.ranks", "2"], [0, 1], [2, 3, 4, 5, 6, 7], 2, {"data_parallel_size": 6}),
+        (8, ["--trainer-gpus", "2", "--inference-gpus", "4"], [0, 1], [4, 5, 6, 7], 2, {"data_parallel_size": 4}),
+        (8, ["--inference-gpus", "0,1"], [2], [0, 1], 1, {"data_parallel_size": 2}),
+        (8, ["--trainer-gpus", "6,7"], [6, 7], [0, 1, 2, 3, 4, 5], 2, {"data_parallel_size": 6}),
+        (8, ["--trainer-gpus", "4", "--inference.vllm.tensor_parallel_size", "4"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {}),
+        (
+            8,
+            ["--trainer-gpus", "4", "--inference.vllm.tensor-parallel-size", "2"],
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            4,
+            {"data_parallel_size": 2},
+        ),
+        (8, ["--trainer-gpus", "4", "--inference.vllm.data_parallel_size", "2"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {}),
+        (4, ["--orchestrator.inference_urls", '["http://a:1"]'], [0], [], 1, {}),
+    ],
+)
+def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
+    division = divide(num_gpus, *args)
+    assert (division.trainer.gpus, division.inference.gpus, division.ranks) == (trainer, inference, ranks)
+    assert division.vllm == vllm
+    for share, gpus in ((division.trainer, trainer), (division.inference, inference)):
+        assert share.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "args", "message"),
+    [
+        (0, ["--trainer-gpus", "1"], "trainer.gpus = 1\n    there are 0 free GPUs here"),
+        (2, ["--trainer-gpus", "3"], "trainer.gpus = 3\n    there are 2 free GPUs here"),
+        (2, ["--trainer-gpus", "[5]"], "trainer.gpus = [5]\n    there are 2 GPUs here: [0, 1]"),
+        (2, ["--trainer-gpus", "[1, 1]"], "name each one once"),
+        (2, ["--inference-gpus", "0,1"], "trainer.gpus = 1\n    there are 0 free GPUs here"),
+        (2, ["--trainer-gpus", "2"], "takes all of them and inference has none"),
+        (2, ["--inference-gpus", "2"], "inference.gpus = 2\n    there are 1 free GPUs here"),
+        (8, ["--trainer-gpus", "4", "--trainer.ranks", "2"], "trainer.ranks = 2\n    must be the number of trainer GPUs, 4"),
+        (8, ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"], "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4"),
+        (0, ["--trainer.ranks", "2", "--trainer.context-parallel", "4"], "trainer.context_parallel = 4\n    must divide the"),
+        (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
+        (4, ["--inference.vllm.tensor_parallel_size", "2"], "must be a multiple of 2"),
+        (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),
+    ],
+)
+def test_what_is_not_there(num_gpus, args, message):
+    with pytest.raises(ConfigError) as error:
+        divide(num_gpus, *args)
+    assert message in str(error.value)
+
+
+def test_cpu_only_shares_all_cores_and_keeps_freed_memory():
+    division = divide(0, cores=4)
+    assert division.trainer.cores == division.inference.cores == [0, 1, 2, 3]
+    assert division.trainer.env["OMP_NUM_THREADS"] == division.inference.env["OMP_NUM_THREADS"] == "4"
+    assert division.trainer.env["MALLOC_TOP_PAD_"] == "268435456" and "MALLOC_TOP_PAD_" not in division.inference.env
+    assert divide(0, "--trainer.ranks", "2", cores=4).trainer.env["OMP_NUM_THREADS"] == "2"
+    assert divide(0, "--trainer.ranks", "8", cores=4).trainer.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_cores_are_split_from_both_ends():
+    division = divide(0, "--trainer-cpus", "1", "--inference-cpus", "3", cores=4)
+    assert (division.trainer.cores, division.inference.cores) == ([0], [1, 2, 3])
+    assert division.inference.env["OMP_NUM_THREADS"] == "3"
+    assert divide(0, "--trainer-cpus", "1,2").trainer.cores == [1, 2]
+
+
+def test_a_containers_quota_bounds_threads():
+    assert divide(0, cores=64, quota=2.5).inference.env["OMP_NUM_THREADS"] == "2"
+    assert divide(0, cores=64, quota=0.5).inference.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_gpu_training_does_not_get_the_cpu_settings():
+    division = divide(2)
+    assert "MALLOC_TOP_PAD_" not in division.trainer.env and "OMP_NUM_THREADS" not in division.inference.env
+
+
+def test_the_cpu_build_of_vllm_is_not_given_gpus():
+    division = divide(2, gpu_inference=False)
+    assert (division.trainer.gpus, division.inference.gpus) == ([0], [])
+
+
+def test_ids_count_among_the_visible_ones():
+    division = split(config("--trainer-gpus", "[1]"), Machine(["4", "GPU-ab"], [0]))
+    assert division.trainer.env["CUDA_VISIBLE_DEVICES"] == "GPU-ab" and division.inference.env["CUDA_VISIBLE_DEVICES"] == "4"
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])
+def test_the_written_division_divides_the_same_again(num_gpus):
+    box = Machine([str(i) for i in range(num_gpus)], [0, 1])
+    given = config("--trainer-cpus", "1")
+    division = split(given, box)
+    written = write_into(given, division)
+    assert written.inference.vllm == division.vllm and written.trainer.cpus == [0] and written.inference.cpus is None
+    again = split(written, box)
+    assert (again.trainer, again.inference, again.ranks, again.vllm) == (division.trainer, division.inference, division.ranks, {})

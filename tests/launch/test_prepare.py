@@ -1,0 +1,278 @@
+"""The rules of the run directory: new, --clean, --resume, --resume N, and what a resume may change."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rl.config.command_line import build, from_toml, parse_args
+from rl.config.run import RLConfig
+from rl.launch.prepare import Prepared, prepare, ranges
+from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.status import hold_role
+from rl.system.errors import RunError
+from rl.wire.batch_file import write_batch
+from rl.wire.messages import TrainBatch
+
+
+class Place:
+    """Prepares runs named `r` in one directory, as `rl` would, and lets go of them again."""
+
+    def __init__(self, tmp: Path):
+        self.tmp = tmp
+        self.run_dir = self.config().run_dir
+        self.root = self.run_dir.root
+
+    def config(self, *args: str, **variables: str) -> RLConfig:
+        base = ["--orchestrator.environment.id", "e", "--name", "r", "--output_dir", str(self.tmp / "outputs")]
+        return build(parse_args([*base, *args], variables)).with_absolute_paths()
+
+    def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
+        prepared = prepare(self.config(*args), resume=resume, clean=clean)
+        os.close(prepared.lock)
+        return prepared
+
+    def fails(self, *args: str, resume: int | None = None, clean: bool = False) -> str:
+        with pytest.raises(RunError) as error:
+            self(*args, resume=resume, clean=clean)
+        return str(error.value)
+
+    def fill(self, steps: int, checkpoints: tuple[int, ...] = ()) -> None:
+        """What a run of so many steps leaves."""
+        for step in range(1, steps + 1):
+            write_batch(self.run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
+            self.run_dir.weights(step).mkdir(parents=True)
+            self.run_dir.rollouts(step).parent.mkdir(exist_ok=True)
+            self.run_dir.rollouts(step).touch()
+            MetricsLog(self.run_dir.metrics, "trainer").write(step, {"loss/mean": 1.0})
+        for step in checkpoints:
+            self.run_dir.checkpoint(step).mkdir(parents=True)
+        self.run_dir.pending.touch()
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_a_new_run_has_its_resolved_configuration(place):
+    prepared = place()
+    assert prepared.notes == []
+    assert from_toml(place.run_dir.config) == place.config()
+
+
+def test_an_existing_run_needs_resume_or_clean(place):
+    place()
+    assert place.fails() == f"{place.root} exists: continue that run with --resume, delete it with --clean, or choose another --name"
+    assert "give one of them" in place.fails(resume=-1, clean=True)
+
+
+def test_resume_of_a_run_that_is_not_there_starts_it(place):
+    assert place(resume=-1).notes == []
+    assert place.run_dir.config.exists()
+
+
+def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):
+    place.run_dir.status("x").parent.mkdir(parents=True)
+    (place.root / ".config.toml.123.tmp").touch()
+    assert place().notes == []
+
+
+@pytest.mark.parametrize("how", [{}, {"clean": True}, {"resume": -1}])
+def test_only_run_directories_are_touched(place, how):
+    place.root.mkdir(parents=True)
+    (place.root / "thesis.tex").touch()
+    assert "is not a run directory: it has no config.toml but thesis.tex" in place.fails(**how)
+    assert [path.name for path in place.root.iterdir()] == ["thesis.tex"]
+
+
+def test_clean_starts_over(place):
+    place()
+    place.fill(3, (2,))
+    (place.root / "wandb.json").write_text("{}")
+    place.run_dir.status("trainer").write_text("{}")
+    assert place("--max_lag", "0", clean=True).notes == [f"deleted the run in {place.root}"]
+    assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "status"]
+    assert [path.name for path in place.run_dir.status_dir.iterdir()] == ["rl.lock"]
+    assert from_toml(place.run_dir.config).max_lag == 0
+
+
+def test_weights_elsewhere_belong_to_the_run(place):
+    elsewhere = place.tmp / "memory" / "r"
+    args = ("--trainer.weights.dir", str(place.tmp / "memory"))
+    (elsewhere / "000002").mkdir(parents=True)
+    assert f"{elsewhere} holds versions 2 to 2 of another run" in place.fails(*args)
+    (elsewhere / ".000003.tmp").mkdir()
+    (elsewhere / "mine").touch()
+    place(*args, clean=True)
+    assert [path.name for path in elsewhere.iterdir()] == ["mine"]
+    (elsewhere / "mine").unlink()
+    (elsewhere / "000001").mkdir()
+    place(clean=True)  # the weights of the run as it was configured before
+    assert not elsewhere.exists()
+
+
+def test_another_configuration_is_refused_with_every_difference(place):
+    place()
+    before = place.run_dir.config.read_bytes()
+    said = place.fails("--seed", "1", "--max_lag", "0", "--orchestrator.environment.args.n", "5", "--max_steps", "9", resume=-1)
+    assert said.splitlines()[:4] == [
+        f"{place.root} was made with another configuration, 3 settings differ:",
+        "  seed: 0 -> 1",
+        "  max_lag: 1 -> 0",
+        "  orchestrator.environment.0.args.n: None -> 5",
+    ]
+    assert "--name" in said and "--clean" in said
+    assert place.run_dir.config.read_bytes() == before and not (place.root / "changes.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "old", "new"),
+    [
+        ("max_steps", "200", 100, 200),
+        ("trainer.optim.lr", None, 0, 0),
+        ("inference.vllm.max_num_seqs", "8", None, 8),
+        ("inference.port", "8000", 0, 8000),
+        ("trainer.checkpoint.interval", "5", None, 5),
+        ("trainer.weights.keep_last", "5", 3, 5),
+        ("trainer.micro_batch_tokens", "512", 4096, 512),
+        ("trainer.activation_checkpointing", "full", "none", "full"),
+        ("trainer.gpus", "2", None, 2),
+        ("orchestrator.rollout_timeout_s", "5", 600.0, 5.0),
+        ("orchestrator.show_rollout_every", "0", 5, 0),
+        ("wandb.project", "p", None, "p"),
+    ],
+)
+def test_what_may_change_is_recorded(place, key, value, old, new):
+    place()
+    place.fill(3, (2,))
+    prepared = place(*([f"--{key}", value] if value else []), resume=-1)
+    changes = place.root / "changes.jsonl"
+    if value is None:
+        assert not changes.exists() and prepared.notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"]
+        return
+    (line,) = [json.loads(line) for line in changes.read_text().splitlines()]
+    assert line.pop("time") > 1.7e9
+    assert line == {"step": 2, "key": key, "old": old, "new": new}
+    assert prepared.notes[1] == f"changed: {key}: {old!r} -> {new!r}"
+    assert from_toml(place.run_dir.config) == place.config(f"--{key}", value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--trainer.optim.lr", "1"],
+        ["--orchestrator.batch_size", "8"],
+        ["--model.name", "x"],
+        ["--orchestrator.environment.id", "f"],
+        ["--orchestrator.sampling.max_tokens", "9"],
+        ["--trainer.loss.truncate", "3"],
+        ["--trainer.weights.dir", "/dev/shm"],
+        ["--trainer.attention", "eager"],
+    ],
+)
+def test_what_may_not_change(place, args):
+    place()
+    assert "was made with another configuration" in place.fails(*args, resume=-1)
+
+
+def test_workers_and_evals_may_change_in_their_lists(place):
+    place("--orchestrator.eval.interval", "5")
+    place("--orchestrator.eval.interval", "2", "--orchestrator.environment.workers", "3", resume=-1)
+    keys = [json.loads(line)["key"] for line in (place.root / "changes.jsonl").read_text().splitlines()]
+    assert sorted(keys) == ["orchestrator.environment.0.workers", "orchestrator.eval.0.interval"]
+
+
+def test_resume_at_a_step_moves_the_rest_away(place):
+    place()
+    place.fill(4, (1, 3))
+    (place.root / "wandb.json").write_text("{}")
+    prepared = place(resume=2)
+    (away,) = place.run_dir.discarded.iterdir()
+    assert prepared.notes == [f"resuming {place.root}: checkpoint 1, newest batch 2", f"moved everything after step 2 to {away}"]
+    assert prepared.run_dir.newest_batch() == 2
+    left = sorted(
+        str(path.relative_to(place.root)) for path in place.root.rglob("*") if path.name[:6].isdigit() and away not in path.parents
+    )
+    assert [path for path in left if not path.startswith("discarded")] == [
+        "batches/000001.batch", "batches/000002.batch", "checkpoints/000001", "rollouts/000001.jsonl", "rollouts/000002.jsonl",
+        "weights/000001", "weights/000002",
+    ]  # fmt: skip
+    assert sorted(str(path.relative_to(away)) for path in away.rglob("*") if path.suffix or path.name.isdigit()) == [
+        "batches/000003.batch", "batches/000004.batch", "batches/pending.log", "checkpoints/000003", "metrics.jsonl",
+        "rollouts/000003.jsonl", "rollouts/000004.jsonl", "wandb.json", "weights/000003", "weights/000004",
+    ]  # fmt: skip
+    assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()] == [3, 4]
+
+
+def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(place):
+    """The batches were moved, and `rl` died; what it prints, and what one types, is a plain --resume."""
+    place()
+    place.fill(4, (1,))
+    for step in (3, 4):
+        place.run_dir.batch(step).unlink()
+    place(resume=-1)
+    assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (2, "--resume 2: needs batches 1 to 2 of {root}, 2 missing; there are batches 1, 3-5 and checkpoints 3"),
+        (3, None),
+        (5, None),
+        (7, "--resume 7: needs batches 4 to 7 of {root}, 6-7 missing; there are batches 1, 3-5 and checkpoints 3"),
+        (1, None),
+        (0, None),
+    ],
+)
+def test_resume_at_a_step_needs_the_batches_after_the_checkpoint(place, step, message):
+    place()
+    place.fill(5, (3,))
+    place.run_dir.batch(2).unlink()
+    if message:
+        assert place.fails(resume=step) == message.format(root=place.root)
+        assert not place.run_dir.discarded.exists() and place.run_dir.metrics.read_text().count("\n") == 5
+    else:
+        assert place(resume=step).run_dir.newest_batch() == step
+
+
+def test_a_changed_variable_is_a_changed_setting_of_a_resume(place):
+    place()
+    with pytest.raises(RunError, match=r"made with another configuration, 1 setting differs:\n  seed: 0 -> 1\n"):
+        prepare(place.config(RL__SEED="1"), resume=-1, clean=False)
+    prepared = prepare(place.config("--max_steps", "7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"), resume=-1, clean=False)
+    os.close(prepared.lock)
+    assert from_toml(place.run_dir.config) == place.config("--max_steps", "7", "--supervisor.max_restarts", "1")
+
+
+def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):
+    monkeypatch.setattr("rl.launch.prepare.ROLE_WAIT_S", 0.3)
+    place()
+    survivor = hold_role(place.run_dir.lock("trainer"))
+    assert f"{place.root}: trainer of this run is already running (pid {os.getpid()} on " in place.fails(resume=-1)
+    os.close(survivor)
+    place(resume=-1)
+
+
+def test_status_files_of_the_last_attempt_are_gone(place):
+    place()
+    place.run_dir.status("inference").write_text("{}")
+    place(resume=-1)
+    assert not place.run_dir.status("inference").exists()
+
+
+def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    args = ["--orchestrator.environment.id", "e", "--model.name", "model", "--trainer.weights.dir", "w", "--model.chat_template", "t.jinja"]
+    config = build(parse_args(args)).with_absolute_paths()
+    assert config.model.name == str(tmp_path / "model") and config.model.chat_template == str(tmp_path / "t.jinja")
+    assert config.run_dir.root == tmp_path / "outputs" / "e-model" and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
+    assert build(parse_args([*args, "--model.name", "owner/m"])).with_absolute_paths().model.name == "owner/m"
+
+
+def test_ranges():
+    assert ranges([7, 1, 2, 3, 4]) == "1-4, 7" and ranges([]) == "none"

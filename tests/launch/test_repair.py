@@ -1,0 +1,169 @@
+"""Bit rot in every kind of file of a run: what is found, what is moved away, and where the run goes on."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from rl.launch.repair import repair
+from rl.orchestrator.pending import PendingLog
+from rl.run_dir.checksums import checksum
+from rl.run_dir.hashes import sha256
+from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.paths import RunDir, numbered
+from rl.wire.batch_file import TrainBatch, write_batch, write_rollouts
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
+
+
+def version(run_dir: RunDir, number: int) -> None:
+    folder, data = run_dir.weights(number), bytes([number] * 8)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    (folder / "digests.json").write_text(json.dumps({"tensors": {"w": sha256(data)}}))
+
+
+def checkpoint(run_dir: RunDir, step: int) -> None:
+    folder = run_dir.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(bytes([step]) * 100)
+    files = {"__0_0.distcp": checksum(folder / "__0_0.distcp")}
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "world_size": 1, "model": "m", "files": files}))
+
+
+def finished(group_id: int, sampled_by: int) -> Group:
+    turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(sampled_by, 1)], finish_reason="stop")
+    return Group(group_id=group_id, env="e", task=0, rollouts=[Rollout(turns=[turn])], advantages=[0.0])
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Six steps, checkpoints at 2 and 4, two groups waiting."""
+    run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
+    for step in range(1, 7):
+        write_batch(run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
+        lines = [{"group_id": 2 * step + i // 2, "rollout_id": i % 2, "env": "e"} for i in range(4)]
+        write_rollouts(run_dir.rollouts(step), b"".join(json.dumps(line).replace(" ", "").encode() + b"\n" for line in lines))
+        MetricsLog(run_dir.metrics, "trainer").write(step, {"loss/mean": 1.0})
+        if step > 3:
+            version(run_dir, step)
+    for step in (2, 4):
+        checkpoint(run_dir, step)
+    PendingLog(run_dir.pending).append([finished(14, 4), finished(15, 5)])
+    return run_dir
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def left(run_dir):
+    kinds = [numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints), numbered(run_dir.weights_dir)]
+    return [list(kind) for kind in kinds]
+
+
+def test_a_sound_run_is_left_alone(run_dir):
+    assert repair(run_dir) == [] == repair(run_dir, thorough=False)
+    assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]] and not run_dir.discarded.exists()
+
+
+def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
+    flip(run_dir.batch(5))
+    (remark,) = repair(run_dir)
+    (away,) = run_dir.discarded.iterdir()
+    assert remark == (
+        f"{run_dir.batch(5)}: damaged record at byte 0 (magic, length or checksum does not fit); everything after step 4 was moved to "
+        f"{away}: batches 5 to 6 are sampled and trained again, and the 4 groups in them are dropped"
+    )
+    assert left(run_dir) == [[1, 2, 3, 4], [2, 4], [4]]
+    log = PendingLog(run_dir.pending)
+    assert log.load(set(), 4) == ["1 finished groups are dropped: versions after 4, which were taken back, sampled them"]
+    assert [group.group_id for group in log.groups] == [14]
+    assert sorted(read_metrics(run_dir.metrics)) == [(step, "trainer") for step in range(1, 5)]
+    assert (away / "remarks.txt").read_text() == remark + "\n" and (away / "batches" / "000005.batch").exists()
+    assert repair(run_dir) == []
+
+
+def test_a_batch_before_the_checkpoint_is_not_needed(run_dir):
+    flip(run_dir.batch(2))
+    assert repair(run_dir) == [] and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_costs_nothing_else(run_dir):
+    flip(run_dir.checkpoint(4) / "__0_0.distcp")
+    assert repair(run_dir, thorough=False) == []  # its reader will tell
+    (remark,) = repair(run_dir)
+    assert "000004/__0_0.distcp: damaged; the trainer starts from an older checkpoint (moved to " in remark
+    assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2], [4, 5, 6]]
+
+
+def test_a_missing_batch_behind_a_damaged_checkpoint_goes_back_further(run_dir):
+    flip(run_dir.checkpoint(4) / "__0_0.distcp")
+    run_dir.batch(3).unlink()
+    first, second = repair(run_dir)
+    assert "checkpoint" in first and "000003.batch: missing; everything after step 2" in second
+    assert left(run_dir) == [[1, 2], [2], []]
+
+
+def test_nothing_sound_starts_over(run_dir):
+    for path in [*(run_dir.checkpoint(step) / "manifest.json" for step in (2, 4)), run_dir.batch(1)]:
+        flip(path)
+    assert "everything after step 0" in repair(run_dir)[-1]
+    assert left(run_dir) == [[], [], []]
+
+
+def test_damaged_weights_are_made_again(run_dir):
+    flip(run_dir.weights(6) / "model.safetensors")
+    (remark,) = repair(run_dir, thorough=False)
+    assert "tensor w is not what was written; the trainer makes it again" in remark and left(run_dir)[2] == [4, 5]
+
+
+def test_damaged_rollouts_are_named(run_dir):
+    flip(run_dir.rollouts(1))
+    (remark,) = repair(run_dir)
+    assert "000001.jsonl: damaged, its checksum does not fit; nothing but its readers needs it" in remark
+    assert not run_dir.rollouts(1).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("has_data", [True, False])
+def test_supervised_runs_have_no_batches(run_dir, has_data):
+    """Nor is their data needed to know that: whoever deletes damaged data has it made anew, and keeps the checkpoints."""
+    for step in range(1, 7):
+        run_dir.batch(step).unlink()
+    if has_data:
+        run_dir.data.mkdir()
+    flip(run_dir.checkpoint(4) / "__0_0.distcp")
+    assert len(repair(run_dir, logged=False)) == 1 and left(run_dir) == [[], [2], [4, 5, 6]]
+
+
+class FailingDisk:
+    """Path.open that cannot give some files back."""
+
+    def __init__(self, monkeypatch, *lost):
+        really = Path.open
+
+        def opened(path, *args, **more):
+            if path in lost:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return really(path, *args, **more)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+def test_what_the_disk_cannot_give_back_is_damaged(run_dir, monkeypatch):
+    FailingDisk(monkeypatch, run_dir.checkpoint(4) / "__0_0.distcp", run_dir.batch(6), run_dir.rollouts(1))
+    remarks = repair(run_dir)
+    assert "__0_0.distcp: cannot be read (Input/output error); the trainer starts from an older checkpoint" in remarks[0]
+    assert "000006.batch: cannot be read (Input/output error); everything after step 5 was moved" in remarks[1]
+    assert left(run_dir) == [[1, 2, 3, 4, 5], [2], [4, 5]] and not run_dir.rollouts(1).exists()
+
+
+def test_groups_that_wait_can_be_looked_up_after_a_repair(run_dir):
+    flip(run_dir.batch(6))
+    repair(run_dir)
+    (away,) = run_dir.discarded.iterdir()
+    assert (away / "batches" / "pending.log").read_bytes() == run_dir.pending.read_bytes()

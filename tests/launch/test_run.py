@@ -1,0 +1,276 @@
+"""`rl` as a command, with small scripts in place of the three processes: what it starts, watches, says and leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.config.command_line import from_toml
+from rl.launch.run import resume_command
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import write_batch
+from rl.wire.messages import TrainBatch
+from tests.waiting import alive, until
+
+DRIVER = """
+import sys, rl.launch.roles
+prelude = '''
+import json, os, signal, sys, time
+from pathlib import Path
+from rl.config.command_line import from_toml
+from rl.run_dir.metrics import MetricsLog
+from rl.system.linux import die_with_parent
+from rl.run_dir.status import Status
+from rl.run_dir.status import Phase, Status
+from rl.system.linux import die_with_parent
+die_with_parent()
+name, root = sys.argv[1], Path(sys.argv[2])
+print(os.getpid(), file=open(root / "pids", "a"), flush=True)
+config = from_toml(root / "config.toml")
+'''
+scripts = {scripts!r}
+rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", prelude + scripts[name], name, str(run_dir.root)]
+import rl.main
+sys.exit(rl.main.main())
+"""
+SCRIPTS = {
+    "model": "",
+    "inference": """
+status = Status(root / "status/inference.json", name)
+status.enter(Phase.LOADING_MODEL)
+time.sleep(0.3)
+status.enter(Phase.SERVING, address="http://127.0.0.1:1")
+time.sleep(60)
+""",
+    "orchestrator": """
+while not config.orchestrator.inference_urls and not (root / "status/inference.json").exists():
+    time.sleep(0.05)
+time.sleep(0.5)
+log, evals = MetricsLog(root / "metrics.jsonl", name), MetricsLog(root / "metrics.jsonl", "eval")
+evals.write(0, {"eval/e/reward_mean": 0.1})
+for step in range(1, config.max_steps + 1):
+    (root / "rollouts").mkdir(exist_ok=True)
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rollout = {"env": "e", "group_id": 1, "rollout_id": 0, "messages": messages, "reward": 1.0, "advantage": 0.5, "trained": True}
+    (root / f"rollouts/{step:06d}.jsonl").write_text(json.dumps(rollout) + "\\n")
+    log.write(step, {"reward/mean": step / 10, "lag/mean": 0.5})
+evals.write(config.max_steps, {"eval/e/reward_mean": 0.9})
+""",
+    "trainer": """
+log = MetricsLog(root / "metrics.jsonl", name)
+for step in range(1, config.max_steps + 1):
+    time.sleep(0.05)
+    log.write(step, {"loss/mean": -0.01, "entropy/mean": 1.0, "mismatch_kl/mean": 1e-5, "time/step": 2.0, "time/wait_for_batch": 0.5})
+""",
+}
+FOREVER = "time.sleep(60)\n"
+
+
+class Run:
+    """A run of the command in a directory of its own."""
+
+    def __init__(self, tmp: Path):
+        self.tmp = tmp
+        self.root = tmp / "outputs" / "r"
+        self.run_dir = RunDir(self.root, self.root / "weights")
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, *args: str, **scripts: str) -> subprocess.Popen:
+        code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
+        base = ["--orchestrator.environment.id", "e", "--name", "r", "--max_steps", "3", "--output_dir", str(self.tmp / "outputs")]
+        command_line = [sys.executable, "-c", code, *base, *args]
+        process = subprocess.Popen(command_line, cwd=self.tmp, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    def __call__(self, *args: str, **scripts: str) -> tuple[int, str, str]:
+        process = self.start(*args, **scripts)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def pids(self, count: int) -> list[int]:
+        path = self.root / "pids"
+        until(lambda: path.exists() and len(path.read_text().split()) >= count, 20)
+        return [int(word) for word in path.read_text().split()]
+
+    def nobody_left(self) -> bool:
+        """Whether none of its processes runs; one that has ended may stand in the process table until init has reaped it."""
+        return not any(alive(pid) for pid in self.pids(1))
+
+
+@pytest.fixture
+def rl(tmp_path):
+    run = Run(tmp_path)
+    yield run
+    for process in run.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_from_start_to_report(rl):
+    code, out, err = rl()
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert "  inference: loading the model" in lines and "  eval at version 0: e 0.100" in lines
+    assert [line.split()[:2] for line in lines if line[:6].strip().isdigit()] == [["1", "0.100"], ["2", "0.200"], ["3", "0.300"]]
+    assert "  assistant: 2" in lines
+    assert "3 steps in 6.0 s; trainer waited for batches 25% of the time" in lines
+    assert "reward    0.100 -> 0.300   (mean of the first and of the last steps)" in lines
+    assert "eval      0.100 -> 0.900   (e, version 0 and version 3)" in lines
+    assert rl.run_dir.curves.stat().st_size > 20_000
+    assert {path.name for path in rl.run_dir.logs.iterdir()} == {f"{name}-1.log" for name in SCRIPTS}
+    assert rl.nobody_left()
+    config = from_toml(rl.run_dir.config)
+    assert config.trainer.ranks == 1 and config.run_dir.root == rl.root
+
+
+@pytest.mark.parametrize("name", ["inference", "orchestrator", "trainer"])
+def test_with_no_restarts_a_child_that_fails_ends_the_run(rl, name):
+    waiting = dict.fromkeys(("inference", "orchestrator", "trainer"), FOREVER)
+    dying = "for i in range(30): print('line', i)\nprint('out of luck', file=sys.stderr)\ntime.sleep(0.5)\nsys.exit(7)\n"
+    began = time.monotonic()
+    code, _, err = rl("--supervisor.max_restarts", "0", **(waiting | {name: dying}))
+    assert code == 1 and time.monotonic() - began < 15
+    assert f"rl: {name} ended with exit code 7. The end of its log:\n  | line 11\n" in err
+    assert f"  | line 29\n  | out of luck\n  the whole log: {rl.run_dir.logs}/{name}-1.log\n" in err
+    assert err.endswith(f"--output_dir {rl.tmp}/outputs --supervisor.max_restarts 0 --resume\n")
+    assert rl.nobody_left()
+
+
+def test_a_run_whose_processes_are_killed_ends_well(rl):
+    """Every one once, one of them with a mess in its environment; the run goes on without a human."""
+    crash = "attempt = len(list((root / 'logs').glob(f'{name}-*.log')))\nif attempt == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code, out, err = rl("--supervisor.backoff_s", "0.1", **{name: crash + script for name, script in SCRIPTS.items()})
+    assert (code, err) == (0, "")
+    events = [json.loads(line) for line in rl.run_dir.events.read_text().splitlines()]
+    for name in SCRIPTS:
+        mine = [(event["event"], event["attempt"]) for event in events if event["process"] == name]
+        assert mine[:2] == [("death", 1), ("restart", 2)]
+        assert f"  {name} was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`), before its first status; it" in out
+    assert "3 steps in 6.0 s" in out and rl.nobody_left()
+
+
+def test_inference_must_not_end_before_the_run_not_even_well(rl):
+    code, _, err = rl("--supervisor.max_restarts", "0", inference="", orchestrator=FOREVER, trainer=FOREVER)
+    assert code == 1 and "rl: inference ended with exit code 0. The end of its log:" in err
+
+
+def test_a_server_that_does_not_come_up_in_time(rl):
+    slow = "status = Status(root / 'status/inference.json', name)\nstatus.enter(Phase.LOADING_MODEL)\ntime.sleep(60)\n"
+    code, _, err = rl("--inference.startup_timeout_s", "2", inference=slow, orchestrator=FOREVER, trainer=FOREVER)
+    assert code == 1
+    assert "inference is not ready after inference.startup_timeout_s = 2 s; it was doing: loading the model" in err
+
+
+def test_inference_elsewhere_is_not_started(rl):
+    code, _, err = rl("--orchestrator.inference_urls", '["http://127.0.0.1:1"]')
+    assert (code, err) == (0, "")
+    assert not list(rl.run_dir.logs.glob("inference*"))
+
+
+def test_a_model_that_cannot_be_found(rl):
+    code, _, err = rl(model="sys.exit('model.name: not there')")
+    assert code == 1
+    assert err.startswith(f"rl: model.name: not there\n  the whole log: {rl.run_dir.logs}/model-1.log\n")
+
+
+@pytest.mark.parametrize(
+    ("phase", "signum", "expected"), [("model", signal.SIGINT, 130), ("start-up", signal.SIGTERM, 143), ("running", signal.SIGINT, 130)]
+)
+def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, expected):
+    scripts = {"orchestrator": FOREVER, "trainer": FOREVER}
+    if phase == "model":
+        scripts["model"] = FOREVER
+    if phase == "start-up":
+        scripts["inference"] = FOREVER
+    process = rl.start(**scripts)
+    rl.pids(1 if phase == "model" else 4)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == expected
+    assert f"{signum.name}: stopping" in err and "resume with: rl " in err
+    assert rl.nobody_left()
+
+
+def test_a_second_signal_kills_what_does_not_stop(rl):
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid(), file=open(root / 'pids', 'a'), flush=True)\n" + FOREVER
+    process = rl.start(orchestrator=deaf, trainer=FOREVER)
+    rl.pids(5)
+    process.send_signal(signal.SIGINT)
+    assert "stopping" in process.stderr.readline()
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130 and time.monotonic() - began < 5
+    assert rl.nobody_left()
+
+
+def test_sigkill_of_rl_leaves_nobody(rl):
+    process = rl.start(orchestrator=FOREVER, trainer=FOREVER)
+    pids = rl.pids(4)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_second_rl_on_the_same_run_is_refused(rl):
+    first = rl.start(orchestrator=FOREVER, trainer=FOREVER)
+    rl.pids(4)
+    code, _, err = rl("--clean")
+    assert code == 1 and f"rl of this run is already running (pid {first.pid} on " in err
+    assert first.poll() is None
+
+
+def test_resume_continues_without_printing_old_steps(rl):
+    assert rl()[0] == 0
+    for step in (1, 2, 3):  # without its batch a step was taken back, and its line goes
+        write_batch(rl.root / "batches" / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), None)
+    code, _, err = rl()
+    assert (code, err) == (1, f"rl: {rl.root} exists: continue that run with --resume, delete it with --clean, or choose another --name\n")
+    last = "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (3, 4): log.write(step, {'loss/mean': 5.0, 'reward/mean': 0.5})\n"
+    code, out, err = rl("--max_steps", "4", "--resume", orchestrator=last, trainer=last)
+    assert (code, err) == (0, "")
+    assert f"resuming {rl.root}: checkpoint none, newest batch 3\nchanged: max_steps: 3 -> 4\n" in out
+    assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == ["4"]
+    assert (rl.run_dir.logs / "trainer-2.log").exists()
+
+
+def test_a_disk_that_cannot_be_written(rl):
+    (rl.tmp / "outputs").touch()
+    assert rl()[::2] == (1, f"rl: {rl.tmp}/outputs/r/status: Not a directory\n")
+
+
+def test_configuration_errors_exit_with_2(rl):
+    code, _, err = rl("--bogus", "1")
+    assert code == 2 and "unknown key" in err
+    code, _, err = rl("--trainer-gpus", "64")
+    assert code == 2 and err.startswith("rl: trainer.gpus = 64\n    there are ")
+    assert not rl.root.exists()
+
+
+def test_resume_command():
+    assert resume_command(["@", "run.toml", "--clean", "--x", "a b"]) == "rl @ run.toml --x 'a b' --resume"
+    assert resume_command(["@run.toml", "--resume", "40"]) == "rl @run.toml --resume"
+
+
+def test_wandb_offline_gets_every_step_once(rl, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    code, _, err = rl("--wandb")
+    assert code == 0, err
+    state = json.loads((rl.root / "wandb.json").read_text())
+    assert state["sent"] == {"eval": 3, "orchestrator": 3, "trainer": 3}
+    assert list((rl.root / "wandb").glob("offline-run-*")), os.listdir(rl.root)
+    code, _, err = rl("--wandb", "--resume", orchestrator="", trainer="")
+    assert code == 0, err
+    assert json.loads((rl.root / "wandb.json").read_text()) == state
+
+
+def test_wandb_that_fails_does_not_end_the_run(rl, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "not a url")
+    code, out, _ = rl("--wandb")
+    assert code == 0 and "warning: Weights & Biases failed" in out

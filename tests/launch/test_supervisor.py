@@ -1,0 +1,419 @@
+"""The restart policy with small scripts in place of the processes: who is started again when, who waits, what is said and left."""
+
+import json
+import os
+import signal
+import sys
+import time
+import types
+
+import pytest
+
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.launch.roles import Role
+from rl.launch.supervisor import Supervisor
+from rl.run_dir.metrics import MetricsReader
+from rl.system.errors import DAMAGED, GIVE_UP, RunError
+from rl.system.process_table import entry, markers
+
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+name, root = sys.argv[1], sys.argv[2]
+attempt = sum(1 for path in os.listdir(root + "/logs") if path.startswith(name + "-"))
+def status(phase, step=None, file=name, **more):
+    with open(f"{root}/status/.{file}", "w") as out:
+        json.dump({"process": name, "pid": os.getpid(), "phase": phase, "step": step, "heartbeat": time.time(), **more}, out)
+    os.rename(f"{root}/status/.{file}", f"{root}/status/{file}.json")
+def note(pid):
+    print(pid, file=open(root + "/pids", "a"), flush=True)
+def beat(phase, step=None, seconds=60, **more):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not os.path.exists(root + "/enough"):
+        status(phase, step, **more)
+        time.sleep(0.05)
+"""
+LEAVE = """
+from rl.system.warm_start import leave
+leave(lambda: print("imported", flush=True))
+"""
+WORK = {
+    "inference": "beat('serving', address='http://x')",
+    "orchestrator": "beat('filling_batch', 1)",
+    "trainer": "beat('training', 1, progress=1)",
+}
+
+
+class Run:
+    """A supervisor over scripts, in a run directory of its own."""
+
+    def __init__(self, tmp_path, **settings):
+        config = {"max_restarts": 5, "backoff_s": 0.05, "silence_s": 5.0} | settings
+        self.config = RLConfig(name="r", output_dir=str(tmp_path), supervisor=config, orchestrator={"environment": [{"id": "e"}]})
+        self.run_dir, self.said = self.config.run_dir, list[str]()
+        self.root = self.run_dir.root
+        for name in ("logs", "status", "batches"):
+            (self.root / name).mkdir(parents=True)
+        self.children = Children()
+        self.reader = MetricsReader(self.run_dir.metrics)
+        self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
+
+    def begin(self, **scripts):
+        commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
+        self.supervisor.begin([Role(name, command, dict(os.environ)) for name, command in commands.items()])
+
+    def begin_warm(self, name, code):
+        """One process alone, which leaves copies of itself behind."""
+        command = [sys.executable, "-c", LEAVE + PRELUDE + code, name, str(self.root)]
+        self.supervisor.begin([Role(name, command, dict(os.environ), leaves_copy=True)])
+
+    def until(self, condition, timeout_s=10.0):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, (self.said, self.events())
+            self.supervisor.poll(self.reader.new())
+            time.sleep(0.01)
+
+    def finish(self):
+        self.until(lambda: self.supervisor.finished)
+
+    def events(self, kind="", process=""):
+        events = [json.loads(line) for line in self.run_dir.events.read_text().splitlines()]
+        return [event for event in events if kind in ("", event["event"]) and process in ("", event["process"])]
+
+    def ready(self, name, times=1):
+        self.until(lambda: len(self.events("ready", name)) >= times)
+
+    def child(self, name):
+        return self.supervisor.states[name].child
+
+    def pids(self, count):
+        path = self.root / "pids"
+        self.until(lambda: path.exists() and len(path.read_text().split()) >= count)
+        return [int(word) for word in path.read_text().split()]
+
+    def enough(self):
+        (self.root / "enough").touch()
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.launch.supervisor.SLOW_POLL_S", 0.05)
+    runs = []
+
+    def make_run(**settings):
+        runs.append(Run(tmp_path, **settings))
+        return runs[-1]
+
+    yield make_run
+    for run in runs:
+        run.children.stop(1.0)
+
+
+def gone(pid):
+    line = entry(pid)
+    return line is None or line.state == "Z"
+
+
+def test_who_came_up_starts_warm_next_time_and_who_did_not_or_gets_nowhere_from_nothing(make):
+    run = make()
+    attempts = [("training", 1, 1), ("training", 2, 0), ("training", 2, 0), ("loading_model", None, 0)]
+    run.begin_warm(
+        "trainer",
+        f"""
+attempts = {attempts}
+if attempt <= len(attempts):
+    phase, step, progress = attempts[attempt - 1]
+    beat(phase, step, 0.3, progress=progress)
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    run.finish()
+    logs = [(run.root / "logs" / f"trainer-{attempt}.log").read_text() for attempt in range(1, 6)]
+    assert logs == ["imported\n", "", "", "imported\n", "imported\n"]
+    assert len(run.events("death")) == 4 and len(run.events("restart")) == 4
+
+
+def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
+    run = make(backoff_s=0.2)
+    run.begin(trainer="if attempt < 4: status('loading_model'); print('out of luck'); sys.exit(7)\nbeat('training', 1)")
+    run.ready("inference")
+    others = [run.child(name).pid for name in ("inference", "orchestrator")]
+    run.ready("trainer")
+    deaths, restarts = run.events("death", "trainer"), run.events("restart", "trainer")
+    assert [(d["attempt"], d["exit"], d["reason"], d["said"]) for d in deaths] == [
+        (attempt, 7, "ended with exit code 7", "out of luck") for attempt in (1, 2, 3)
+    ]
+    delays = [after["time"] - before["time"] for before, after in zip(deaths, restarts, strict=True)]
+    assert [line.partition("again in ")[2].partition(" s")[0] for line in run.said if "again in" in line] == ["0.2", "0.4", "0.8"]
+    assert sum(delays) > 0.7
+    assert run.events("ready", "trainer")[0]["attempt"] == 4 and run.events("ready", "trainer")[0]["seconds"] > 0.3
+    assert run.said[0] == (
+        f"  trainer ended with exit code 7, loading the model; it starts again in 0.2 s (log: {run.run_dir.logs}/trainer-1.log)"
+    )
+    assert run.said[-1].startswith("  trainer is back after ") and run.said[-1].endswith(" s (training step 1)")
+    assert [run.child(name).pid for name in ("inference", "orchestrator")] == others
+    run.enough()
+    run.finish()
+    assert not run.events("give_up") and not run.events("death", "orchestrator")
+
+
+def test_progress_ends_the_doubling(make):
+    run = make(backoff_s=0.05)
+    run.begin(orchestrator="status('filling_batch', 1, progress=int(attempt != 2))\ntime.sleep(0.1)\nif attempt < 5: sys.exit(1)")
+    run.until(lambda: len(run.events("death", "orchestrator")) == 4)
+    assert [line.partition("again in ")[2].partition(" s")[0] for line in run.said if "again in" in line] == [
+        "0.05",
+        "0.05",
+        "0.05",
+        "0.05",
+    ]
+    assert [death["doing"] for death in run.events("death")] == ["filling batch 1"] * 4
+    assert [(death["phase"], death["step"]) for death in run.events("death")] == [("filling_batch", 1)] * 4
+
+
+def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
+    run = make()
+    run.config.inference.startup_timeout_s = 0.5
+    run.begin(
+        inference="status('loading_model')\nif attempt == 2: time.sleep(60)\nbeat('serving', None, 0.3 if attempt == 1 else 60, address='http://x')"
+    )
+    run.ready("inference", 2)
+    reasons = [death["reason"] for death in run.events("death")]
+    assert reasons == [
+        "ended with exit code 0",
+        "is not ready after inference.startup_timeout_s = 0.5 s; it was doing: loading the model",
+    ]
+
+
+def test_too_many_deaths_end_the_run_with_a_summary(make):
+    run = make(max_restarts=2, backoff_s=0.01)
+    run.begin(
+        inference="if attempt == 1: sys.exit(5)\n" + WORK["inference"],
+        trainer="status('loading_model'); print('no luck'); os.kill(os.getpid(), 11)",
+    )
+    with pytest.raises(RunError) as error:
+        run.finish()
+    lines = str(error.value).splitlines()
+    assert lines[0] == "trainer died once more: 2 restarts within 1800 s are the limit (supervisor.max_restarts, window_s)."
+    assert lines[1] == "  inference died once:" and lines[3] == "  trainer died 3 times:"
+    assert [line.split(" ", 5)[5] for line in lines[4:7]] == [f"attempt {i}, loading the model: was ended by SIGSEGV" for i in (1, 2, 3)]
+    assert lines[7:] == [
+        "trainer was ended by SIGSEGV. The end of its log:",
+        "  | no luck",
+        f"  the whole log: {run.run_dir.logs}/trainer-3.log",
+    ]
+    assert [event["process"] for event in run.events("give_up")] == ["trainer"]
+
+
+def test_deaths_outside_the_window_do_not_count(make):
+    run = make(max_restarts=1, window_s=0.3, backoff_s=0.01)
+    run.begin(trainer="beat('training', 1, 0.5)\nsys.exit(attempt < 4)")
+    run.until(lambda: run.supervisor.states["trainer"].done)
+    assert len(run.events("death", "trainer")) == 3
+
+
+@pytest.mark.parametrize("code", [2, GIVE_UP])
+def test_a_diagnosis_that_a_restart_does_not_change_ends_the_run(make, code):
+    run = make()
+    run.begin(orchestrator=f"print('model.name: not there'); sys.exit({code})")
+    with pytest.raises(RunError, match=rf"orchestrator ended with exit code {code}. The end of its log:\n  \| model.name: not there\n"):
+        run.finish()
+    assert not run.events("death")
+
+
+def test_the_code_that_a_rank_told_counts_more_than_torchruns(make):
+    run = make()
+    run.begin(trainer=f"open(root + '/status/trainer.exit', 'w').write('{GIVE_UP}')\nsys.exit(1)")
+    with pytest.raises(RunError, match="trainer ended with exit code 1"):
+        run.finish()
+
+
+LEAVES = """
+def leave(code, env=None, session=True):
+    if os.fork() == 0:  # its parent ends, so that it becomes the supervisor's
+        note(subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=session, env=env).pid)
+        os._exit(0)
+    os.wait()
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+"""
+
+
+def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
+    """Orphans in a session of their own, stopped ones, and one that has lost its environment but not its session."""
+    run = make(backoff_s=0.3)
+    leaves = LEAVES + "leave(deaf)\nleave(deaf, env={}, session=False)\nleave('import os; os.kill(os.getpid(), 19)')\n"
+    run.begin(orchestrator=LEAVES + "leave(deaf)\nbeat('filling_batch')", inference=leaves + WORK["inference"])
+    pids = run.pids(4)
+    run.ready("inference")
+    run.ready("orchestrator")
+    (theirs,) = [pid for pid in pids if any(word.endswith(":orchestrator:1") for word in markers(pid))]
+    first = run.child("inference").pid
+    os.kill(first, signal.SIGKILL)
+    run.until(lambda: run.events("death"))
+    assert gone(first) and all(gone(pid) for pid in pids if pid != theirs) and not gone(theirs)
+    assert not run.run_dir.status("inference").exists()
+    run.ready("inference", 2)
+    assert run.child("inference").attempt == 2
+    run.children.stop(0.2)
+    assert all(gone(pid) for pid in run.pids(7))
+
+
+def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
+    run = make(backoff_s=0.3)
+    code = "names = map(os.environ.get, ('TMPDIR', 'VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR'))\n"
+    code += "print(*names, file=open(root + '/tmp', 'a'), flush=True)\n"
+    code += "open(os.environ['TMPDIR'] + '/socket', 'w')\n"
+    run.begin(inference=code + "if attempt == 1: sys.exit(beat('starting', None, 0.3))\n" + WORK["inference"])
+    run.ready("inference", 1)
+    lines = [line.split() for line in (run.root / "tmp").read_text().splitlines()]
+    assert all(directory == base and len(directory) < 60 for directory, base, _ in lines)
+    (first, _, compiled), (second, _, compiled_again) = lines
+    assert compiled == compiled_again and not compiled.startswith(str(run.children.directory))  # outlives both
+    assert not os.path.exists(first) and os.path.exists(second + "/socket")
+    guard = run.children.guard.process
+    run.enough()
+    run.until(lambda: run.child("inference") is None)
+    run.children.stop(5.0)
+    assert not os.path.exists(os.path.dirname(second)) and guard.returncode == -9
+
+
+@pytest.mark.parametrize("victim", ["leader", "below"])
+def test_a_stopped_process_is_noticed_like_a_dead_one(make, victim):
+    run = make(silence_s=0.6)
+    below = "note(subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True).pid)\n"
+    run.begin(inference=below + WORK["inference"])
+    (grandchild,) = run.pids(1)
+    run.ready("inference")
+    leader = run.child("inference").pid
+    os.kill(leader if victim == "leader" else grandchild, signal.SIGSTOP)
+    run.ready("inference", 2)
+    assert gone(leader) and gone(grandchild)
+    (silent,) = run.events("silent")
+    assert silent["process"] == "inference" and "supervisor.silence_s = 0.6" in silent["reason"]
+    assert run.events("death")[0]["reason"] == silent["reason"]
+
+
+def test_every_rank_of_the_trainer_must_have_a_heartbeat(make):
+    run = make(silence_s=0.6)
+    run.begin(trainer="status('training', file='trainer-1') if attempt == 1 else None\n" + WORK["trainer"])
+    run.ready("trainer", 2)
+    assert run.events("silent")[0]["reason"].startswith("gave no heartbeat of trainer rank 1 for ")
+    assert not list(run.root.glob("status/trainer-*.json"))
+
+
+def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):
+    """Its children were stopped with it, as on a machine that slept: their heartbeats are as old as its own last look."""
+    monkeypatch.setattr("rl.launch.supervisor.LONGEST_POLL_S", 0.1)
+    run = make(silence_s=0.5)
+    run.begin()
+    run.ready("inference")
+    pids = [state.child.pid for state in run.supervisor.states.values()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    for _ in range(30):
+        run.supervisor.poll()
+        time.sleep(0.01)
+    assert not run.events("silent") and not run.events("death")
+
+
+POISON = """
+step = 3 + sum(1 for file in os.listdir(root + "/batches"))
+if os.path.exists(root + "/good") and step > 3:
+    print(json.dumps({"step": step, "source": "trainer"}), file=open(root + "/metrics.jsonl", "a"))
+    sys.exit()
+status("loading_model" if attempt == 2 else "training", step)
+sys.exit(1)
+"""
+
+
+def test_a_batch_that_kills_its_reader_is_quarantined(make):
+    run = make(backoff_s=0.01)
+    (run.root / "good").touch()
+    run.begin(trainer=POISON)
+    run.until(lambda: run.supervisor.states["trainer"].done)
+    assert len(run.events("death", "trainer")) == 4  # the one while loading says nothing of any batch
+    record = json.loads(run.run_dir.quarantined(3).read_text())
+    assert record["step"] == 3 and record["why"] == "ended with exit code 1" and len(record["deaths"]) == 3
+    assert [(event["step"], event["deaths"]) for event in run.events("quarantine")] == [(3, 3)]
+    assert any(f"{run.run_dir.batch(3)} is quarantined, and version 3 will equal version 2" in line for line in run.said)
+
+
+def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
+    """Killed three times in step 3, but it was trained in between: it is no poison."""
+    run = make(backoff_s=0.01)
+    done = "print(json.dumps({'step': 3, 'source': 'trainer'}), file=open(root + '/metrics.jsonl', 'a'))\n"
+    run.begin(trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)")
+    run.until(lambda: run.supervisor.states["trainer"].done)
+    assert len(run.events("death")) == 4 and not run.events("quarantine")
+
+
+def test_three_batches_in_a_row_are_not_the_batches_fault(make):
+    run = make(backoff_s=0.0, quarantine_after=1, max_restarts=20)
+    run.begin(trainer=POISON.replace("attempt == 2", "False"))
+    with pytest.raises(RunError, match="batches 3, 4, 5 were quarantined with no good step between") as error:
+        run.finish()
+    assert "trainer died 3 times:" in str(error.value) and sorted(os.listdir(run.run_dir.batches)) == [
+        f"00000{step}.quarantined" for step in (3, 4, 5)
+    ]
+
+
+def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
+    run, running = make(), []
+
+    def repair(run_dir, logged):
+        running.extend(state.name for state in run.supervisor.states.values() if state.child)
+        (run.root / "mended").touch()
+        return ["moved batches/000003.batch away"]
+
+    monkeypatch.setitem(sys.modules, "rl.launch.repair", types.SimpleNamespace(repair=repair))
+    code = f"status('loading_model')\ntime.sleep(0.3)\nif not os.path.exists(root + '/mended'): sys.exit({DAMAGED})\n"
+    run.begin(trainer=code + WORK["trainer"])
+    run.ready("trainer")
+    run.ready("orchestrator", 2)
+    assert running == ["inference"] and run.child("inference").attempt == 1 and run.child("orchestrator").attempt == 2
+    assert run.events("repair")[0]["lines"] == ["moved batches/000003.batch away"]
+    assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
+
+
+def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_not(make):
+    run = make()
+    run.begin(orchestrator="status('filling_batch')", trainer="beat('training', 9, 0.5)\nsys.exit(attempt == 1)")
+    run.finish()
+    assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
+
+
+def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
+    found = types.SimpleNamespace(bottleneck="the trainer waits for batch 2", lines=["orchestrator: filling"])
+    monkeypatch.setattr("rl.diagnosis.waits.diagnose", lambda run_dir, config: found, raising=False)
+    run = make(stall_s=0.5)
+    busy = "for i in range(15): status('serving', address='x', progress=i); time.sleep(0.05)\n"
+    run.begin(inference=busy + WORK["inference"])
+    began = time.time()
+    run.until(lambda: len(run.events("stall")) == 2)
+    first, second = run.events("stall")
+    assert first["time"] - began > 1.1 and second["time"] - first["time"] > 0.45
+    assert first["reason"] == "the trainer waits for batch 2" and not run.events("death")
+    text = (
+        "warning: no token, rollout, batch or step for 0.5 s (supervisor.stall_s): the trainer waits for batch 2\n  orchestrator: filling"
+    )
+    assert run.said == [text, text]
+
+
+def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(make):
+    run = make()
+    code = [
+        sys.executable,
+        "-S",
+        "-c",
+        PRELUDE + "if attempt == 1: os.kill(os.getpid(), 9)\nsys.exit('model.name: not there')",
+        "model",
+        str(run.root),
+    ]
+    run.supervisor.begin([Role("model", code, dict(os.environ))])
+    with pytest.raises(RunError, match=rf"^model.name: not there\n  the whole log: {run.run_dir.logs}/model-2.log$"):
+        run.finish()
+    assert len(run.events("death", "model")) == 1

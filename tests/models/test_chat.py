@@ -1,0 +1,31 @@
+"""Reading tool calls from what a policy wrote."""
+
+import pytest
+
+from tests.models.conversations import ADD, GOOD, PARSED
+
+STRICT = [
+    ('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("add", '{"a": "</tool_call>"}')], []),
+    (r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>', "", [("add", r'{"a": "\ud83d"}')], []),
+    (f"<tool_call>{GOOD} end", "<tool_call> end", [("add", '{"a": 1}')], ["<tool_call>"]),
+    (f"<tool_call>no</tool_call>\n{GOOD}", "<tool_call>no</tool_call>", [("add", '{"a": 1}')], ["<tool_call>no</tool_call>"]),
+]
+
+
+BAD_ARGUMENTS = ["[1]", '"{}"', "NaN", '{"a": NaN}', '{"a": ' + "9" * 5000 + "}", '{"a":' * 20000, r'"\ud83d"']
+
+
+@pytest.mark.parametrize(("text", "content", "calls", "bad"), PARSED + STRICT)
+def test_calls_are_read_and_bad_ones_stay_visible(smol, text, content, calls, bad):
+    answer = smol.parse([*smol.encode(text), 2], [ADD], [1, 5])
+    assert (answer.content, answer.reasoning, answer.bad_tool_calls) == (content, None, bad)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
+    assert smol.parse([*smol.encode(text), 2]).content == text  # without tools nothing is a call
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_what_json_readers_refuse_is_no_call(smol, qwen, arguments):
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    for renderer in (smol, qwen()):
+        answer = renderer.parse(renderer.encode(text), [ADD])
+        assert answer.tool_calls == [] and [len(bad) for bad in answer.bad_tool_calls] == [len(text)] and text in answer.content

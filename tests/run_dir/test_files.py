@@ -1,0 +1,98 @@
+"""Records with checksums, and writes that happen whole or not at all."""
+
+import errno
+import os
+
+import pytest
+
+from rl.run_dir.files import CorruptFileError, decode_record, decode_records, encode_record, remove_directory, write_directory, write_file
+
+
+def test_records_round_trip():
+    payloads = [b"", b"a", bytes(range(256)) * 10]
+    data = b"".join(map(encode_record, payloads))
+    assert list(decode_records(data, "x")) == payloads
+    assert decode_record(encode_record(b"abc"), "x") == b"abc"
+    assert list(decode_records(b"", "x")) == []
+
+
+def test_damage_at_any_byte_is_noticed():
+    record = encode_record(b"payload")
+    for place in range(len(record)):
+        for flip in (0x01, 0x80, 0xFF):
+            damaged = bytearray(record)
+            damaged[place] ^= flip
+            with pytest.raises(CorruptFileError, match=r"000012.batch: "):
+                decode_record(bytes(damaged), "000012.batch")
+
+
+def test_a_cut_at_any_byte_is_noticed_and_whole_records_before_it_survive():
+    first, second = encode_record(b"one"), encode_record(b"two")
+    for length in range(1, len(second)):
+        found = []
+        with pytest.raises(CorruptFileError, match=f"at byte {len(first)}"):
+            for payload in decode_records(first + second[:length], "pending.log"):
+                found.append(payload)
+        assert found == [b"one"]
+
+
+def test_one_record_means_one():
+    for data in (b"", encode_record(b"a") * 2):
+        with pytest.raises(CorruptFileError, match="records instead of one"):
+            decode_record(data, "x")
+
+
+def test_write_file_replaces_and_leaves_no_temporary(tmp_path):
+    path = tmp_path / "a" / "file"
+    write_file(path, b"1")
+    write_file(path, b"22")
+    assert path.read_bytes() == b"22" and os.listdir(path.parent) == ["file"]
+
+
+def test_a_write_that_fails_names_the_file_and_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_file(path, b"before")
+
+    def full(_fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rl.run_dir.files.os.fsync", full)
+    with pytest.raises(OSError) as error:
+        write_file(path, b"after")
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(path))
+    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_appears_whole(tmp_path):
+    path = tmp_path / "weights" / "000001"
+
+    def fill(directory):
+        (directory / "sub").mkdir()
+        (directory / "sub" / "a").write_text("1")
+        assert not path.exists()
+
+    write_directory(path, fill)
+    assert (path / "sub" / "a").read_text() == "1"
+    write_directory(path, lambda directory: (directory / "b").write_text("2"))
+    assert os.listdir(path) == ["b"] and os.listdir(path.parent) == ["000001"]
+
+
+def test_a_directory_whose_filling_fails_does_not_appear(tmp_path):
+    path = tmp_path / "000001"
+
+    def fill(directory):
+        (directory / "a").touch()
+        raise ValueError("half")
+
+    with pytest.raises(ValueError):
+        write_directory(path, fill)
+    assert not path.exists()
+    write_directory(path, lambda directory: (directory / "b").touch())
+    assert os.listdir(path) == ["b"]
+
+
+def test_remove_directory(tmp_path):
+    (tmp_path / "000001" / "x").mkdir(parents=True)
+    remove_directory(tmp_path / "000001")
+    remove_directory(tmp_path / "000001")
+    assert os.listdir(tmp_path) == []

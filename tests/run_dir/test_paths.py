@@ -1,0 +1,56 @@
+"""Names of a run, and what counts as complete."""
+
+from rl.run_dir.paths import RunDir, numbered
+
+
+def make(tmp_path) -> RunDir:
+    return RunDir(tmp_path / "r", tmp_path / "r" / "weights")
+
+
+def test_names(tmp_path):
+    run_dir, root = make(tmp_path), tmp_path / "r"
+    assert run_dir.batch(12) == root / "batches/000012.batch"
+    assert run_dir.rollouts(12) == root / "rollouts/000012.jsonl"
+    assert run_dir.weights(12) == root / "weights/000012" and run_dir.checkpoint(12) == root / "checkpoints/000012"
+    assert run_dir.eval(12, "gsm8k") == root / "evals/000012/gsm8k.jsonl"
+    assert run_dir.status("trainer") == root / "status/trainer.json" and run_dir.lock("rl") == root / "status/rl.lock"
+    assert run_dir.pending == root / "batches/pending.log"
+
+
+def test_only_complete_things_are_numbered(tmp_path):
+    for name in ("000002", "000010", ".000011.tmp", ".000012.old", "latest", "13", "0000014"):
+        (tmp_path / name).mkdir()
+    assert list(numbered(tmp_path).items()) == [(2, tmp_path / "000002"), (10, tmp_path / "000010")]
+    for name in ("000003.batch", ".000004.batch.77.tmp", "pending.log"):
+        (tmp_path / name).touch()
+    assert list(numbered(tmp_path, ".batch")) == [3]
+    assert numbered(tmp_path / "none") == {}
+
+
+def test_the_newest(tmp_path):
+    run_dir = make(tmp_path)
+    assert run_dir.newest_batch() == 0 and run_dir.newest_weights() is None
+    for version in (1, 9, 10):
+        run_dir.weights(version).mkdir(parents=True)
+    run_dir.batches.mkdir()
+    run_dir.batch(7).touch()
+    assert run_dir.newest_batch() == 7
+    assert run_dir.newest_weights() == (10, run_dir.weights(10))
+
+
+def test_nothing_later_nothing_discarded(tmp_path):
+    run_dir = make(tmp_path)
+    run_dir.batches.mkdir(parents=True)
+    run_dir.batch(1).touch()
+    run_dir.pending.touch()
+    assert run_dir.discard_after(1) is None
+    assert run_dir.pending.exists() and not run_dir.discarded.exists()
+
+
+def test_weights_that_lie_elsewhere_are_discarded_as_weights(tmp_path):
+    run_dir = RunDir(tmp_path / "r", tmp_path / "memory" / "r")
+    run_dir.weights(5).mkdir(parents=True)
+    (run_dir.weights(5) / "model.safetensors").write_text("w")
+    away = run_dir.discard_after(4)
+    assert away is not None and (away / "weights" / "000005" / "model.safetensors").read_text() == "w"
+    assert not run_dir.weights(5).exists()

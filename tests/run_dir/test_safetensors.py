@@ -1,0 +1,59 @@
+import json
+
+import pytest
+
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.safetensors import TensorEntry, read_header, read_tensors, weights_file
+
+
+def content(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(start: object, end: object, shape: object = (2,)) -> dict:
+    return {"dtype": "U8", "shape": shape, "data_offsets": [start, end]}
+
+
+def test_header_and_tensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content({"__metadata__": {"format": "pt"}, "b": entry(2, 4), "a": entry(0, 2)}, b"1234"))
+    start = path.stat().st_size - 4
+    assert read_header(path) == {"b": TensorEntry("U8", (2,), start + 2, start + 4), "a": TensorEntry("U8", (2,), start, start + 2)}
+    assert list(read_tensors(path)) == [("b", b"34"), ("a", b"12")]
+    assert weights_file(tmp_path) == path
+    path.write_bytes(content({}))
+    assert read_header(path) == {}
+    (tmp_path / "y.safetensors").touch()
+    with pytest.raises(CorruptFileError, match=r"has 2 \*\.safetensors files instead of one"):
+        weights_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (b"", r"not a safetensors file \(a header of 0 bytes in a file of 0\)"),
+        (b"\x05", r"not a safetensors file \(a header of 5 bytes in a file of 1\)"),
+        (b"\xff" * 100, r"a header of 18446744073709551615 bytes in a file of 100"),
+        (content({"a": entry(0, 2)}, b"1"), r"has \d+ bytes, its header says \d+"),
+        (content({"a": entry(0, 2)}, b"123"), r"has \d+ bytes, its header says \d+"),
+        (content([1]), "not readable as safetensors"),
+        (content({"a": 1}), "not readable as safetensors"),
+        (content({"a": {"dtype": "U8"}}), "not readable as safetensors: 'data_offsets'"),
+        (content({"a": entry(0, "2")}), "not readable as safetensors"),
+        (content({"a": entry(2, 0)}), r"not readable as safetensors: bytes \[2, 0\]"),
+        (content({"a": entry(-1, 0)}), r"not readable as safetensors: bytes \[-1, 0\]"),
+        (content({"a": entry(0, 2, shape=None)}, b"12"), "not readable as safetensors"),
+        ((99_990).to_bytes(8, "little") + b"[" * 99_990, "not readable as safetensors"),
+    ],
+)
+def test_every_fault_has_a_message(tmp_path, data, fault):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CorruptFileError, match=f"x.safetensors: {fault}" if not fault.startswith("a header") else fault):
+        list(read_tensors(path))
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(CorruptFileError, match=r"x\.safetensors: not readable as safetensors: .*No such file"):
+        read_header(tmp_path / "x.safetensors")

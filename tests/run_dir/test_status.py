@@ -1,0 +1,182 @@
+"""Heartbeats, phases and the lock that fences a role."""
+
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.run_dir.status import LockOwner, Phase, RoleStatus, Status, describe, hold_role, read_json, read_status, write_status
+from rl.system.errors import RESTART, RunError
+from tests.waiting import until
+
+
+def test_a_status_says_what_its_process_does_and_since_when(tmp_path):
+    path = tmp_path / "status" / "trainer.json"
+    assert read_status(path) is None
+    status = Status(path, "trainer")
+    seen = read_status(path)
+    assert (seen.process, seen.pid, seen.phase, seen.waiting_for) == ("trainer", os.getpid(), Phase.STARTING, None)
+    status.enter(Phase.WAITING_FOR_BATCH, 4, "starting", address="tcp://1")
+    first = read_status(path)
+    assert (first.phase, first.step, first.waiting_for, first.detail) == (Phase.WAITING_FOR_BATCH, 4, "orchestrator", "starting")
+    status.enter(Phase.WAITING_FOR_BATCH, 4, "filling batch 4")
+    again = read_status(path)
+    assert (again.since, again.address, again.detail) == (first.since, "tcp://1", "filling batch 4")
+    status.enter(Phase.TRAINING, 4)
+    seen = read_status(path)
+    assert seen.since > first.since and (seen.waiting_for, seen.detail, seen.address) == (None, "", "tcp://1")
+    status.enter(Phase.TRAINING, 5)
+    assert read_status(path).since > seen.since
+    status.close()
+    assert not path.exists()
+
+
+def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
+    path = tmp_path / "orchestrator.json"
+    status = Status(path, "orchestrator")
+    status.gauges["playing"] = lambda: 3
+    status.enter(Phase.FILLING_BATCH, 13, batch=13, batch_done=40, batch_size=64, address="tcp://1")
+    seen = json.loads(path.read_text())
+    times = {name: seen.pop(name) for name in ("started", "since", "heartbeat", "progressed")}
+    assert all(abs(time.time() - value) < 60 for value in times.values())
+    assert seen == {
+        "process": "orchestrator",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "phase": "filling_batch",
+        "step": 13,
+        "waiting_for": "inference",
+        "progress": 0,
+        "address": "tcp://1",
+        "batch": 13,
+        "batch_done": 40,
+        "batch_size": 64,
+        "playing": 3,
+    }
+    status.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (RoleStatus(phase=Phase.TRAINING, step=12), "training step 12"),
+        (RoleStatus(phase=Phase.WAITING_FOR_BATCH, step=13, detail="filling batch 13"), "waiting for batch 13: filling batch 13"),
+        (RoleStatus(phase=Phase.EVALUATING, step=10, detail="gsm8k"), "evaluating gsm8k at version 10"),
+        (RoleStatus(phase=Phase.PUBLISHING, step=3, detail="writing it"), "publishing version 3: writing it"),
+        (RoleStatus(phase=Phase.WAITING_FOR_VERSION, step=3), "waiting for the trainer's version 3"),
+        (RoleStatus(phase=Phase.WAITING_FOR_TEACHER, detail="http://t/{x}"), "waiting for the teacher at http://t/{x}"),
+        (RoleStatus(phase=Phase.TRAINING), "training step ?"),
+        (RoleStatus(), "in an unknown phase"),
+        (None, "in an unknown phase"),
+    ],
+)
+def test_the_sentence_for_people(status, sentence):
+    assert describe(status) == sentence
+
+
+def test_the_heart_beats_while_the_process_is_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.05)
+    path = tmp_path / "x.json"
+    status = Status(path, "x")
+    first = read_status(path).heartbeat
+    until(lambda: read_status(path).heartbeat != first)
+    status.close()
+
+
+def test_progress_is_counted_by_all_threads_and_written_with_the_beat(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.05)
+    path = tmp_path / "x.json"
+    status = Status(path, "x")
+    assert read_status(path).progress == 0
+    threads = [threading.Thread(target=lambda: [status.advance() for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status.advance(7)
+    until(lambda: read_status(path).progress == 4007)
+    seen = read_status(path).progressed
+    assert seen > status.current.started
+    time.sleep(0.15)
+    assert read_status(path).progressed == seen
+    status.close()
+
+
+def test_closing_is_final(tmp_path, monkeypatch):
+    """A beat that was under way must not bring the file back."""
+    monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.001)
+    for i in range(30):
+        path = tmp_path / f"{i}.json"
+        status = Status(path, "x")
+        time.sleep(0.003)
+        status.close()
+    time.sleep(0.05)
+    assert os.listdir(tmp_path) == []
+
+
+def test_half_a_file_is_no_status(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"phase"')
+    assert read_status(path) is None
+    path.write_text("[1]")
+    assert read_status(path) is None
+    write_status(path, RoleStatus(phase=Phase.TRAINING, step=2))
+    assert read_status(path) == RoleStatus(phase=Phase.TRAINING, step=2) and os.listdir(tmp_path) == ["x.json"]
+
+
+def test_what_a_field_cannot_be_counts_as_not_there(tmp_path):
+    path = tmp_path / "x.json"
+    damaged = {"phase": "dancing", "step": "3", "waiting_for": "godot", "pid": True, "heartbeat": 5, "since": None, "quarantined": [1]}
+    path.write_text(json.dumps(damaged | {"host": "a"}))
+    assert read_status(path) == RoleStatus(heartbeat=5.0, host="a")
+
+
+def test_a_status_of_the_version_before_phases_has_none(tmp_path):
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps({"process": "trainer", "pid": 3, "doing": "training step 12", "step": 11, "heartbeat": 1.5}))
+    assert read_status(path) == RoleStatus(process="trainer", pid=3, step=11, heartbeat=1.5)
+
+
+def test_a_role_has_one_owner(tmp_path):
+    path = tmp_path / "status" / "trainer.lock"
+    code = f"from rl.run_dir.status import *; fd = hold_role(Path({str(path)!r})); print('held', flush=True); input()"
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "held\n"
+    with pytest.raises(RunError, match=f"trainer of this run is already running \\(pid {owner.pid} on .*\\); stop it first") as caught:
+        hold_role(path)
+    assert caught.value.exit_code == RESTART
+    owner.kill()
+    owner.wait()
+    fd = hold_role(path)
+    assert read_json(path, LockOwner) == LockOwner(os.getpid(), socket.gethostname())
+    with pytest.raises(RunError):
+        hold_role(path)
+    os.close(fd)
+    os.close(hold_role(path))
+
+
+def test_a_lock_of_the_version_before_has_no_owner_and_is_taken(tmp_path):
+    path = tmp_path / "trainer.lock"
+    path.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
+    assert read_json(path, LockOwner) is None
+    os.close(hold_role(path))
+    assert read_json(path, LockOwner) == LockOwner(os.getpid(), socket.gethostname())
+
+
+def test_only_the_sentence_takes_the_detail():
+    """Nobody else reads it, so nobody can depend on it."""
+    root = Path(__file__).parents[2] / "src" / "rl"
+    names = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "detail"
+    }
+    assert names == {"run_dir/status.py"}

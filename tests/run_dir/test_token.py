@@ -1,0 +1,122 @@
+"""Who may talk to a run: the token, where it is kept, and what is said when something is bound wider than loopback."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from rl.config.check import bound_wider, exposure
+from rl.config.command_line import build, load_config, parse_args
+from rl.launch.prepare import prepare
+from rl.run_dir import token
+from rl.run_dir.token import authorization, is_loopback, read_token
+from rl.run_dir.token import run_token as token_for
+from rl.system.errors import RunError
+
+TOKEN = "a-token-of-the-test-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch):
+    monkeypatch.delenv("RL_TOKEN", raising=False)
+
+
+def config(tmp_path, *args: str):
+    base = ["--orchestrator.environment.id", "e", "--name", "r", "--output_dir", str(tmp_path)]
+    return build(parse_args([*base, *args]))
+
+
+def run_token(config):
+    return token_for(bound_wider(config).values(), config.run_dir.status_dir)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("127.0.0.1 127.0.1.1 localhost ::1 [::1]", True), ("0.0.0.0 :: 10.0.0.1 node-a localhost.evil.org 127.0.0.1.evil.org", False)],
+)
+def test_is_loopback(hosts, expected):
+    assert {is_loopback(name) for name in hosts.split()} == {expected} and not is_loopback("")
+
+
+def test_on_loopback_nobody_is_asked_and_nothing_is_written(tmp_path):
+    assert run_token(config(tmp_path)) is None and authorization(tmp_path / "r" / "status" / "inference.json") == {}
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("key", ["inference.host", "orchestrator.host"])
+def test_bound_wider_a_run_gets_a_token_that_only_its_owner_reads(tmp_path, key):
+    wide = config(tmp_path, f"--{key}", "0.0.0.0")
+    token = run_token(wide)
+    path = tmp_path / "r" / "status" / "token"
+    assert token and len(token) >= 40 and path.read_text() == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert run_token(wide) == read_token(path.parent) == token
+    assert authorization(path.with_name("inference.json")) == {"Authorization": f"Bearer {token}"}
+    assert os.listdir(path.parent) == ["token"]
+
+
+def test_it_survives_a_resume_and_not_a_new_start_and_is_nowhere_else(tmp_path):
+    wide = config(tmp_path, "--inference.host", "0.0.0.0")
+    os.close(prepare(wide, resume=None, clean=False).lock)
+    token = run_token(wide)
+    os.close(prepare(wide, resume=-1, clean=False).lock)
+    assert run_token(wide) == token
+    holding = [path for path in (tmp_path / "r").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert holding == [tmp_path / "r" / "status" / "token"]
+    os.close(prepare(wide, resume=None, clean=True).lock)
+    assert not holding[0].exists() and run_token(wide) != token
+
+
+def test_processes_that_start_together_agree_on_one(tmp_path):
+    wide, found = config(tmp_path, "--inference.host", "0.0.0.0"), []
+    threads = [threading.Thread(target=lambda: found.append(run_token(wide))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16 and len(set(found)) == 1
+
+
+def test_rl_token_goes_before_the_kept_one_and_also_guards_loopback(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_TOKEN", TOKEN)
+    assert run_token(config(tmp_path)) == run_token(config(tmp_path, "--inference.host", "0.0.0.0")) == TOKEN
+    assert authorization(tmp_path / "status" / "x.json") == {"Authorization": f"Bearer {TOKEN}"} == authorization(tmp_path.parent / "")
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("bad", ["short", "with spaces in it, but long", "x" * 257, "ünprintable-0123456789", "new\nline-0123456789"])
+def test_a_token_that_cannot_be_used_is_a_fault_that_does_not_show_it(tmp_path, monkeypatch, capsys, bad):
+    monkeypatch.setenv("RL_TOKEN", bad)
+    with pytest.raises(RunError, match="RL_TOKEN must be 16 to 256 printable characters"):
+        read_token(tmp_path)
+    with pytest.raises(SystemExit):
+        load_config(["--orchestrator.environment.id", "e"])
+    said = capsys.readouterr().err
+    assert "RL_TOKEN = '(hidden)'" in said and bad not in said
+
+
+def test_a_damaged_or_foreign_token_file_is_named(tmp_path, monkeypatch):
+    (tmp_path / "token").write_bytes(b"\x00\xff")
+    with pytest.raises(RunError, match=f"{tmp_path}/token: holds no token; delete it and start every process of the run again"):
+        read_token(tmp_path)
+
+    def refuse(*_args, **_kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(token.Path, "read_text", refuse)
+    with pytest.raises(RunError, match="token: Permission denied; run as the user who started the run, or set RL_TOKEN"):
+        read_token(tmp_path)
+
+
+def test_what_is_exposed_is_said(tmp_path):
+    args = ["--orchestrator.environment.id", "e", "--name", "r", "--output_dir", str(tmp_path)]
+    with pytest.warns(UserWarning) as warned:
+        load_config([*args, "--inference.host", "0.0.0.0", "--orchestrator.host", "10.0.0.1"])
+    first, second = (str(warning.message) for warning in warned)
+    assert first.startswith(
+        "inference.host = 0.0.0.0: every path of the inference server is open to other machines that send the token in "
+    )
+    assert f"{tmp_path}/r/status/token" in first and "not encrypted" in first
+    assert second.startswith("orchestrator.host = 10.0.0.1: the orchestrator answers other machines that have the token in")
+    assert exposure(config(tmp_path, "--inference.host", "::1")) == []

@@ -1,0 +1,334 @@
+"""Supervision with real processes: whatever happens to a child or to the parent, nobody is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.launch.children import Children
+from rl.run_dir.logs import last_lines, next_log
+from rl.system import process_table
+from rl.system.children import RestartPolicy, start
+from tests.waiting import alive, until
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def pids_in(path: Path, count: int) -> list[int]:
+    until(lambda: path.exists() and len(path.read_text().split()) >= count)
+    return [int(word) for word in path.read_text().split()]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_output_goes_to_the_log_of_the_attempt(tmp_path):
+    assert next_log(tmp_path, "trainer").name == "trainer-1.log"
+    child = start(
+        "trainer",
+        python("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"),
+        dict(os.environ),
+        next_log(tmp_path, "trainer"),
+    )
+    child.wait()
+    assert (child.exit_code, child.ending()) == (3, "ended with exit code 3")
+    assert sorted(last_lines(child.log)) == ["err", "out"]
+    (tmp_path / "trainer-10.log").touch()
+    (tmp_path / "trainer-extra-70.log").touch()
+    assert next_log(tmp_path, "trainer").name == "trainer-11.log"
+    assert next_log(tmp_path, "inference").name == "inference-1.log"
+
+
+def test_the_ending_names_the_signal(tmp_path):
+    child = start("x", python("import os; os.kill(os.getpid(), 9)"), dict(os.environ), tmp_path / "x-1.log")
+    child.wait()
+    assert child.ending() == "was ended by SIGKILL (the kernel does that when memory runs out: see `dmesg`)"
+
+
+def test_a_child_has_its_own_session_and_cores_and_no_bytecode_ban(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.getsid(0) == os.getpid(), os.sched_getaffinity(0), os.environ.get('PYTHONDONTWRITEBYTECODE'))"
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    child = start("x", python(code), env, tmp_path / "x-1.log", cores=[core])
+    child.wait()
+    assert last_lines(child.log) == [f"True {{{core}}} None"]
+
+
+def test_the_pid_of_a_child_stays_its_own_until_it_is_reaped(tmp_path, monkeypatch):
+    child = start("x", python("pass"), dict(os.environ), tmp_path / "x-1.log")
+    assert child.wait(20.0) == 0 and process_table.entry(child.pid).state == "Z"
+    groups, kill = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, signum: (groups.append(group), kill(group, signum)))
+    child.terminate()
+    assert groups == [child.pid] * 2
+    child.reap()
+    child.reap()
+    child.terminate()
+    child.kill_tree()
+    assert groups == [child.pid] * 2 and process_table.entry(child.pid) is None
+    assert (child.exit_code, child.wait()) == (0, 0)
+
+
+def test_a_pid_that_went_to_another_process_is_not_signalled():
+    """A session's number, too: the guard and a child's tree know the leader by its start."""
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        line = until(lambda: process_table.entry(stranger.pid))
+        before = process_table.Entry(line.parent, line.session, line.state, str(int(line.start) - 1))
+        process_table.send_signal({stranger.pid: before}, signal.SIGKILL)
+        processes = process_table.table()
+        assert process_table.marked(processes, [stranger.pid], "none", {stranger.pid: before.start}) == set()
+        assert process_table.marked(processes, [stranger.pid], "none", {stranger.pid: line.start}) == {stranger.pid}
+        assert stranger.poll() is None
+        process_table.send_signal({stranger.pid: line}, signal.SIGKILL)
+        assert stranger.wait(20) == -signal.SIGKILL
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_waiting_has_a_deadline(tmp_path):
+    child = start("x", python(SLEEP), dict(os.environ), tmp_path / "x-1.log")
+    began = time.monotonic()
+    assert (child.wait(0.1), asyncio.run(child.wait_async(0.1))) == (None, None)
+    assert 0.2 <= time.monotonic() - began < 5
+    child.signal_group(signal.SIGKILL)
+    assert asyncio.run(child.wait_async(20.0)) == -signal.SIGKILL
+    child.reap()
+
+
+def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
+    far = "import os, subprocess, sys, time; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); "
+    child = start("x", python(far + "os._exit(0)"), dict(os.environ), tmp_path / "x-1.log", new_session=False, marker="1:2:x:1")
+    child.wait(20.0)
+    pid = int(child.log.read_text())
+    assert alive(pid) and os.getsid(pid) == pid and process_table.markers(pid)[-1] == "1:2:x:1"
+    child.kill_tree()
+    until(lambda: not alive(pid))
+    child.reap()
+
+
+def test_a_restart_waits_twice_as_long_after_each_death_without_progress():
+    policy = RestartPolicy(backoff_s=0.5, backoff_limit_s=10.0)
+    assert [policy.delay_s(barren) for barren in range(8)] == [0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert policy.delay_s(5000) == 10.0
+
+
+def test_too_many_deaths_are_the_end():
+    policy = RestartPolicy(1.0, 30.0, max_restarts=2, window_s=60.0)
+    assert policy.delay_s(0, [0.0, 10.0]) == 1.0
+    assert policy.delay_s(0, [0.0, 10.0, 60.0]) is None
+    assert policy.delay_s(0, [0.0, 10.0, 60.1]) == 1.0  # the first is out of the window
+    assert RestartPolicy(1.0, 30.0, max_restarts=0).delay_s(1, [5.0]) is None
+    barren = RestartPolicy(1.0, 30.0, barren_limit=3)
+    assert [barren.delay_s(number) for number in (1, 2, 3, 4)] == [1.0, 2.0, None, None]
+
+
+def test_last_lines_end_before_torchruns_own_account(tmp_path):
+    log = tmp_path / "trainer-1.log"
+    lines = [
+        *(f"line {i}" for i in range(30)),
+        "ValueError: boom",
+        "E1 14:11 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)",
+        "noise",
+    ]
+    log.write_text("\n".join(lines))
+    assert last_lines(log) == [*(f"line {i}" for i in range(11, 30)), "ValueError: boom"]
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Runs code in a parent process of its own: being a subreaper and its signal handlers stay out of pytest."""
+    started = []
+
+    def run(code: str) -> subprocess.Popen:
+        prelude = (
+            f"import os, sys, time, signal\nfrom pathlib import Path\nfrom rl.launch.children import *\ntmp = Path({str(tmp_path)!r})\n"
+        )
+        process = subprocess.Popen(python(prelude + code), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+STUBBORN = (
+    "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), file=open({path!r}, 'a'), flush=True); time.sleep(60)"
+)
+
+
+def test_stop_kills_what_ignores_sigterm_and_what_left_its_group(driver, tmp_path):
+    """A child that ignores SIGTERM, with a grandchild in its own session, as torchrun's workers are, that ignores it too."""
+    pids = tmp_path / "pids"
+    stubborn = STUBBORN.format(path=str(pids))
+    code = f"""
+children = Children()
+nested = "import subprocess as s, sys; s.Popen([sys.executable, '-c', " + repr({stubborn!r}) + "], start_new_session=True);" + {stubborn!r}
+children.start("a", [sys.executable, "-c", nested], dict(os.environ), tmp)
+while not (tmp / "pids").exists() or len((tmp / "pids").read_text().split()) < 2: time.sleep(0.02)
+began = time.monotonic()
+print(children.stop(deadline_s=0.5), time.monotonic() - began < 3)
+"""
+    parent = driver(code)
+    assert parent.communicate(timeout=20)[0] == "[] True\n"
+    assert not any(alive(pid) for pid in pids_in(pids, 2))
+
+
+def test_stop_reaps_orphans_and_spares_what_was_there_before(driver, tmp_path):
+    code = """
+import subprocess
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+children = Children()
+orphan = "import os, time\\nif os.fork() == 0: time.sleep(60)"
+child = children.start("a", [sys.executable, "-c", orphan], dict(os.environ), tmp)
+child.wait()
+import psutil
+children.stop(deadline_s=0.5)
+print(helper.poll(), [p.pid for p in psutil.Process().children(recursive=True)] == [helper.pid])
+helper.kill()
+"""
+    assert driver(code).communicate(timeout=20)[0] == "None True\n"
+
+
+def test_sigkill_of_the_parent_ends_children_and_their_workers(driver, tmp_path):
+    """The children are bound by start(), a worker in its own session below them by die_with_parent()."""
+    pids = tmp_path / "pids"
+    note = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True);"
+    worker = "from rl.system.linux import die_with_parent; die_with_parent();" + note + SLEEP
+    agent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True);" + note + SLEEP
+    code = f"""
+children = Children()
+children.start("plain", [sys.executable, "-c", {note + SLEEP!r}], dict(os.environ), tmp)
+children.start("agent", [sys.executable, "-c", {agent!r}], dict(os.environ), tmp)
+time.sleep(60)
+"""
+    parent = driver(code)
+    found = pids_in(pids, 3)
+    assert all(alive(pid) for pid in found)
+    parent.send_signal(signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in found), timeout_s=5)
+
+
+@pytest.mark.parametrize("phase", ["alone", "second guard"])
+def test_the_guard_ends_what_outlives_a_killed_parent(driver, tmp_path, phase):
+    """A child that ignores SIGTERM, one that is stopped, and an orphan with a session of its own: all gone soon after `rl`."""
+    pids = tmp_path / "pids"
+    stopped = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True); os.kill(os.getpid(), 19)"
+    stubborn = STUBBORN.format(path=str(pids))
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
+    code = f"""
+import rl.launch.children
+rl.launch.children.STOP_DEADLINE_S = 0.5
+children = Children()
+for name, script in [("deaf", {stubborn!r}), ("stopped", {stopped!r}), ("orphan", {orphan!r})]:
+    children.start(name, [sys.executable, "-c", script], dict(os.environ), tmp)
+if {phase!r} == "second guard":
+    os.kill(children.guard.process.pid, 9)
+    first = children.guard.process.pid
+    while children.guard.process.pid == first: children.poll()
+print(children.directory, children.guard.process.pid, flush=True)
+time.sleep(60)
+"""
+    parent = driver(code)
+    directory, guard = parent.stdout.readline().split()
+    found = pids_in(pids, 3)
+    assert all(alive(pid) for pid in found) and Path(directory).is_dir()
+    parent.send_signal(signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in [*found, int(guard)]), timeout_s=8)
+    assert not Path(directory).exists()
+
+
+def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver, tmp_path):
+    """Its resource tracker is given the time to delete them."""
+    mess = "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
+    mess += "s = m.get_context('spawn').Lock(); h = SharedMemory(create=True, size=64);"
+    mess += "names = f'{h.name} sem.{s._semlock.name[1:]}'; print(names, flush=True); os.kill(os.getpid(), 9)"
+    code = f"""
+children = Children()
+child = children.start("a", [sys.executable, "-c", {mess!r}], dict(os.environ), tmp)
+child.wait()
+children.kill_tree(child)
+names = child.log.read_text().splitlines()[0].split()
+print(len(names), [os.path.exists("/dev/shm/" + name) for name in names])
+children.stop()
+"""
+    assert driver(code).communicate(timeout=20)[0] == "2 [False, False]\n"
+
+
+def test_markers_tell_runs_and_attempts_apart():
+    env = {"RL_CHILD": "1:2:orchestrator:1 3:4:trainer:12"}  # a run within a run
+    process = subprocess.Popen(["sleep", "60"], env=env | {"PATH": os.environ["PATH"]})
+    until(lambda: process_table.markers(process.pid))
+    asked = ["3:4:", "3:4:trainer:12", "1:2:", "3:4:trainer:1", "3:", "4:"]
+    found = [process.pid in process_table.marked(process_table.table(), [process.pid], marker, {}) for marker in asked]
+    process.kill()
+    process.wait()
+    assert found == [True, True, True, False, True, False] and process_table.markers(process.pid) == []
+
+
+def test_a_second_signal_leaves_no_temporary_files(driver, tmp_path):
+    code = """
+children = Children()
+children.stop_on_signals()
+children.start("a", [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp)
+children.stopping = True
+print(children.directory, children.guard.process.pid, flush=True)
+time.sleep(60)
+"""
+    parent = driver(code)
+    directory, guard = parent.stdout.readline().split()
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=10) == 130 and not Path(directory).exists() and not alive(int(guard))
+
+
+def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
+    gone = subprocess.Popen(python("pass"))
+    gone.wait()
+    code = "from rl.system.linux import die_with_parent; die_with_parent(); print('still here')"
+    env = {**os.environ, "RL_PARENT_PID": str(gone.pid)}
+    result = subprocess.run(python(code), env=env, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (143, "")
+    env = {**os.environ, "RL_PARENT_PID": str(os.getpid())}
+    assert subprocess.run(python(code), env=env, capture_output=True, text=True).stdout == "still here\n"
+    del env["RL_PARENT_PID"]
+    assert subprocess.run(python(code), env=env, capture_output=True, text=True).stdout == "still here\n"
+
+
+def test_first_signal_stops_second_kills_at_once(driver, tmp_path):
+    pids = tmp_path / "pids"
+    code = f"""
+children = Children()
+children.stop_on_signals()
+children.start("a", [sys.executable, "-c", {STUBBORN.format(path=str(pids))!r}], dict(os.environ), tmp)
+print("up", flush=True)
+try:
+    time.sleep(60)
+except Stopped as stop:
+    print("stopping by", stop, flush=True)
+    children.stop(deadline_s=60)
+"""
+    parent = driver(code)
+    assert parent.stdout.readline() == "up\n"
+    (pid,) = pids_in(pids, 1)
+    parent.send_signal(signal.SIGINT)
+    assert parent.stdout.readline() == "stopping by SIGINT\n"
+    assert alive(pid)
+    began = time.monotonic()
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=10) == 130
+    assert time.monotonic() - began < 5 and not alive(pid)
+
+
+def test_nothing_to_stop_is_quick():
+    began = time.monotonic()
+    children = Children()
+    assert children.stop() == [] and time.monotonic() - began < 0.2

@@ -1,0 +1,114 @@
+"""Secrets: refused where they would be written down, looked up where they are used, and hidden in what is said."""
+
+import io
+
+import pytest
+
+from rl.config.command_line import build, parse_args, to_toml
+from rl.system.credentials import Redacting, hidden, redact, redact_json, resolve, resolved_names, secret_variables
+from rl.system.errors import ConfigError
+
+KEY = "not-a-real-key-1234567890"
+ENV = ["--orchestrator.environment.id", "e"]
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    monkeypatch.setattr(
+        "os.environ", {"JUDGE_API_KEY": KEY, "LONG_SECRET": f"{KEY}-and-more", "PATH": "/usr/bin", "OTHER": "other-value-1"}
+    )
+    resolved_names.clear()
+
+
+def test_what_counts_as_a_secret_variable(monkeypatch):
+    monkeypatch.setattr("os.environ", {
+        "HF_TOKEN": "abcdefgh1", "DB_PASSWORD": "correct horse", "MY_SECRET_2": "0123456789",
+        "TOKENIZERS_PARALLELISM": "false-false-1", "KEYBOARD": "0123456789", "AWS_CREDENTIALS_FILE": "0123456789",
+        "SSH_KEY": "/home/me/.ssh/id",
+        "SOME_TOKEN": "disabled", "PASSWORD": "", "TOKEN": "x1",
+    })  # fmt: skip
+    assert set(secret_variables().values()) == {"HF_TOKEN", "DB_PASSWORD", "MY_SECRET_2"}
+
+
+def test_texts_are_redacted_longest_first():
+    assert redact(f"401 for {KEY}-and-more, {KEY}!") == "401 for [$LONG_SECRET], [$JUDGE_API_KEY]!"
+    assert redact("nothing here") == "nothing here"
+
+
+def test_json_stays_json(monkeypatch):
+    monkeypatch.setattr("os.environ", {"MY_KEY": 'quo"te\\and\nline-1'})
+    import msgspec
+
+    encoded = redact_json(msgspec.json.encode([{"content": 'it is quo"te\\and\nline-1.'}]))
+    assert msgspec.json.decode(encoded) == [{"content": "it is [$MY_KEY]."}]
+
+
+def test_a_stream_without_secrets():
+    inner = io.StringIO()
+    stream = Redacting(inner)
+    print("key", KEY, file=stream)
+    stream.writelines([KEY, "\n"])
+    assert inner.getvalue() == "key [$JUDGE_API_KEY]\n[$JUDGE_API_KEY]\n" and not stream.isatty()
+
+
+def test_references_are_looked_up_and_then_secret():
+    table = {"api_key": "env:JUDGE_API_KEY", "n": 3, "nested": [{"x": "env:OTHER"}, "environment", "env: no"]}
+    assert resolve(table, "args") == {"api_key": KEY, "n": 3, "nested": [{"x": "other-value-1"}, "environment", "env: no"]}
+    assert redact("other-value-1") == "[$OTHER]"
+    with pytest.raises(ConfigError, match=r"args\.a\.b = 'env:NOWHERE': the environment variable NOWHERE is not set in this process"):
+        resolve({"a": {"b": "env:NOWHERE"}}, "args")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--orchestrator.environment.args.api_key", "literal-key-1"],
+        ["--orchestrator.environment.args", "{ judge = { keys = [{ openai_api_key = 'literal-key-1' }] } }"],
+        ["--orchestrator.environment.set_kwargs.password", "literal-key-1"],
+        ["--inference.vllm.api-key", "literal-key-1"],
+        ["--inference.vllm.hf_token", "literal-key-1"],
+        ["--orchestrator.environment.args.model", f"{KEY}"],
+        ["--orchestrator.environment.args.note", f"Bearer {KEY}"],
+        ["--orchestrator.environment.args.note", "sk-proj-literal-key-1-abcdefgh"],
+        ["--orchestrator.environment.args.base_url", "https://me:literal-key-1@host/v1"],
+        ["--orchestrator.inference_urls", "['http://me:literal-key-1@host:1']"],
+        ["--wandb.api_key", "literal-key-1"],
+        ["--wandb.name", KEY],
+        ["--orchestrator.teacher.api_key", "literal-key-1", "--orchestrator.teacher.base_url", "http://h/v1"],
+    ],
+)
+def test_a_literal_secret_is_refused_and_not_shown(args):
+    with pytest.raises(ConfigError) as error:
+        build(parse_args([*ENV, *args]))
+    said = str(error.value)
+    assert "environment variable" in said and "(hidden)" in said
+    assert "literal-key-1" not in said and KEY not in said
+
+
+def test_the_remedy_names_the_variable_that_has_it():
+    with pytest.raises(ConfigError, match=r'put it into an environment variable and write "env:JUDGE_API_KEY" here'):
+        build(parse_args([*ENV, "--orchestrator.environment.args.k", KEY]))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--orchestrator.environment.args", "{ api_key = 'env:JUDGE_API_KEY', token = 'env:ANY', eos_token = '<|endoftext|>' }"],
+        ["--orchestrator.environment.args", "{ openai_api_key = 'EMPTY', key = 'answer_column', max_tokens = 100, secret = 'apple' }"],
+        [
+            *("--orchestrator.teacher.api_key_var", "TEACHER_KEY", "--orchestrator.teacher.base_url", "http://h/v1"),
+            *("--trainer.loss.teacher_coefficient", "1"),
+        ],
+        ["--inference.vllm", "{ hf_token = true, api_key = ['env:JUDGE_API_KEY'] }"],
+        ["--model.name", "sk-learn/hf_models-of-somebody", "--orchestrator.environment.args.url", "http://host:8000/a@b"],
+    ],
+)
+def test_what_is_no_secret_stays_as_it_is(args):
+    dumped = to_toml(build(parse_args([*ENV, *args])))
+    assert KEY not in dumped and "(hidden)" not in dumped
+
+
+def test_hidden_values():
+    table = {"api_key": "12345678", "inner": [{"password": "abcdefgh", "user": "me"}], "n": 1}
+    assert hidden("args", table) == {"api_key": "(hidden)", "inner": [{"password": "(hidden)", "user": "me"}], "n": 1}
+    assert hidden("x.token", "12345678") == "(hidden)"

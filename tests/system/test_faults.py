@@ -1,0 +1,169 @@
+"""Fault points: the right process dies at the right place, once; what stands under a final name is whole, and the rest is cleared away."""
+
+import errno
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.run_dir import files
+from rl.run_dir.files import CorruptFileError, append_file, clean_leftovers, decode_records, encode_record, write_directory, write_file
+from rl.system import faults
+from rl.system.faults import Plan, kind_of, parse
+
+
+def write_things(root: Path) -> None:
+    """Each kind of durable write, new and over something older."""
+    write_file(root / "batches" / "000001.batch", b"one")
+    write_file(root / "batches" / "000001.batch", b"other")
+    for record in (b"first", b"second"):
+        append_file(root / "batches" / "pending.log", encode_record(record))
+    for text in ("old", "new"):
+        write_directory(root / "weights" / "000001", lambda folder, text=text: [(folder / name).write_text(text) for name in "ab"])
+    files.remove_directory(root / "weights" / "000001")
+
+
+def check_whole(root: Path) -> None:
+    """Nothing half stands under a final name."""
+    batch, log, version = root / "batches" / "000001.batch", root / "batches" / "pending.log", root / "weights" / "000001"
+    assert not batch.exists() or batch.read_bytes() in (b"one", b"other")
+    found = []
+    try:
+        found += decode_records(log.read_bytes() if log.exists() else b"", "log")
+    except CorruptFileError as error:
+        assert "cut short" in str(error) or "damaged record at byte" in str(error)
+    assert found in ([], [b"first"], [b"first", b"second"])
+    if version.exists():
+        assert [(version / name).read_text() for name in "ab"] in (["old"] * 2, ["new"] * 2)
+
+
+def names_below(root: Path) -> set[str]:
+    return {path.name for path in root.rglob("*")}
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """The points of `write_things`, in order."""
+    path = tmp_path / "trace"
+    monkeypatch.setattr(faults, "plan", Plan(trace=str(path), process="p"))
+    write_things(tmp_path / "traced")
+    monkeypatch.setattr(faults, "plan", None)
+    return [(name, int(count)) for _, name, count in map(str.split, path.read_text().splitlines())]
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two steps"])
+def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, swaps):
+    assert {"batch.torn", "batch.fsync", "batch.rename", "batch.fsync_dir", "batch.done", "pending.torn", "pending.fsync"} <= dict(
+        trace
+    ).keys()
+    assert {"weights.fill", "weights.fsync", "weights.rename", "weights.done", "weights.remove", "weights.removed"} <= dict(trace).keys()
+    if not swaps:
+        monkeypatch.setattr(files, "exchange", lambda one, other: False)
+        trace = [*trace, ("weights.replaced", 1)]
+    for number, (name, count) in enumerate(trace):
+        root = tmp_path / str(number)
+        if (child := os.fork()) == 0:
+            faults.plan = Plan(f"p:{name}:{count}", process="p")
+            write_things(root)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
+        check_whole(root)
+        version = root / "weights" / "000001"
+        written = number > trace.index(("weights.done", 1)) and number < trace.index(("weights.removed", 1))
+        if swaps and written:
+            assert version.exists(), f"{name} {count}: there is a moment without any version"
+        clean_leftovers(root, root / "batches", root / "weights")
+        assert names_below(root) <= {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}, name
+        if name == "weights.replaced":
+            assert (version / "a").read_text() == "old"
+
+
+def test_an_error_at_any_point_leaves_nothing_half_and_names_the_file(tmp_path, monkeypatch, trace):
+    """A full disk at every call, the middle of a write included."""
+
+    class Full(Plan):
+        def strike(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for number, (name, count) in enumerate(trace):
+        if name.endswith(("done", "remove", "removed")):
+            continue
+        root = tmp_path / str(number)
+        monkeypatch.setattr(faults, "plan", Full(f"p:{name}:{count}", process="p"))
+        with pytest.raises(OSError) as error:
+            write_things(root)
+        assert error.value.errno == errno.ENOSPC
+        if not name.startswith("weights"):
+            assert error.value.filename in (str(root / "batches" / "000001.batch"), str(root / "batches" / "pending.log"))
+        check_whole(root)
+        log = root / "batches" / "pending.log"
+        list(decode_records(log.read_bytes() if log.exists() else b"", "log"))  # not even a torn record
+        assert names_below(root) <= {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}, name
+
+
+def test_only_the_named_process_dies_and_only_once(tmp_path):
+    script = "from rl.run_dir.files import write_file; from pathlib import Path; write_file(Path('{}') / 'config.toml', b'x')"
+    (tmp_path / "trainer").write_text(script.format(tmp_path))
+
+    def run(fault):
+        settings = {"RL_FAULT": fault, "RL_FAULT_MARK": str(tmp_path / "mark"), "RL_FAULT_TRACE": str(tmp_path / "trace")}
+        return subprocess.run([sys.executable, tmp_path / "trainer"], env=os.environ | settings, capture_output=True, timeout=30).returncode
+
+    assert run("orchestrator:config.rename:1") == 0
+    assert run("trainer:config.rename:2") == 0
+    assert run("trainer:config.rename:1") == -signal.SIGKILL
+    assert run("trainer:config.rename:1") == 0  # the restarted one lives
+    assert run("trainer:config.rename:1,trainer:config.fsync:1") == -signal.SIGKILL  # or takes the next
+    assert (tmp_path / "mark").read_text().split() == ["trainer:config.rename:1", "trainer:config.fsync:1"]
+    assert "trainer config.torn 1" in (tmp_path / "trace").read_text().splitlines()
+    assert run("trainer") == 1
+
+
+def test_names():
+    assert parse("trainer-1:ask.GetBatch:12") == ("trainer-1", "ask.GetBatch", 12)
+    kinds = {
+        "batches/000012.batch": "batch",
+        "batches/000012.quarantined": "quarantined",
+        "batches/pending.log": "pending",
+        "rollouts/000012.jsonl": "rollouts",
+        "weights/000012": "weights",
+        "digests/000012.json": "digests",
+        "checkpoints/000012": "checkpoint",
+        "evals/000012/addition.jsonl": "eval",
+        "evals/best.json": "best",
+        "config.toml": "config",
+        "status/trainer.json": "trainer",
+    }
+    assert {path: kind_of(Path("run") / path) for path in kinds} == kinds
+
+
+def test_points_cost_next_to_nothing():
+    assert faults.plan is None
+    import time
+
+    since = time.perf_counter()
+    for _ in itertools.repeat(None, 100_000):
+        faults.point("batch.write")
+    assert time.perf_counter() - since < 0.1  # a microsecond each
+
+
+def test_leftovers_of_others_stay(tmp_path):
+    for name in (".hidden.tmp", ".000001.partial", "000001", ".rl.lock"):
+        (tmp_path / name).touch()
+    for name in (".000001.tmp", ".data.old", ".000002.replaced"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".000003.batch.99999999-1.tmp").touch()
+    (tmp_path / f".000004.quarantined.{os.getpid()}-1.tmp").touch()
+    assert len(clean_leftovers(tmp_path)) == 4
+    assert names_below(tmp_path) == {
+        ".hidden.tmp",
+        ".000001.partial",
+        "000001",
+        ".rl.lock",
+        "000002",
+        f".000004.quarantined.{os.getpid()}-1.tmp",
+    }

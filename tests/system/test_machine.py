@@ -1,0 +1,22 @@
+"""GPUs and CPU time that this process may use."""
+
+import math
+
+from rl.system.machine import cpu_quota, visible_gpus
+
+
+def test_visible_gpus(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1", "2"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-ab"}, tmp_path) == ["4", "GPU-ab"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+    assert visible_gpus({}, tmp_path / "none") == []
+
+
+def test_a_containers_quota(tmp_path):
+    path = tmp_path / "cpu.max"
+    path.write_text("250000 100000\n")
+    assert cpu_quota(path) == 2.5
+    path.write_text("max 100000\n")
+    assert cpu_quota(path) == math.inf == cpu_quota(tmp_path / "none")

@@ -1,0 +1,164 @@
+"""The house: which room may know which, and the other rules of the code itself. CONTRIBUTING.md says them in words."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "rl"
+FILES = sorted(SRC.rglob("*.py"))
+FLOORS = [
+    ["system"],
+    ["run_dir"],
+    ["config", "wire"],
+    ["models", "diagnosis"],
+    ["launch", "inference", "envs", "orchestrator", "trainer"],
+    ["commands"],
+    ["main"],
+]
+"""From the ground up. A room knows the floors below its own, and nobody on it."""
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+HOMES = {"vllm": ("inference/",), "verifiers": ("envs/",), "torch": ("trainer/", "inference/", "models/gguf.py")}
+"""The only places that import these packages."""
+
+
+def module_of(path: Path) -> str:
+    return ".".join(["rl", *path.relative_to(SRC).with_suffix("").parts])
+
+
+MODULES = {module_of(path).removesuffix(".__init__"): path for path in FILES}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, lazily or not."""
+    named = {name: name if name in MODULES else name.rpartition(".")[0] for name in imports(path)}
+    return {module for module in named.values() if module in MODULES and module != "rl"}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_room_stands_on_a_floor():
+    rooms = {path.relative_to(SRC).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
+    assert rooms == set(FLOOR)
+
+
+def test_imports_run_downwards_and_rooms_of_one_floor_never_meet():
+    for module, path in MODULES.items():
+        for other in own_imports(path) if module != "rl" else ():
+            room, target = room_of(module), room_of(other)
+            assert room == target or FLOOR[target] < FLOOR[room], f"{module} imports {other}"
+
+
+def test_no_circle():
+    """Modules can be taken away one by one, each after those that it imports."""
+    left = {module: own_imports(path) - {module} for module, path in MODULES.items()}
+    while free := [module for module, needed in left.items() if not needed & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_a_heavy_package_has_one_home(package):
+    found = {path.relative_to(SRC).as_posix() for path in FILES if any(name.split(".")[0] == package for name in imports(path))}
+    assert found and all(name.startswith(HOMES[package]) for name in found), found
+
+
+def test_nothing_is_pickled():
+    packages = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    assert not [path for path in FILES if packages & {name.split(".")[0] for name in imports(path)}]
+
+
+def test_nothing_that_is_loaded_can_run_code():
+    """Weights are safetensors; torch.load and the like unpickle what they read. torch.distributed.checkpoint is given what it verified."""
+    forbidden = {"torch": {"load"}, "yaml": {"load", "load_all", "unsafe_load", "full_load"}, "numpy": {"load"}, "np": {"load"}}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+                safe = given.get("weights_only") is True or (node.func.value.id in ("np", "numpy") and not given.get("allow_pickle"))
+                assert safe or node.func.attr not in forbidden.get(node.func.value.id, ()), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}"
+
+
+def test_at_most_two_broad_excepts():
+    broad = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                if any(kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")) for kind in caught):
+                    broad.append(f"{path.relative_to(SRC)}:{node.lineno}")
+    assert len(broad) <= 2, broad
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "rl.run_dir.token",
+        "rl.system.credentials",
+        "rl.config.run",
+        "rl.config.command_line",
+        "rl.main",
+        "rl.system.children",
+        "rl.wire.messages",
+        "rl.launch.prepare",
+        "rl.launch.devices",
+    ],
+)
+def test_light_imports(module):
+    """`--help` has to answer at once."""
+    heavy = ("torch", "vllm", "verifiers", "transformers", "numpy", "matplotlib", "wandb", "rich", "zmq")
+    code = f"import {module}, sys; print(*[name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_ruff():
+    for command in (["check"], ["format", "--check"]):
+        folders = ["src", "tests", "environments", "scripts"]
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, *folders], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_functions_and_files_stay_short():
+    for path in FILES:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
+
+
+def test_every_module_and_public_class_says_what_it_is():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert not tree.body or ast.get_docstring(tree), path
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}: {node.name}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *map(str, sorted(Path("docs").glob("*.md")))])
+def test_files_that_a_page_names_are_there(page):
+    if page == "docs/log.md":  # tells what was, too
+        return
+    named = set(re.findall(r"`((?:src/rl/|tests/|scripts/)?[a-z_0-9]+/[\w/]+\.py)\b", Path(page).read_text()))
+    missing = {name for name in named if not Path(name).exists() and not (SRC / name.removeprefix("rl/")).exists()}
+    assert not missing

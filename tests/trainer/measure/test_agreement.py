@@ -1,0 +1,113 @@
+"""Trainer against vLLM: every supported family of models on the same tokens, and the check that each run makes."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.config.run import ModelConfig, RLConfig
+from rl.config.trainer import TrainerConfig
+from rl.system.errors import RunError
+from rl.trainer.balance import Layout
+from rl.trainer.measure.agreement import ParityWatch, compare
+from rl.trainer.model import load_policy
+from rl.trainer.packing import pack
+from rl.wire.agreement import LIMITS, agreement
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainBatch
+from tests.tiny_model import FAMILIES, make_tiny_model
+from tests.trainer.samples import make_sample
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """(dtype, family) -> folder with a model and what vLLM sampled from it; one process of vLLM for each dtype, both at once."""
+    root = tmp_path_factory.mktemp("families")
+    folders = {(dtype, name): make_tiny_model(root / dtype / name, family=name) for dtype in LIMITS for name in FAMILIES}
+
+    def sample(dtype: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "tests.sample_families", dtype, *(str(folders[dtype, name]) for name in FAMILIES)]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, timeout=280)
+
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(sample, LIMITS):
+            assert done.returncode == 0, done.stderr[-3000:]
+    return folders
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt2"])
+def test_trainer_equals_vllm(sampled, world, family, dtype):
+    folder = sampled[dtype, family]
+    config = RLConfig(model=ModelConfig(name=str(folder), dtype=dtype))
+    batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), family).batch
+    model = load_policy(str(folder), config.model, config.trainer, world)
+    tokens = compare(model, config, batch, world)
+    for temperature in (1.0, 0.7):
+        found = agreement([difference for _, t, difference in tokens if t == temperature])
+        assert found.tokens == 72 and found.within(LIMITS[dtype]), (temperature, found)
+        if dtype == "float32":
+            assert found.kl < 1e-9 and found.largest < 1e-4, found
+
+
+class FakeClient:
+    """Answers a probe with samples whose log-probabilities are the model's own, off by `error`."""
+
+    def __init__(self, samples):
+        self.samples, self.asked = samples, []
+
+    def probe(self, version, timeout_s):
+        self.asked.append(version)
+        return self.samples
+
+
+def probe_samples(model, config, world, error):
+    """Samples with the model's own log-probabilities, all but the first by version 4."""
+    samples = [make_sample([5, 6, 7 + i], [9, 10, 11], group=i) for i in range(3)]
+    own = compare(model, config, TrainBatch(step=1, samples=samples), world)
+    for i, sample in enumerate(samples):
+        sample.policy_versions = [type(sample.policy_versions[0])(3 if i == 0 else 4, 3)]
+    by_place = {}
+    layout = Layout(0, 1, 4096, 64)
+    (row,) = pack(TrainBatch(step=1, samples=samples), [1.0] * 3, layout).micro_batches
+    for (_, _, difference), sample, target in zip(own, row.sequences.tolist(), row.targets.tolist(), strict=True):
+        by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
+    for i, sample in enumerate(samples):
+        off = 5.0 if i == 0 else error
+        sample.logprobs = [0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)]
+    return samples
+
+
+def watch_of(error, tied_folder, world, strict):
+    config = RLConfig(model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig())
+    model = load_policy(str(tied_folder), config.model, config.trainer, world)
+    watch = ParityWatch(LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error)))
+    layout = Layout(0, 1, 4096, 64)
+    return watch, lambda: watch.at_checkpoint(4, model, lambda batch: pack(batch, [1.0] * 3, layout), world)
+
+
+def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, world):
+    watch, at_checkpoint = watch_of(0.0, tied_folder, world, strict=True)
+    watch.judge(agreement([0.0]))
+    assert at_checkpoint() == {} and watch.client.asked == []
+    found = at_checkpoint()
+    assert watch.client.asked == [4] and found["parity/agrees"] == 1.0
+    assert found["parity/tokens"] == 6, "those of version 3 are not compared"
+    assert found["parity/max"] < 1e-5
+    watch.client.samples = []
+    assert at_checkpoint() == {}
+
+
+def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
+    watch, at_checkpoint = watch_of(0.5, tied_folder, world, strict=False)
+    found = at_checkpoint()
+    assert found["parity/agrees"] == 0.0 and found["parity/max"] == pytest.approx(0.5, abs=1e-4)
+    assert found["parity/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() - 1 + 0.5, rel=1e-3)
+    watch.strict = True
+    with pytest.raises(RunError, match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 nats"):
+        at_checkpoint()
+    assert ParityWatch(LIMITS["float32"], True, None).judge(None) == {}

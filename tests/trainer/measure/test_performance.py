@@ -1,0 +1,119 @@
+"""Operations by hand, and by torch's own counter, which sees every matrix product of a real forward and backward pass."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
+
+from rl.config.loss import PolicyGradientConfig
+from rl.trainer.balance import Layout
+from rl.trainer.loss import sample_weights
+from rl.trainer.measure.performance import peak_flops, performance, work_of
+from rl.trainer.packing import pack
+from tests.trainer.samples import make_sample
+
+LLAMA = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+MOE = LLAMA | {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+GEMMA = LLAMA | {"sliding_window": 4, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+TOKENS = 24
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def chain(tokens):
+    """One sequence of `tokens` inputs, each with a loss."""
+    sample = make_sample([5], [6] * tokens)
+    batch = SimpleNamespace(samples=[sample], step=1, envs=["test"])
+    return batch, pack(batch, sample_weights([sample], PolicyGradientConfig(), 1), Layout(0, 1, 4096, 64)).micro_batches[0]
+
+
+def test_llama_by_hand():
+    work = work_of(model_of(LlamaConfig(**LLAMA)))
+    matrices = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96  # q, k and v, o; gate, up and down
+    assert work.per_token == 6 * 3 * matrices == 774_144
+    assert work.per_predictor == 6 * 64 * 100  # tied, and counted as the head alone
+    assert work.per_key == 12 * 4 * 32 and work.windows == {None: 3}
+    _, batch = chain(TOKENS)
+    assert work.of(batch) == 24 * 774_144 + 24 * 38_400 + 3 * 1_536 * (24 * 25 // 2)
+    batch.queries, batch.predictors = torch.tensor([3, 23]), torch.tensor([1])
+    assert work.of(batch) == 2 * 774_144 + 38_400 + 3 * 1_536 * (4 + 24)
+
+
+def test_windows_bound_what_a_token_sees():
+    work = work_of(model_of(Gemma3TextConfig(**GEMMA)))
+    assert work.windows == {4: 2, None: 1}
+    _, batch = chain(TOKENS)
+    keys = 2 * (1 + 2 + 3 + 21 * 4) + 24 * 25 // 2
+    assert work.of(batch) == 24 * work.per_token + 24 * work.per_predictor + 1_536 * keys
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**LLAMA), Qwen3MoeConfig(**MOE), GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=2)]
+)
+def test_the_counter_of_torch_agrees(config):
+    """It counts attention to all keys, masked or not, and the rotary embedding's angles: less than 0.1 % here."""
+    model, predictors = model_of(config).train(), torch.arange(3, 20)
+    ids = torch.arange(TOKENS)[None]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, logits_to_keep=predictors, use_cache=False).logits.sum().backward()
+    work = work_of(model)
+    layers = sum(work.windows.values())
+    ours = TOKENS * work.per_token + len(predictors) * work.per_predictor + layers * work.per_key * TOKENS**2
+    assert counter.get_total_flops() == pytest.approx(ours, rel=1e-3)
+
+
+def test_a_window_without_a_list_of_layer_types_is_that_of_every_layer():
+    """As Mistral's config has it."""
+    assert work_of(model_of(MistralConfig(**LLAMA, sliding_window=4))).windows == {4: LLAMA["num_hidden_layers"]}
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    model = model_of(LlamaConfig(**LLAMA))
+    whole = work_of(model)
+    model.requires_grad_(False)
+    assert work_of(model).per_token == whole.per_token * 4 // 6 and work_of(model).per_key == whole.per_key
+
+
+def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatch):
+    batch, micro_batch = chain(TOKENS)
+    packed = SimpleNamespace(batch=batch, micro_batches=[micro_batch, micro_batch], shared_token_fraction=0.25)
+    work = work_of(model_of(LlamaConfig(**LLAMA)))
+    metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", world)
+    assert metrics["perf/tokens_per_s"] == 25 / 2 and metrics["perf/shared_token_fraction"] == 0.25
+    assert 0.1 < metrics["perf/peak_memory_gib"] < 50 and "perf/mfu" not in metrics
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda _: 3 << 29)
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), size=1, reduce=lambda values, _: values)
+    metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", gpu)
+    assert metrics["perf/mfu"] == pytest.approx(2 * work.of(micro_batch) / 2.0 / 989e12) and metrics["perf/peak_memory_gib"] == 1.5
+    assert "perf/mfu" not in performance(packed, SimpleNamespace(step_s=2.0), work, "float32", gpu)
+
+
+def test_names_of_devices():
+    names = {
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA B200": 2250e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12,
+        "NVIDIA RTX A6000": 154.8e12,
+        "NVIDIA RTX 6000 Ada Generation": None,
+        "NVIDIA GeForce RTX 4090 D": None,
+    }
+    assert {name: peak_flops(name) for name in names} == names

@@ -1,0 +1,133 @@
+"""The same numbers on any number of ranks, however they are divided and a batch is cut: one start of four processes for all layouts."""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, PreTrainedConfig
+
+from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
+from tests.tiny_model import make_tiny_model
+from tests.trainer.layouts import LAYOUTS
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports below those that the kernel gives out, or another test might get one of them before it is used here."""
+    first_given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports: list[int] = []
+    for port in random.sample(range(10_000, first_given_out), 10 * count):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports[:count]
+
+
+def make_gpt2(path: Path) -> str:
+    """Learned positions."""
+    return save_random(path, GPT2Config(vocab_size=259, n_positions=256, n_embd=64, n_layer=2, n_head=2))
+
+
+def make_gemma3(path: Path) -> str:
+    """Every other layer with a window that is shorter than the samples."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    return save_random(path, Gemma3TextConfig(vocab_size=259, head_dim=32, sliding_window=16, layer_types=kinds, **sizes))
+
+
+def save_random(path: Path, config: PreTrainedConfig) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def run_ranks(folder: Path) -> None:
+    """Four of them; as soon as one fails the others are ended."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    logs = [folder / f"rank{rank}.log" for rank in range(4)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            command = [sys.executable, "-m", "tests.trainer.layouts", str(rank), str(folder)]
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+    deadline = time.monotonic() + 240
+    try:
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [log.read_text() for process, log in zip(processes, logs, strict=True) if process.returncode > 0]
+    assert not failed, failed[0]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    models = {"llama": str(make_tiny_model(folder / "llama")), "gpt2": make_gpt2(folder / "gpt2"), "gemma3": make_gemma3(folder / "gemma3")}
+    (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 5)}))
+    run_ranks(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.reference != name])
+def test_every_layout_computes_the_same(results, name):
+    reference = LAYOUTS[name].reference
+    expected, actual = (json.loads((results / f"{which}.json").read_text()) for which in (reference, name))
+    assert len(actual) == len(expected)
+    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-4), step
+        for key in ("loss/mean", "entropy/mean", "mismatch_kl/mean", "mismatch_kl/max", "masked_fraction"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), (step, key)
+    expected, actual = (load_file(results / f"{which}.safetensors") for which in (reference, name))
+    assert actual.keys() == expected.keys() and any(key.startswith("moment.") for key in actual)
+    for key, tensor in expected.items():
+        # Some biases have no gradient but rounding (softmax ignores the keys'), which AdamW scales up: those are held to 1e-5, not to 1e-5
+        # of their own small norm.
+        floor = 1e-6 if key.startswith("moment.") else 1.0
+        assert (actual[key] - tensor).norm() <= 1e-5 * tensor.norm().clamp(min=floor), key
+
+
+def test_a_checkpoint_passes_from_layout_to_layout(results):
+    """Two ranks -> two replicas of two shards -> one rank: weights and moments, bit for bit."""
+    first = load_file(results / "passed-two.safetensors")
+    for name in ("hsdp", "one"):
+        passed = load_file(results / f"passed-{name}.safetensors")
+        assert passed.keys() == first.keys() and all(passed[key].equal(first[key]) for key in first), name
+
+
+def test_every_rank_says_how_the_nodes_differ(results):
+    for rank in range(2):
+        said = json.loads((results / f"nodes-{rank}.json").read_text())
+        assert said[0] == ""
+        assert said[1] == "ranks [1] have another configuration than rank 0; start every node with the same file and flags"
+        assert said[2].startswith("ranks [1] do not see rank 0's run directory") and "a file system that all nodes share" in said[2]
+    assert not list(results.glob("run*/.ranks-*"))
+
+
+def test_a_row_is_divided_into_parts_of_equal_cost():
+    assert [part.tolist() for part in parts_of_row(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    for length, ranks in ((1, 2), (3, 4), (7, 2), (1000, 8)):
+        parts = parts_of_row(length, ranks)
+        assert sorted(set(torch.cat(parts).tolist())) == list(range(length)) and all(len(part) for part in parts)
+        slots, longest = slots_of_row(parts), max(map(len, parts))
+        padded = torch.cat([torch.nn.functional.pad(part, (0, longest - len(part)), value=-1) for part in parts])
+        assert padded[slots].tolist() == list(range(length))
+    costs = [int((part + 1).sum()) for part in parts]  # visible keys of one long sequence
+    assert max(costs) < 1.02 * min(costs)
+
+
+def test_a_rank_keeps_its_own_part_for_the_backward_pass(results):
+    """Four ranks that share a long row: a quarter each, keys and values included."""
+    for rank in range(4):
+        whole, part = json.loads((results / f"kept-{rank}.json").read_text())
+        assert whole > 1e7 and part < 0.27 * whole

@@ -1,0 +1,95 @@
+"""What ranks that cannot work together say."""
+
+import os
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl.system.errors import RunError
+from rl.trainer.parallel import rendezvous
+from rl.trainer.parallel.rendezvous import check_neighbour, exchange, join_store, network, own_address
+from rl.trainer.parallel.sharding import shard_model
+from rl.trainer.parallel.world import check_division, start_world
+
+
+@pytest.mark.parametrize(("settings", "divisors"), [((3, 1), "1, 2, 4"), ((1, 8), "1, 2, 4")])
+def test_settings_that_do_not_divide_the_ranks(settings, divisors):
+    check_division(4, 2, 4)
+    with pytest.raises(RunError, match=rf"does not divide 4 ranks; give one of {divisors}, or start"):
+        check_division(4, *settings)
+
+
+def test_offload_needs_a_gpu(world):
+    with pytest.raises(RunError, match=r"trainer.optim.offload moves .* without a GPU leave it false"):
+        shard_model(torch.nn.Linear(2, 2), torch.float32, True, world)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """That of rank 0 of 2, with a free port, and no interface chosen."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
+    since = time.monotonic()
+    with pytest.raises(RunError, match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not come. Is torchrun running on every"):
+        start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
+    assert time.monotonic() - since < 10
+
+
+def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RunError, match=r"rank 1 on .* cannot reach the ranks' meeting point 127.0.0.1:\d+ within 2 s .*--rdzv-endpoint"):
+        start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
+
+
+def outer_address() -> tuple[str, str]:
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                return name, entry.address
+    pytest.skip("this machine has no address but loopback")
+
+
+def test_the_interface_is_the_one_towards_the_others(monkeypatch):
+    """Also on the node of the meeting point, which sees itself over loopback."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    name, address = outer_address()
+    assert own_address(address) == address
+    assert network(0, [address, "192.0.2.77"]) == network(0, ["127.0.1.1", address]) == (name, address)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(RunError, match=rf"GLOO_SOCKET_IFNAME = nosuch0: .* has .*{name}"):
+        network(0, [address, address])
+
+
+def test_a_closed_network_is_said_within_seconds(monkeypatch):
+    """The next rank says an address at which nobody listens."""
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", 1.0)
+    deadline = time.monotonic() + 20
+
+    def neighbour() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        exchange(store, "port", 1, 2, f'["127.0.0.1", {port}]', deadline)
+        exchange(store, "error", 1, 2, "", deadline)
+
+    thread = threading.Thread(target=neighbour)
+    thread.start()
+    with pytest.raises(RunError, match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open them to each other"):
+        check_neighbour(store, 0, 2, "127.0.0.1", deadline)
+    thread.join()
+
+
+def test_a_rank_alone_meets_nobody(environment, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert isinstance(join_store(0, 1, 5.0), dist.Store) and "GLOO_SOCKET_IFNAME" not in os.environ

@@ -1,0 +1,239 @@
+"""Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and the real trainer, resumed and on two ranks."""
+
+import json
+import random
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl.config.command_line import to_toml
+from rl.config.loss import CrossEntropyConfig
+from rl.config.run import ModelConfig, RLConfig
+from rl.config.trainer import TrainerConfig
+from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.metrics import cut_metrics, read_metrics
+from rl.run_dir.paths import numbered
+from rl.system.errors import RunError
+from rl.trainer.balance import Layout
+from rl.trainer.loss import compute_loss, sample_weights
+from rl.trainer.losses import cross_entropy
+from rl.trainer.model import load_policy, score
+from rl.trainer.packing import pack
+from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
+from rl.trainer.sft.tokens import Examples, prepare_data, write_examples
+from rl.trainer.train import loss_inputs
+from tests.tiny_model import make_tiny_model
+from tests.trainer.test_main import TWO_RANKS, run_trainer
+
+STEPS = 6
+
+
+def rows(count=37):
+    """Prompts, some of them alike, and answers of several lengths."""
+    rng = random.Random(0)
+    return [{"prompt": f"Say {'ab'[i % 2]} {rng.randint(1, 5)}", "completion": "x" * rng.randint(1, 12)} for i in range(count)]
+
+
+def make_config(root, model, **more) -> RLConfig:
+    """A configuration on `rows`; `more`: other settings at the top, those of sft and trainer are merged."""
+    data = root / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    sft = {"dataset": str(data), "batch_size": 8, "validation_fraction": 0.2, "validation_interval": 2} | more.pop("sft", {})
+    trainer = {
+        "optim": {"lr": 1e-3, "schedule": "cosine"},
+        "micro_batch_tokens": 128,
+        "checkpoint": {"interval": 4, "keep_last": 5},
+        "batch_timeout_s": 60,
+    } | more.pop("trainer", {})
+    values = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "float32"}}
+    config = RLConfig.model_validate(values | {"sft": sft, "trainer": trainer} | more)
+    write_file(config.run_dir.config, to_toml(config).encode())
+    return config
+
+
+def source_of(root, model, **more) -> FromExamples:
+    config = make_config(root, model, **more)
+    prepare_data(config, str(model), lambda *_: None)
+    return FromExamples(config)
+
+
+# Batches
+
+
+def texts(batch):
+    return [tuple(sample.token_ids) for sample in batch.samples]
+
+
+def test_every_pass_has_every_example_once_in_a_new_order(tied_folder, tmp_path):
+    source = source_of(tmp_path, tied_folder, sft={"epochs": 2, "validation_fraction": 0})
+    batches = [source.receive(step) for step in range(1, source.num_steps + 1)]
+    assert [len(batch.samples) for batch in batches] == [8] * 9 + [2] and source.receive(11) is None  # 74 examples
+    whole = [text for batch in batches for text in texts(batch)]
+    assert Counter(whole[:37]) == Counter(whole[37:]) and whole[:37] != whole[37:]
+    assert source.epoch(1) == 8 / 37 and source.epoch(10) == 2.0
+
+
+def test_a_batch_depends_on_data_seed_and_number_alone(tied_folder, tmp_path):
+    first = source_of(tmp_path, tied_folder)
+    second = FromExamples(first_config := make_config(tmp_path, tied_folder))
+    assert second.receive(5) == first.receive(5) and first.receive(5).step == 5
+    other = FromExamples(first_config.model_copy(update={"seed": -1}))
+    assert texts(other.receive(5)) != texts(first.receive(5))
+
+
+def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
+    source = source_of(tmp_path, tied_folder, sft={"epochs": 1, "validation_fraction": 0.2})
+    trained, held_out = set(source.places.tolist()), set(source.held_out_places.tolist())
+    assert len(held_out) == 7 and trained | held_out == set(range(37)) and not trained & held_out
+    assert [len(batch.samples) for batch in source.validation(0)] == [7] and source.validation(1) == []
+    assert list(source.validation(source.num_steps)) and source.num_steps == 4  # 30 examples
+    tasks = SimpleNamespace(groups=np.arange(40) // 4, __len__=lambda: 40)
+    left, right = split(tasks, 0.3, seed=0)
+    assert set(tasks.groups[left]) & set(tasks.groups[right]) == set() and len(right) == 12
+    with pytest.raises(RunError, match="leaves none of 10 tasks"):
+        split(tasks, 0.99, seed=0)
+
+
+def test_samples_fit_the_loss_and_share_prompts(tmp_path):
+    sizes = write_examples(tmp_path / "e", iter([(([5, 6, 7], [False, False, True]), 0), (([5, 6, 8, 9], [False, False, True, True]), 1)]))
+    assert sizes == {"examples": 2, "tokens": 7, "trained_tokens": 3}
+    examples = Examples(
+        np.fromfile(tmp_path / "e/tokens.bin", np.int32), np.fromfile(tmp_path / "e/trained.bin", np.uint8),
+        np.load(tmp_path / "e/ends.npy"), np.load(tmp_path / "e/groups.npy"),
+    )  # fmt: skip
+    batch = make_batch(3, examples, [1, 0, 1])
+    assert [sample.token_ids for sample in batch.samples] == [[5, 6, 8, 9], [5, 6, 7], [5, 6, 8, 9]]
+    assert batch.samples[0].advantages == [0.0, 0.0, 1.0, 1.0] and batch.samples[0].logprobs == [0.0] * 4
+    assert len({sample.group_id for sample in batch.samples}) == 1 and batch.num_loss_tokens == 5
+    packed = pack(batch, [1.0] * 3, Layout(0, 1, 128, 64))
+    assert packed.shared_token_fraction == pytest.approx(1 - 3 / 8)  # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
+    assert not any(row.fresh.any() for row in packed.micro_batches)  # no version sampled them: nothing to compare with inference
+
+
+def test_shuffling_is_the_same_everywhere():
+    assert shuffled(6, 0, 0).tolist() == [3, 2, 5, 4, 0, 1]
+    assert sorted(shuffled(1000, 7, 3).tolist()) == list(range(1000))
+
+
+def test_damaged_data_is_refused(tied_folder, tmp_path):
+    config = make_config(tmp_path, tied_folder)
+    prepare_data(config, str(tied_folder), lambda *_: None)
+    file = config.run_dir.data / "train" / "tokens.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    with pytest.raises(CorruptFileError, match=r"damaged: its files differ in length; delete .*data to have it made anew"):
+        FromExamples(config)
+    file.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(CorruptFileError, match=r"train/tokens.bin: damaged; delete .*data to have it made anew"):
+        prepare_data(config, str(tied_folder), lambda *_: None)
+
+
+# Numbers
+
+
+def plain_loss(folder, samples):
+    """Loss and gradients of plain transformers: each sample alone, labels -100 where nothing is trained, mean over all trained tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    count = sum(sum(sample.loss_mask) for sample in samples)
+    total = 0.0
+    for sample in samples:
+        labels = [id if trained else -100 for id, trained in zip(sample.token_ids, sample.loss_mask, strict=True)]
+        logits = model(torch.tensor([sample.token_ids])).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
+def test_loss_and_gradient_are_those_of_plain_cross_entropy(tied_folder, world, tmp_path, micro_batch_tokens):
+    batch = source_of(tmp_path, tied_folder).receive(1)
+    expected, gradients = plain_loss(tied_folder, batch.samples)
+    config = CrossEntropyConfig()
+    model = load_policy(str(tied_folder), ModelConfig(dtype="float32"), TrainerConfig(), world)
+    layout = Layout(0, 1, micro_batch_tokens, 64)
+    rows = pack(batch, sample_weights(batch.samples, config, 1), layout).micro_batches
+    assert (len(rows) > 1) == (micro_batch_tokens == 40)
+    total = 0.0
+    for row in rows:
+        terms = compute_loss(loss_inputs(row, len(batch.samples), score(model, row, world), world), config, cross_entropy)
+        loss = (terms.loss * row.weights).sum()
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(expected, abs=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], rtol=1e-5, atol=1e-5)
+    held_out = validate(model, [batch], lambda batch: pack(batch, [1.0] * len(batch.samples), layout), world)
+    assert held_out["validation/loss"] == pytest.approx(expected, abs=1e-5)
+    assert held_out["validation/perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
+    assert all(type(parameter).__name__ != "Tensor" for parameter in model.parameters())  # sharded again: a step and a save may follow
+
+
+def test_ratios_to_a_sampler_are_not_reported(tied_folder, tmp_path):
+    metrics = {"loss/mean": 1.0, "mismatch_kl/mean": 9.0, "ratio/mean": 0.1, "optim/lr": 1e-3, "entropy/mean": 2.0}
+    assert meaningful(metrics, source_of(tmp_path, tied_folder, sft={"validation_fraction": 0}), 1) == {
+        "loss/mean": 1.0, "optim/lr": 1e-3, "entropy/mean": 2.0, "epoch": 8 / 37,
+    }  # fmt: skip
+    assert meaningful(metrics, SimpleNamespace(), 1) == metrics
+
+
+# The real process
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of all steps in one go."""
+    root = tmp_path_factory.mktemp("straight")
+    config = make_config(root, make_tiny_model(root / "model"))
+    run_trainer(config)
+    return config
+
+
+def test_end_to_end(straight):
+    run_dir, lines = straight.run_dir, read_metrics(straight.run_dir.metrics)
+    assert list(lines) == [(step, "trainer") for step in range(STEPS + 1)]
+    assert [step for (step, _), line in lines.items() if "validation/loss" in line] == [0, 2, 4, 6]
+    assert lines[0, "trainer"]["validation/loss"] > lines[6, "trainer"]["validation/loss"]
+    assert lines[1, "trainer"]["loss/mean"] > lines[6, "trainer"]["loss/mean"]
+    wanted = {"loss/mean", "entropy/mean", "optim/grad_norm", "optim/lr", "epoch", "perf/tokens_per_s", "time/step", "time/wait_for_batch"}
+    assert wanted <= set(lines[1, "trainer"]) and "mismatch_kl/mean" not in lines[1, "trainer"]
+    assert list(numbered(run_dir.checkpoints)) == [4, 6]
+    assert list(numbered(run_dir.weights_dir)) == [4, 6]  # with each checkpoint, not with each step
+    (held_out,) = FromExamples(straight).validation(6)
+    assert plain_loss(run_dir.weights(6), held_out.samples)[0] == pytest.approx(lines[6, "trainer"]["validation/loss"], abs=1e-5)
+
+
+def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
+    """It goes on at the checkpoint of step 4; its data set has changed since, which changes nothing."""
+    config = make_config(tmp_path, straight.model.name)
+    shutil.copytree(straight.run_dir.root, config.run_dir.root, dirs_exist_ok=True)
+    write_file(config.run_dir.config, to_toml(config).encode())
+    shutil.rmtree(config.run_dir.checkpoint(6))
+    shutil.rmtree(config.run_dir.weights(6))
+    cut_metrics(config.run_dir.metrics, 4)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "other", "completion": "rows"}\n')
+    run_trainer(config)
+    ours, theirs = (c.run_dir.weights(6) / "model.safetensors" for c in (config, straight))
+    assert ours.read_bytes() == theirs.read_bytes()
+    mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
+    for step, name in ((5, "loss/mean"), (6, "loss/mean"), (6, "optim/grad_norm"), (6, "validation/loss")):
+        assert mine[step, "trainer"][name] == whole[step, "trainer"][name]
+
+
+def test_two_ranks_equal_one(straight, tmp_path):
+    config = make_config(tmp_path, straight.model.name)
+    run_trainer(config, TWO_RANKS)
+    ours, theirs = (read_metrics(c.run_dir.metrics) for c in (config, straight))
+    for key, line in theirs.items():
+        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "validation/loss"):
+            if name in line:
+                assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
+    ours, theirs = (load_file(c.run_dir.weights(STEPS) / "model.safetensors") for c in (config, straight))
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).norm() <= 1e-5 * weight.norm(), name

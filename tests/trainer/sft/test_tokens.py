@@ -1,0 +1,331 @@
+"""Examples to ids and masks: rows of every form, and answers exactly as rollouts would sample them."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+
+from rl.config.run import ModelConfig, RendererConfig, RLConfig
+from rl.launch.run import manifest_lines
+from rl.models.folder import resolve_model
+from rl.models.renderer import load_renderer
+from rl.system.errors import RunError
+from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
+from tests.models.conftest import DROPS_THINKING
+from tests.models.conversations import ADD
+from tests.tiny_model import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
+
+TWO_TURNS = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes, 2."},
+]
+THINKS = [message | ({"reasoning_content": "Hm, so."} if message["role"] == "assistant" else {}) for message in TWO_TURNS]
+CALLS = [
+    TWO_TURNS[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Tokenizers, one token a byte: ChatML; with a template that thinks, in the manner of Qwen3; and without any template."""
+    from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
+
+    root = tmp_path_factory.mktemp("models")
+    chatml, thinks, base = make_tokenizer(), make_tokenizer(), make_tokenizer()
+    thinks.add_tokens([f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")])
+    thinks.chat_template = DROPS_THINKING.replace("HEADER", json.dumps(_TOOLS_HEADER)).replace("FOOTER", json.dumps(_TOOLS_FOOTER))
+    base.chat_template = None
+    for name, tokenizer in (("chatml", chatml), ("thinks", thinks), ("base", base)):
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+def make_config(tmp_path, renderer=None, max_model_len=1024, **sft) -> RLConfig:
+    values = {"dataset": str(tmp_path / "data.jsonl")} | sft
+    model = {"max_model_len": max_model_len}
+    return RLConfig.model_validate({"name": "r", "output_dir": str(tmp_path), "model": model, "renderer": renderer or {}, "sft": values})
+
+
+def write_rows(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepared(tmp_path, folder, *rows, renderer=None, max_model_len=1024, **sft):
+    """(examples, manifest) of rows."""
+    write_rows(tmp_path / "data.jsonl", *rows)
+    config = make_config(tmp_path, renderer, max_model_len, **sft)
+    prepare_data(config, str(folder), lambda *_: None)
+    manifest = read_manifest(config.run_dir.data)
+    examples = open_examples(config.run_dir.data / "train", manifest["train"])
+    return [examples[i] for i in range(len(examples))], manifest
+
+
+def as_text(renderer, sample):
+    """The runs of trained and untrained text."""
+    runs: list[tuple[bool, list[int]]] = []
+    for id, trained in zip(*sample, strict=True):
+        if not runs or runs[-1][0] != trained:
+            runs.append((trained, []))
+        runs[-1][1].append(id)
+    return [(trained, renderer.text(ids)) for trained, ids in runs]
+
+
+def played(renderer, messages, tools=None):
+    """Ids and mask of a rollout whose policy says what the messages say: prompts as the orchestrator asks, answers of the right text."""
+    ids, mask, said = [], [], 0
+    for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        prompt = renderer.next_prompt_ids(ids, messages[:i], said, tools) if ids else renderer.prompt_ids(messages[:i], tools)
+        message = messages[i]
+        think = f"<think>\n{message.get('reasoning_content', '')}\n</think>\n\n" if renderer_thinks(renderer) else ""
+        calls = "".join(
+            f'<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {json.dumps(call["function"]["arguments"])}}}\n</tool_call>'
+            for call in message.get("tool_calls", [])
+        )
+        answer = [*renderer.encode(think + message["content"] + calls), *renderer.encode("<|im_end|>")]
+        mask += [False] * (len(prompt) - len(ids)) + [True] * len(answer)
+        ids, said = prompt + answer, i + 1
+    return ids, mask
+
+
+def renderer_thinks(renderer):
+    return "<think>" in renderer.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "messages", "tools"),
+    [
+        ("chatml", "auto", TWO_TURNS, None),
+        ("chatml", "template", TWO_TURNS, None),
+        ("chatml", "auto", CALLS, [ADD]),
+        ("thinks", "template", THINKS, None),
+        ("thinks", "qwen3", THINKS, None),
+        ("thinks", "template", TWO_TURNS, None),
+        ("thinks", "template", CALLS, [ADD]),
+        ("thinks", "qwen3", CALLS, [ADD]),
+    ],
+)
+def test_ids_are_those_of_a_rollout_that_says_the_same(folders, tmp_path, folder, name, messages, tools):
+    samples, _ = prepared(tmp_path, folders / folder, {"messages": messages, "tools": tools}, renderer={"name": name})
+    renderer = load_renderer(str(folders / folder), RendererConfig(name=name))
+    if messages is TWO_TURNS and folder == "thinks":  # the template writes an empty thinking where there is none
+        messages = [message | ({"reasoning_content": ""} if message["role"] == "assistant" else {}) for message in messages]
+    assert samples == [played(renderer, messages, tools)]
+
+
+def test_what_is_trained_in_words(folders, tmp_path):
+    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
+    (sample,), _ = prepared(tmp_path / "all", folders / "chatml", {"messages": TWO_TURNS})
+    assert as_text(renderer, sample) == [
+        (False, "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "2<|im_end|>"),
+        (False, "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "Yes, 2.<|im_end|>"),
+    ]
+    (last,), _ = prepared(tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last")
+    assert last[0] == sample[0] and as_text(renderer, last)[1:] == [(True, "Yes, 2.<|im_end|>")]
+    split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}
+    assert prepared(tmp_path / "split", folders / "chatml", split)[0] == [last]
+    text = {"prompt": "What is 1 + 1?", "completion": "2"}
+    (short,), _ = prepared(tmp_path / "text", folders / "chatml", text)
+    assert short == tuple(part[: len(short[0])] for part in sample)
+    tools_as_text = {"messages": CALLS, "tools": json.dumps([ADD])}
+    assert prepared(tmp_path / "a", folders / "chatml", tools_as_text)[0] == prepared(
+        tmp_path / "b", folders / "chatml", {"messages": CALLS, "tools": [ADD]}
+    )[0]  # fmt: skip
+
+
+def test_a_template_that_drops_earlier_thinking_gives_a_sample_a_turn(folders, tmp_path):
+    renderer = load_renderer(str(folders / "thinks"), RendererConfig(name="template", thinking_retention="template"))
+    settings = {"name": "template", "thinking_retention": "template"}
+    (first, second), _ = prepared(tmp_path, folders / "thinks", {"messages": THINKS}, renderer=settings)
+    assert as_text(renderer, first)[1:] == [(True, "<think>\nHm, so.\n</think>\n\n2<|im_end|>")]
+    assert as_text(renderer, second)[1:] == [(True, "<think>\nHm, so.\n</think>\n\nYes, 2.<|im_end|>")]
+    assert second[0][: len(renderer.prompt_ids(THINKS[:3]))] == renderer.prompt_ids(THINKS[:3])
+
+
+def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders, tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "opens")
+    renderer = load_renderer(str(tmp_path / "opens"), RendererConfig())
+    (sample,), _ = prepared(tmp_path, tmp_path / "opens", {"messages": THINKS})
+    assert [text for trained, text in as_text(renderer, sample) if trained] == [
+        "Hm, so.\n</think>\n\n2<|im_end|>", "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
+    ]  # fmt: skip
+    inline = [TWO_TURNS[0], {"role": "assistant", "content": "<think>\nHm\n</think>\n\n2"}]
+    with pytest.raises(RunError, match="leaves out a part of an answer's content"):
+        prepared(tmp_path / "inline", tmp_path / "opens", {"messages": inline})
+
+
+@pytest.mark.parametrize(
+    ("folder", "messages", "settings", "said"),
+    [
+        ("chatml", THINKS, {}, r"data.jsonl:1: the chat template leaves out the reasoning_content .* sft.drop_reasoning = true"),
+        ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}], {}, "leaves out the thinking"),
+        ("thinks", THINKS, {"renderer": {"enable_thinking": False, "name": "template"}}, "behind the prompt .* renderer.enable_thinking"),
+        ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}], {}, "the template's own special tokens"),
+        ("base", TWO_TURNS, {}, "needs a chat template, .* --model.chat_template chatml.jinja"),
+    ],
+)
+def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messages, settings, said):
+    with pytest.raises(RunError, match=said):
+        prepared(tmp_path, folders / folder, {"messages": messages}, **settings)
+
+
+def test_reasoning_can_be_left_out(folders, tmp_path):
+    with_it, _ = prepared(tmp_path / "a", folders / "chatml", {"messages": THINKS}, drop_reasoning=True)
+    without, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
+    assert with_it == without
+
+
+def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
+    row = {"prompt": "1 + 1 =", "completion": " 2"}
+    (sample,), manifest = prepared(tmp_path / "base", folders / "base", row)
+    encode = make_tokenizer().encode
+    assert sample == (encode("1 + 1 =") + encode(" 2") + encode("<|im_end|>"), [False] * 7 + [True] * 3)
+    assert manifest["style"] == "completion"
+    assert prepared(tmp_path / "chat", folders / "chatml", row, style="completion")[0] == [sample]
+    (alone,), _ = prepared(tmp_path / "alone", folders / "base", {"prompt": "", "completion": "ab"})
+    assert alone == (encode("ab<|im_end|>"), [False, True, True])
+    with pytest.raises(RunError, match="needs a chat template"):
+        prepared(tmp_path / "asked", folders / "base", row, style="chat")
+
+
+def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = make_tiny_model(tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    (tmp_path / "chatml.jinja").write_text(CHAT_TEMPLATE)
+    with pytest.raises(RunError, match=r"no chat template; name a file with one: --model.chat_template chatml.jinja"):
+        resolve_model(ModelConfig(name=str(base)))
+    assert resolve_model(ModelConfig(name=str(base)), needs_template=False) == str(base)
+    folder = resolve_model(ModelConfig(name=str(base), chat_template=str(tmp_path / "chatml.jinja")))
+    (sample,), manifest = prepared(tmp_path, folder, {"messages": TWO_TURNS})
+    assert manifest["style"] == "chat" and sum(sample[1]) == len("2.") + len("Yes, 2..")
+
+
+def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
+    rows = [{"prompt": "ab", "completion": "c" * n} for n in (1, 5, 9, 0)] + [{"prompt": "x" * 20, "completion": "c"}]
+    samples, manifest = prepared(tmp_path / "skip", folders / "base", *rows, max_model_len=8)
+    assert [len(ids) for ids, _ in samples] == [4, 8]
+    assert manifest["train"]["left_out"] == {"longer than model.max_model_len": 2, "without an answer to train": 1}
+    samples, manifest = prepared(tmp_path / "cut", folders / "base", *rows, max_model_len=8, too_long="truncate")
+    assert [len(ids) for ids, _ in samples] == [4, 8, 8] and samples[2][1] == [False] * 2 + [True] * 6
+    assert manifest["train"] | {"dataset": ""} == {
+        "dataset": "", "rows": 5, "examples": 3, "tokens": 20, "trained_tokens": 14,
+        "left_out": {"cut to model.max_model_len": 1, "without an answer to train": 1, "longer than model.max_model_len": 1},
+    }  # fmt: skip
+    (line,) = manifest_lines(manifest)
+    assert "5 rows -> 3 examples, 20 tokens, 14 trained; 1 cut to model.max_model_len; 1 without an answer" in line
+    with pytest.raises(RunError, match=r"nothing is left of 1 rows: 1 longer than model\.max_model_len"):
+        prepared(tmp_path / "none", folders / "base", rows[2], max_model_len=8)
+    with pytest.raises(RunError, match="nothing is left of 0 rows: there are no rows"):
+        prepared(tmp_path / "no-rows", folders / "base")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "data.jsonl:2: not JSON"),
+        ("[1]", "data.jsonl:2: a list; write one object a line"),
+        ('{"question": "q"}', "data.jsonl:2: has neither messages nor prompt and completion, but question; name the columns with"),
+        ('{"messages": "hello"}', "data.jsonl:2: messages: str; give text or a list"),
+        ('{"messages": []}', "data.jsonl:2: messages: an empty list"),
+        ('{"messages": [{"from": "human", "value": "x"}]}', r"data.jsonl:2: messages\[0\]: no chat message: it needs a role"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"messages\[0\]: its content is int"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', r"messages\[0\]: a tool call is"),
+        ('{"prompt": "a", "completion": "b", "tools": "x"}', "data.jsonl:2: tools: text that is not JSON"),
+    ],
+)  # fmt: skip
+def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row, said):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
+    with pytest.raises(RunError, match=said):
+        prepare_data(make_config(tmp_path), str(folders / "chatml"), lambda *_: None)
+    assert not make_config(tmp_path).run_dir.data.exists()
+
+
+def test_data_that_is_not_there(folders, tmp_path):
+    for dataset, said in (
+        (str(tmp_path / "no.jsonl"), "sft.dataset = .*: there is no .*no.jsonl; give a JSONL file"),
+        (str(tmp_path / "*.jsonl"), "no file matches"),
+    ):
+        with pytest.raises(RunError, match=said):
+            prepare_data(make_config(tmp_path, dataset=dataset), str(folders / "chatml"), lambda *_: None)
+
+
+def rollout(task, reward, answer, **more):
+    messages = [{"role": "user", "content": f"task {task}"}, {"role": "assistant", "content": answer}]
+    return {"env": "e", "task": task, "messages": messages, "reward": reward, "outcome": "finished", "trained": True} | more
+
+
+def test_rollouts_are_chosen_by_reward(folders, tmp_path):
+    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
+    run = tmp_path / "outputs" / "x"
+    write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 0.2, "a"), rollout(1, 0.9, "b"), rollout(1, 0.9, "c"), rollout(2, 0.4, "d"))
+    bad = [
+        rollout(2, 1.0, "e", outcome="failed", error="boom"),
+        rollout(2, 1.0, "f", outcome="truncated"),
+        rollout(2, 1.0, "g", why="not_trainable"),
+    ]
+    write_rows(run / "rollouts" / "000002.jsonl", *bad, rollout(2, 0.5, "h"), rollout(3, 0.1, "i", trained=False))
+
+    def answers(**settings):
+        samples, manifest = prepared(tmp_path / str(len(list(tmp_path.iterdir()))), folders / "chatml", dataset=str(run), **settings)
+        return "".join(as_text(renderer, sample)[1][1][0] for sample in samples), manifest["train"]["left_out"]
+
+    never = {"failed rollouts": 1, "truncated rollouts": 1, "rollouts of agents that are not trained": 1}
+    assert answers() == ("abcdhi", never)
+    assert answers(min_reward=0.5) == ("bch", never | {"rollouts with a reward below 0.5": 3})
+    assert answers(max_per_task=1) == ("bhi", never | {"rollouts beyond the best 1 of their task": 3})
+    assert answers(max_per_task=2, min_reward=0.3)[0] == "bcdh"
+    with pytest.raises(RunError, match=r"data.jsonl:1: sft.min_reward and sft.max_per_task choose among rollouts, .* lacks outcome"):
+        prepared(tmp_path / "y", folders / "chatml", {"messages": TWO_TURNS, "reward": 1}, min_reward=0.5)
+
+
+def test_hugging_face_datasets(folders, tmp_path):
+    rows = [{"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]}, {"messages": TWO_TURNS}]
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "saved"))
+    samples, manifest = prepared(tmp_path / "a", folders / "chatml", dataset=str(tmp_path / "saved"), split="test", drop_reasoning=True)
+    assert len(samples) == 2 and manifest["train"]["rows"] == 2
+    direct, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
+    assert samples[1:] == direct
+    datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(tmp_path / "x.parquet")
+    columns = {"prompt": "question", "completion": "answer"}
+    assert len(prepared(tmp_path / "c", folders / "chatml", dataset=str(tmp_path / "x.parquet"), columns=columns)[0]) == 1
+    for settings, said in (({"split": "train"}, "'train'.*check name, sft.split"), ({"dataset": str(tmp_path / "a")}, "sft.dataset = ")):
+        with pytest.raises(RunError, match=said):
+            prepared(tmp_path / "d", folders / "chatml", **({"dataset": str(tmp_path / "saved")} | settings))
+
+
+def test_the_runs_data_is_made_once(folders, tmp_path):
+    first, _ = prepared(tmp_path, folders / "base", {"prompt": "a", "completion": "b"})
+    again, _ = prepared(tmp_path, folders / "base", {"prompt": "other", "completion": "rows"})
+    assert again == first
+
+
+def test_tools_that_are_called_but_not_defined_are_a_warning(folders, tmp_path):
+    _, manifest = prepared(tmp_path, folders / "chatml", {"messages": CALLS})
+    assert manifest_lines(manifest)[-1].startswith("warning: examples call tools, but have no tool definitions")
+
+
+def test_tokens_are_kept_as_arrays(folders, tmp_path):
+    prepared(tmp_path, folders / "base", {"prompt": "a", "completion": "b"}, {"prompt": "cd", "completion": "e"})
+    config = make_config(tmp_path)
+    examples = open_examples(config.run_dir.data / "train", read_manifest(config.run_dir.data)["train"])
+    assert isinstance(examples.tokens, np.memmap) and examples.tokens.dtype == np.int32 and examples.ends.tolist() == [3, 7]
+    assert examples.groups.tolist() == [0, 1]

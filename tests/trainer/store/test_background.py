@@ -1,0 +1,35 @@
+import time
+
+import pytest
+
+from rl.trainer.store.background import Background
+
+
+def test_what_a_disk_does_not_give_in_time_ends_the_wait():
+    reading = Background()
+    reading.start(time.sleep, 1)
+    with pytest.raises(TimeoutError, match=r"waited 0 s for x to be read"):
+        reading.result("x to be read", 0.05)
+    assert reading.busy
+
+
+def test_a_result_or_an_error_comes_once():
+    background = Background()
+    assert not background.busy and background.result("nothing", 5) is None
+    background.start(int, "7")
+    assert background.busy and background.result("y", 5) == 7
+    background.raise_errors()
+    background.start(int, "x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        while True:
+            background.raise_errors()
+            time.sleep(0.01)
+    background.raise_errors()
+    assert not background.busy and background.result("y", 5) is None
+
+
+def test_whose_result_is_not_taken_starts_nothing():
+    background = Background()
+    background.start(int, "7")
+    with pytest.raises(AssertionError, match="work in progress"):
+        background.start(int, "8")

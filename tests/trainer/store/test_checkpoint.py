@@ -1,0 +1,155 @@
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rl.config.run import ModelConfig, RLConfig
+from rl.config.trainer import OptimConfig, TrainerConfig
+from rl.run_dir import files
+from rl.run_dir.checksums import newest_sound_checkpoint
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir, numbered
+from rl.system.errors import RunError
+from rl.trainer.model import load_policy
+from rl.trainer.optim import make_optimizer
+from rl.trainer.start import newest_checkpoint
+from rl.trainer.store import checkpoint
+from rl.trainer.store.saver import Saver
+from tests.tiny_model import make_tiny_model
+from tests.trainer.samples import save_checkpoint
+
+
+@pytest.fixture
+def trained(tied_folder, world):
+    return fresh(tied_folder, world)
+
+
+def fresh(folder, world):
+    model = load_policy(str(folder), ModelConfig(dtype="float32"), TrainerConfig(attention="eager"), world)
+    return model, make_optimizer(model, OptimConfig(lr=0.1))
+
+
+def step(model, optimizer):
+    model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state(model, optimizer):
+    moments = [v[key] for v in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    steps = [v["step"] for v in optimizer.state.values()]
+    return [t.full_tensor().clone() for t in [*model.parameters(), *moments]] + [s.clone() for s in steps]
+
+
+def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path):
+    step(*trained)
+    save_checkpoint(tmp_path / "000007", 7, *trained, world)
+    random_after = torch.rand(3)
+    step(*trained)
+    other = fresh(tied_folder, world)
+    path, manifest = checkpoint.newest_sound(tmp_path, world)
+    assert checkpoint.load(path, manifest, *other, world) == 7
+    assert torch.equal(torch.rand(3), random_after)
+    step(*other)
+    assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
+
+
+def test_no_checkpoint(world, tmp_path):
+    (tmp_path / ".000003.tmp").mkdir()
+    assert checkpoint.newest_sound(tmp_path, world) is None
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(trained, world, tmp_path, capsys, file, damage):
+    for number in (2, 3):
+        save_checkpoint(tmp_path / f"{number:06d}", number, *trained, world)
+    hurt(tmp_path / "000003" / file, damage)
+    path, manifest = checkpoint.newest_sound(tmp_path, world)
+    assert path.name == "000002" and manifest["step"] == 2
+    assert f"000003/{file}" in capsys.readouterr().err
+    hurt(tmp_path / "000002" / file, damage)
+    with pytest.raises(CorruptFileError, match=f"no intact checkpoint.*000002/{file}"):
+        checkpoint.newest_sound(tmp_path, world)
+
+
+def hurt(path, damage):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    if damage == "remove":
+        path.unlink()
+
+
+def test_another_model_is_refused(trained, world, tmp_path):
+    save_checkpoint(tmp_path / "c" / "000001", 1, *trained, world)
+    other = fresh(make_tiny_model(tmp_path / "m", layers=1), world)
+    with pytest.raises(RunError, match="another model"):
+        checkpoint.load(*checkpoint.newest_sound(tmp_path / "c", world), *other, world)
+
+
+def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder, world, tmp_path, monkeypatch):
+    """What is saved is the state at the call; the next save waits for it, and an error comes with the next call."""
+    run_dir, write, release = RunDir(tmp_path, tmp_path / "weights"), checkpoint.write, threading.Event()
+
+    def slow(*args):
+        assert release.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    saver = Saver(run_dir, TrainerConfig(), world, 0)
+    step(*trained)
+    expected = state(*trained)
+    saver.save(1, *trained)
+    step(*trained)
+    saver.background.raise_errors()
+    assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
+    assert saver.step == 0 and saver.began == 1 and not run_dir.checkpoint(1).exists()
+    release.set()
+    saver.finish()
+    assert saver.step == 1
+    other = fresh(tied_folder, world)
+    assert checkpoint.load(*checkpoint.newest_sound(run_dir.checkpoints, world), *other, world) == 1
+    assert all(torch.equal(a, b) for a, b in zip(expected, state(*other), strict=True))
+    assert checkpoint.differing(run_dir.checkpoint(1), *other, world) == []
+    assert len(checkpoint.differing(run_dir.checkpoint(1), *trained, world)) == len(expected)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
+    saver.save(2, *trained)
+    with pytest.raises(OSError, match="no space left"):
+        saver.finish()
+    saver.finish()
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write", lambda *_: time.sleep(1))
+    saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
+    saver.deadline_s = 0.1
+    saver.save(1, *trained)
+    with pytest.raises(TimeoutError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
+        saver.finish()
+
+
+def test_errors_of_torch_become_ours(tmp_path):
+    """Also those that are no Exception, which a thread pool would lose: its caller would wait for ever."""
+    full, strange = (CheckpointException("write", {0: (error, None)}) for error in (OSError(28, "No space"), ValueError("what")))
+    assert checkpoint.cause_of(full, tmp_path, {}).errno == 28
+    assert isinstance(checkpoint.cause_of(strange, tmp_path, {}), RuntimeError)
+
+
+def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_path):
+    """It is moved away at the start; if it is the only one, it stays for rl to repair the run."""
+    config = RLConfig(name="r", output_dir=str(tmp_path))
+    run_dir = config.run_dir
+    for number in (2, 3):
+        save_checkpoint(run_dir.checkpoint(number), number, *trained, world)
+    hurt(run_dir.checkpoint(3) / "__0_0.distcp", "flip")
+    path, _ = newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints))
+    assert path == run_dir.checkpoint(2) and list(numbered(run_dir.checkpoints)) == [2]
+    assert [path.name for path in run_dir.discarded.glob("*/checkpoints/*")] == ["000003"]
+    hurt(run_dir.checkpoint(2) / "__0_0.distcp", "flip")
+    with pytest.raises(CorruptFileError, match="no intact checkpoint"):
+        newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints))
+    assert list(numbered(run_dir.checkpoints)) == [2]

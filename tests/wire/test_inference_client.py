@@ -1,0 +1,108 @@
+"""What the client does about a server that is there and never answers, or not what it should, or not to everyone."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from rl.system.errors import GIVE_UP
+from rl.wire import inference_client
+from rl.wire.inference_client import InferenceLostError, InferenceServers
+from rl.wire.messages import WeightVersion
+from tests.web import WebServer
+
+
+def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference_client, "CONNECT_S", 0.2)
+    asked = []
+
+    async def never(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def load() -> None:
+        async with WebServer(web.post("/load_weights", never)) as server, asyncio.timeout(20):
+            servers = InferenceServers([server.url], tmp_path / "none.json", 0.5)
+            try:
+                await servers.load(WeightVersion(3, str(tmp_path)))
+            finally:
+                await servers.close()
+
+    with pytest.raises(InferenceLostError, match=r"for inference to load version 3: .*raise orchestrator.inference_timeout_s"):
+        asyncio.run(load())
+    assert [body["policy_version"] for body in asked] == [3]
+
+
+async def asked(tmp_path, answer, work):
+    """`work(servers)` with a server that answers every request with `answer(request)`."""
+    async with WebServer(web.route("*", "/{path}", answer)) as server, asyncio.timeout(20):
+        servers = InferenceServers([server.url], tmp_path / "status" / "inference.json", 0.6)
+        try:
+            return await work(servers)
+        finally:
+            await servers.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"garbage", b"[]", b"\xff\xfe", b"{}", b"[" * 5000, b'{"policy_version": "x", "max_model_len": 1}', b'{"token_ids": 3}'],
+)
+def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(body=content)
+
+    for work in (lambda servers: servers.generate(0, [1], {}), lambda servers: servers.loaded_version()):
+        with pytest.raises(InferenceLostError, match=r"answers what is no answer \(.*Is orchestrator.inference_urls"):
+            asyncio.run(asked(tmp_path, answer, work))
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"x", b'{"error": []}'])
+def test_a_refusal_of_another_shape_too(tmp_path, content):
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(status=400, body=content)
+
+    with pytest.raises(InferenceLostError, match="answers what is no answer"):
+        asyncio.run(asked(tmp_path, answer, lambda servers: servers.generate(0, [1], {})))
+
+
+def test_an_endless_answer_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference_client, "MAX_ANSWER_BYTES", 1 << 20)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(1000):
+            await response.write(b"x" * (1 << 16))
+        return response
+
+    with pytest.raises(InferenceLostError, match="an answer of more than 1 MiB"):
+        asyncio.run(asked(tmp_path, answer, lambda servers: servers.loaded_version()))
+
+
+def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("RL_TOKEN", raising=False)
+    token = "a-token-of-the-test-0123456789"
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {token}":
+            return web.Response(status=401)
+        return web.json_response({"policy_version": 3, "max_model_len": 9})
+
+    def version(servers: InferenceServers):
+        return servers.loaded_version()
+
+    with pytest.raises(
+        InferenceLostError, match=r"answers 401: it wants its run's token. Set RL_TOKEN to the one in its run directory"
+    ) as refused:
+        asyncio.run(asked(tmp_path, answer, version))
+    assert refused.value.exit_code == GIVE_UP
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "token").write_text(token)
+    assert asyncio.run(asked(tmp_path, answer, version)) == 3
+    (tmp_path / "status" / "token").write_text("damaged")
+    with pytest.raises(InferenceLostError, match="status/token: holds no token") as refused:
+        asyncio.run(asked(tmp_path, answer, version))
+    assert refused.value.exit_code == GIVE_UP
+    monkeypatch.setenv("RL_TOKEN", token)
+    assert asyncio.run(asked(tmp_path, answer, version)) == 3

@@ -1,0 +1,299 @@
+"""The live path between trainer and orchestrator, over real sockets."""
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from rl.run_dir.status import Phase, RoleStatus, write_status
+from rl.system.errors import RESTART, RunError
+from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
+from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
+from tests.waiting import until
+
+
+class Server:
+    """An orchestrator's end in a thread; `answer` makes the replies, None is silence."""
+
+    def __init__(self, status: Path, answer: Callable[[Request], Reply | None], token: str | None = None):
+        self.status, self.answer, self.token, self.seen = status, answer, token, []
+        self.up = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
+        self.thread.start()
+        assert self.up.wait(10)
+
+    async def serve(self) -> None:
+        self.server = server = TrainerServer("127.0.0.1", 0, self.token)
+        self.address, self.loop, self.stopping = server.address, asyncio.get_running_loop(), asyncio.Event()
+        write_status(self.status, RoleStatus(address=server.address, heartbeat=time.time(), phase=Phase.FILLING_BATCH, step=1))
+        self.up.set()
+
+        async def answer_all() -> None:
+            while True:
+                peer, request = await server.receive()
+                self.seen.append(request)
+                reply = self.answer(request)
+                if reply is not None:
+                    await server.reply(peer, reply)
+
+        task = asyncio.create_task(answer_all())
+        await self.stopping.wait()
+        task.cancel()
+        server.close()
+
+    def stop(self) -> None:
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.stopping.set)
+            self.thread.join()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    servers: list[Server] = []
+
+    def start(answer: Callable[[Request], Reply | None], token: str | None = None) -> Server:
+        servers.append(Server(tmp_path / "status" / "orchestrator.json", answer, token))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+class Client(OrchestratorClient):
+    """A client that is held up from its first question on, and keeps what it reports of its waits: (phase, step, detail)."""
+
+    def __init__(self, status: Path, timeout_s: float):
+        super().__init__(status)
+        self.timeout_s, self.waits = timeout_s, []
+
+    def get_batch(self, step: int) -> bytes | RunEnded:
+        with Wait(self.timeout_s, lambda *what: self.waits.append(what)) as wait:
+            return super().get_batch(step, wait)
+
+
+def client(tmp_path, timeout_s: float = 10.0) -> tuple[Client, list[tuple]]:
+    trainer = Client(tmp_path / "status" / "orchestrator.json", timeout_s)
+    return trainer, trainer.waits
+
+
+def filling(step: int) -> NotReady:
+    return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=step))
+
+
+def test_not_ready_then_the_batch(serve, tmp_path):
+    replies = iter([NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), BatchBytes(b"\x00batch")])
+    server = serve(lambda _request: next(replies))
+    trainer, said = client(tmp_path)
+    assert trainer.get_batch(5) == b"\x00batch"
+    assert server.seen == [GetBatch(5)] * 3
+    details = ("the orchestrator to come up", "loading environments", "filling batch 5")
+    assert said == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
+
+
+def test_published_and_the_end_of_the_run(serve, tmp_path):
+    server = serve(lambda request: Acknowledged(2, [1]) if isinstance(request, Published) else RunEnded("solved"))
+    trainer, _ = client(tmp_path)
+    with Wait(10.0, lambda *_: None) as wait:
+        assert trainer.published(WeightVersion(4, "/w/000004"), wait) == Acknowledged(2, [1])
+    assert server.seen == [Published(WeightVersion(4, "/w/000004"))]
+    assert trainer.get_batch(5) == RunEnded("solved")
+
+
+def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.3)
+    first = serve(lambda _request: None)  # takes the question and dies with it
+    trainer, _ = client(tmp_path)
+    result: list[bytes] = []
+    asking = threading.Thread(target=lambda: result.append(trainer.get_batch(1)))
+    asking.start()
+    while not first.seen:
+        time.sleep(0.01)
+    first.stop()
+    second = serve(lambda _request: BatchBytes(b"later"))
+    asking.join(10)
+    assert second.address != first.address and result == [b"later"]
+
+
+def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
+    serve(lambda _request: filling(7))
+    (tmp_path / "logs").mkdir()
+    for attempt in (9, 10):
+        (tmp_path / "logs" / f"orchestrator-{attempt}.log").write_text(f"attempt {attempt}\nits last line\n")
+    trainer, _ = client(tmp_path, timeout_s=0.5)
+    with pytest.raises(RunError) as error:
+        trainer.get_batch(7)
+    assert error.value.exit_code == RESTART
+    said = re.sub(r"\d\d:\d\d:\d\d", "TIME", str(error.value)).replace("1 s ago", "0 s ago")
+    assert said.splitlines() == [
+        "waited 0 s for batch 7 (filling batch 7), asked first at TIME. The orchestrator: last heartbeat 0 s ago: filling batch 1; "
+        f"the end of {tmp_path}/logs/orchestrator-10.log:",
+        "  | attempt 10",
+        "  | its last line",
+        "See logs/orchestrator*.log; if the environment is just slow, raise trainer.batch_timeout_s",
+    ]
+
+
+def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path, monkeypatch):
+    def answer(_request: Request) -> Reply:
+        time.sleep(0.05)
+        return filling(7)
+
+    server = serve(answer)
+    trainer = OrchestratorClient(tmp_path / "status" / "orchestrator.json")
+    said: list[tuple] = []
+    wait, failed = Wait(0.3, lambda *what: said.append(what)), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(RunError, match=r"waited 0 s for batch 7 \(filling batch 7\)"):
+            trainer.get_batch(7, wait)
+        failed.set()
+
+    threading.Thread(target=ask).start()
+    assert not failed.wait(1.0) and said == [] and len(server.seen) > 1
+    with wait:
+        assert said[0] == (Phase.WAITING_FOR_BATCH, 7, "filling batch 7")
+        began = time.monotonic()
+        assert failed.wait(10) and time.monotonic() - began > 0.2
+
+
+def test_an_orchestrator_that_never_was(tmp_path):
+    trainer, said = client(tmp_path, timeout_s=0.3)
+    with pytest.raises(
+        RunError, match=r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has no status file"
+    ):
+        trainer.get_batch(1)
+    assert set(said) == {(Phase.WAITING_FOR_BATCH, 1, "the orchestrator to come up")}
+
+
+def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
+    server = serve(lambda _request: BatchBytes(b"ok"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 1000
+        socket.connect(server.address)
+        request = msgspec.msgpack.encode(GetBatch(1))
+        garbage = [[b"garbage"], [b""], [b"\x93\x01\x02"], [b"a", b"b"], [b"", request], [request] * 999, [b"\x91" * 60_000]]
+        garbage += [
+            [b"\xdd\xff\xff\xff\xff"],
+            [request + b"x"],
+            [msgspec.msgpack.encode(GetBatch(0))],
+            [request.replace(b"\x01", b"\xa1x")],
+        ]
+        for frames in garbage:
+            socket.send_multipart(frames)
+        trainer, _ = client(tmp_path)
+        assert trainer.get_batch(1) == b"ok"
+        socket.send(b"more")
+        until(lambda: server.server.rejected.count > len(garbage))
+    server.stop()
+    assert server.server.rejected.count == len(garbage) + 1 and server.seen == [GetBatch(1)]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "rl.wire.transport"]  # the next is due in a minute
+    assert told.startswith("requests of the trainer: dropped 1 (1 in all); the last from 127.0.0.1: ")
+
+
+def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
+    """Whatever answers in the orchestrator's place: the trainer goes on asking."""
+    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.5)
+    acknowledged = msgspec.msgpack.encode(Acknowledged(1))
+    answers = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 100_000], [acknowledged], [acknowledged, b""], [b"x" * 2000]]
+    answers.append([msgspec.msgpack.encode(BatchBytes(b"at last"))])
+    monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last but one is cut off with its connection
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"tcp://127.0.0.1:{port}"))
+
+        def answer() -> None:
+            for frames in answers:
+                peer, _request = socket.recv_multipart()
+                socket.send_multipart([peer, *frames])
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        trainer, said = client(tmp_path)
+        assert trainer.get_batch(1) == b"at last"
+        answering.join()
+    assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
+    assert all(any(text in detail for _, _, detail in said) for text in ("a Acknowledged to a GetBatch", "2 frames"))
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("nonsense", "is none: Invalid argument"), ("tcp://nowhere:x", "is none: Invalid argument"), (["x"], "to come up")]
+)
+def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
+    write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
+    trainer, _ = client(tmp_path, timeout_s=0.3)
+    with pytest.raises(RunError, match=why):
+        trainer.get_batch(1)
+
+
+TOKEN = "a-token-of-the-test-0123456789"
+
+
+def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
+    monkeypatch.delenv("RL_TOKEN", raising=False)
+    server = serve(lambda _request: BatchBytes(b"secret"), TOKEN)
+    assert server.address.startswith("curve://127.0.0.1:")
+    trainer, _ = client(tmp_path, timeout_s=0.6)
+    with pytest.raises(RunError, match=r"curve://\S+ wants the run's token and this process has none: set RL_TOKEN to the same"):
+        trainer.get_batch(1)
+    monkeypatch.setenv("RL_TOKEN", TOKEN.upper())
+    with pytest.raises(RunError, match=r"curve://\S+ refuses the token that this process has: set RL_TOKEN to the same value"):
+        trainer.get_batch(1)
+    monkeypatch.setenv("RL_TOKEN", "too short")
+    with pytest.raises(RunError, match="RL_TOKEN must be 16 to 256 printable characters"):
+        trainer.get_batch(1)
+    monkeypatch.delenv("RL_TOKEN")
+    (tmp_path / "status" / "token").write_text(TOKEN)
+    patient, _ = client(tmp_path)
+    assert patient.get_batch(1) == b"secret" and server.seen == [GetBatch(1)]
+
+
+def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
+    """Who knows where, and the server's public key, but not the token: has another key of its own, or none."""
+    server = serve(lambda _request: BatchBytes(b"secret"), TOKEN)
+    address = server.address.replace("curve://", "tcp://")
+    with zmq.Context() as context:
+        for keys in (zmq.curve_keypair(), None):
+            with context.socket(zmq.DEALER) as socket:
+                socket.linger = 0
+                if keys:
+                    socket.curve_publickey, socket.curve_secretkey = keys
+                    socket.curve_serverkey = curve_keys(TOKEN, "server")[0]
+                socket.connect(address)
+                socket.send(msgspec.msgpack.encode(GetBatch(1)))
+                assert not socket.poll(400)
+    assert server.seen == []
+    assert TOKEN.encode() not in b"".join(curve_keys(TOKEN, "server") + curve_keys(TOKEN, "client"))
+
+
+def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
+    server = serve(lambda _request: BatchBytes(b"ok"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(server.address)
+        socket.send(b"x" * (1 << 20))
+        time.sleep(0.3)
+    trainer, _ = client(tmp_path)
+    assert trainer.get_batch(1) == b"ok"
+    server.stop()
+    assert server.server.rejected.count == 0
+
+
+def test_a_taken_port_names_the_setting():
+    async def bind_twice() -> None:
+        server = TrainerServer("127.0.0.1", 0)
+        port = int(server.address.rsplit(":", 1)[1])
+        with pytest.raises(
+            OSError, match=f"orchestrator.port = {port} on 127.0.0.1: Address already in use.*; choose another, or 0 for a free one"
+        ):
+            TrainerServer("127.0.0.1", port)
+        server.close()
+
+    asyncio.run(bind_twice())
