@@ -1,6 +1,5 @@
-"""One rank of many: trains the same batches under every layout of `LAYOUTS`, in one process start. Run by test_parallel.py.
-
-    python -m tests.trainer.layouts RANK FOLDER
+"""One rank of many: trains the same batches under every layout of `LAYOUTS`, in one process start. test_sharding.py forks four of
+them with the arguments RANK and FOLDER.
 
 FOLDER holds `plan.json` with a model folder and free ports; the results are written there, one file a layout.
 """
@@ -188,7 +187,8 @@ def bytes_kept(config: RLConfig, world: World) -> list[int]:
     return kept
 
 
-def main(rank: int, folder: Path) -> None:
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
     ports = iter(plan["ports"])
@@ -225,7 +225,3 @@ def main(rank: int, folder: Path) -> None:
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
         source = target
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
