@@ -90,8 +90,8 @@ VARIANTS = [
     {"attention": "eager"},
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "selective"},
-    {"compile": True},
-    {"compile": True, "activation_checkpointing": "full"},
+    pytest.param({"compile": True}, marks=pytest.mark.proof),
+    pytest.param({"compile": True, "activation_checkpointing": "full"}, marks=pytest.mark.proof),
 ]
 
 
