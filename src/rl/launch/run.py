@@ -13,6 +13,7 @@ from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.launch import devices, roles
 from rl.launch.children import Children
+from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
@@ -46,7 +47,9 @@ class Watch:
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.wandb = None
+        self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
         old_lines = self.reader.new()  # the console has read these on its own
@@ -67,6 +70,7 @@ class Watch:
         """Shows and sends what is new, and returns it."""
         lines = self.reader.new()
         self.console.update(lines)
+        self.picture.poll(len(lines))
         if self.wandb:
             self.wandb.send(lines)
         return lines
