@@ -205,7 +205,8 @@ def heading(row: Row) -> str:
 def ending(row: Row) -> str:
     """How a rollout ended, how long it is, and which versions sampled it."""
     outcome, stop, tokens, turns = (row.get(name) for name in ("outcome", "stop", "num_tokens", "num_turns"))
-    how = [f"{outcome} ({stop})" if outcome and stop and stop != outcome else str(outcome or stop or "finished")]
+    why = f" ({stop})" if stop and turns != 1 else ""  # of a single answer an environment says that the number of turns is reached
+    how = [f"{outcome or 'finished'}{why}"]
     how += [f"{tokens:,} tokens"] if isinstance(tokens, int) else []
     how += [f"{turns} turns"] if isinstance(turns, int) and turns > 1 else []
     how += [f"sampled by version {', '.join(map(str, row['versions']))}"] if row.get("versions") else []

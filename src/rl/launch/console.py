@@ -268,12 +268,12 @@ class Console:
         )
 
     def _left(self, step: int) -> str | None:
-        """The time from a step to the last one, by the pace of the newest steps; None before there is one."""
+        """The time from a step to the last one, by the pace of the newest steps; None at the last one, and before there is a pace."""
         lines = (self.lines.get((number, "trainer"), {}) for number in range(max(1, step - PACE_STEPS + 1), step + 1))
         times = [seconds for line in lines if (seconds := line.get("time/step")) is not None]
-        if step <= PACE_STEPS and len(times) > 1:
+        if step <= PACE_STEPS:
             times = times[1:]  # the first step's is the wait for everything to come up
-        return span(statistics.median(times) * max(0, self.max_steps - step)) if times else None
+        return span(statistics.median(times) * (self.max_steps - step)) if times and step < self.max_steps else None
 
     def _example(self, step: int) -> Line | None:
         """The first rollout that the step trained on, else the first one."""
@@ -315,7 +315,7 @@ class ProgressBar:
 
         orchestrator, width = statuses.get("orchestrator", RoleStatus()), self.console.width
         done, size, batch = step, max_steps, ""
-        if orchestrator.batch is not None and orchestrator.batch_done is not None and orchestrator.batch_size:
+        if 0 < (orchestrator.batch or 0) <= max_steps and orchestrator.batch_done is not None and orchestrator.batch_size:
             done, size = orchestrator.batch_done, orchestrator.batch_size
             batch = f", batch {orchestrator.batch} {done}/{size}"
         text = clip(f"step {step}/{max_steps}{batch}" + (f", {left} left" if left else ""), width - 1)

@@ -189,7 +189,7 @@ class BatchBuilder:
         """Ends a run that only fails, or that has nothing left to learn from."""
         batch_size, num_without_signal = self.config.orchestrator.batch_size, len(self.history.without_signal)
         if problem := only_failures(self.pending.groups, MAX_FAILED * batch_size):
-            raise RunError(problem)
+            raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
         if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
             if not self.history.is_solved():
                 raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
