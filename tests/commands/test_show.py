@@ -53,6 +53,13 @@ def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
 
+def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
+    monkeypatch.setattr(show, "MOST_SORTED", 2)
+    said = "rl show: these were the first 2 of 3 in this order; --limit N prints more\n"
+    assert rl("x", "--sort", "reward", "--why", "trained") == (0, [2, 0], said)
+    assert rl("x", "--sort", "reward", "--limit", "2")[2] == rl("x", "--sort", "reward", "--step", "1")[2] == ""
+
+
 def test_where_nothing_fits_it_says_what_there_is(run, rl):
     assert rl("x", "--why", "nosignal") == (
         1, [], "rl show: --why nosignal: no rollout has it; there are: trained (3), pending (1), no_signal (1)\n"
@@ -72,7 +79,7 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
     assert (code, groups) == (1, [4, 0, 1]) and err.startswith(f"rl show: outputs/x/rollouts/{path.name}: damaged")
     for other in (run / "rollouts").iterdir():
         other.unlink()
-    assert "no rollout is finished yet (`rl doctor x` says what the run waits for)" in rl("x")[2]
+    assert rl("x") == (1, [], "rl show: x: there is no finished rollout; `rl doctor x` says what the run waits for\n")
 
 
 class Read:

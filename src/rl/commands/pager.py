@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from types import FrameType
 
 
 def page(texts: Iterable[str]) -> None:
@@ -23,7 +24,13 @@ def page(texts: Iterable[str]) -> None:
         for text in texts:
             print(text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pager, which shares our terminal
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        """Leaves Ctrl-C to the pager, which shares our terminal, as long as it is there."""
+        if pager.poll() is not None and callable(before):
+            before(signum, frame)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
     try:
         with contextlib.suppress(BrokenPipeError), pager.stdin:
             for text in texts:

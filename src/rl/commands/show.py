@@ -42,7 +42,7 @@ MOST_LISTED = 12
 def main(args: list[str], _children: Children) -> int:
     values, rest = take("rl show", args, OPTIONS, HELP)
     if len(rest) != 1 or rest[0].startswith(("-", "@")):
-        what = f"{rest[-1]}: not understood" if rest else "which run?"
+        what = f"{rest[-1]}: not understood." if rest else "which run?"
         fail("rl show", f"{what} Give one run, its directory or its name, and flags of `rl show --help`")
     try:
         return show(rest[0], values)
@@ -59,6 +59,8 @@ def show(spec: str, values: dict[str, Any]) -> int:
     if (first := next(rows, None)) is None:
         raise RunError("\n".join([*damaged, nothing(spec, selection, values)]))
     page(texts(first, rows))
+    if values["sort"] and not values["limit"] and selection.taken > MOST_SORTED:
+        print(f"rl show: these were the first {MOST_SORTED} of {selection.taken:,} in this order; --limit N prints more", file=sys.stderr)
     for fault in damaged:
         print(f"rl show: {fault}", file=sys.stderr)
     return 1 if damaged else 0
@@ -76,8 +78,6 @@ def files_of(spec: str, step: int | None) -> list[Path]:
     if not files and step is not None:
         there = ranges(numbered(run_dir.rollouts_dir, ".jsonl"))
         raise RunError(f"--step {step}: there are no rollouts of it in {run_dir.rollouts_dir}; of these steps there are: {there}")
-    if not files:
-        raise RunError(f"{root}: no rollout is finished yet (`rl doctor {spec}` says what the run waits for)")
     return files
 
 
@@ -94,11 +94,15 @@ def chosen(files: list[Path], selection: Selection, values: dict[str, Any], dama
 
 def nothing(spec: str, selection: Selection, values: dict[str, Any]) -> str:
     """Why nothing is printed, and what could be."""
+    if not selection.seen["env"]:
+        return f"{spec}: there is no finished rollout" + (
+            "" if Path(spec).is_file() else f"; `rl doctor {spec}` says what the run waits for"
+        )
     for name, wanted in selection.wanted.items():
         if wanted is not None and not selection.seen[name][wanted]:
             there = selection.seen[name].most_common(MOST_LISTED)
             more = ", ..." if len(selection.seen[name]) > MOST_LISTED else ""
-            listed = ", ".join(f"{value} ({count})" for value, count in there) or "no rollout at all"
+            listed = ", ".join(f"{value} ({count})" for value, count in there)
             return f"--{name} {wanted}: no rollout has it; there are: {listed}{more}"
     if values["sort"] and selection.numbers:
         return f"--sort {values['sort']}: the rollouts have no such number; there are: {', '.join(sorted(selection.numbers))}"

@@ -95,6 +95,8 @@ class Selection:
     """Why they were not trained, `trained` for those that were, `error` also for each that failed itself."""
     seen: dict[str, Counter[str]] = field(default_factory=lambda: {"env": Counter(), "task": Counter(), "why": Counter()})
 
+    taken: int = 0
+    """How many of them were wanted."""
     numbers: set[str] = field(default_factory=set)
     """Names of their numbers."""
 
@@ -104,7 +106,9 @@ class Selection:
         self.numbers.update(name for name in {**row, **metrics_of(row)} if number_of(row, name) is not None)
         for name, values in found.items():
             self.seen[name].update(values)
-        return all(wanted is None or wanted in found[name] for name, wanted in self.wanted.items())
+        takes = all(wanted is None or wanted in found[name] for name, wanted in self.wanted.items())
+        self.taken += takes
+        return takes
 
     @property
     def wanted(self) -> dict[str, str | None]:
