@@ -3,7 +3,7 @@
 import pytest
 
 from rl.commands import compare
-from rl.commands.compare import means, stretches
+from rl.commands.compare import means, set_nowhere, stretches
 from rl.config.command_line import build, parse_args, to_toml
 from rl.run_dir.metrics import MetricsLog
 
@@ -14,7 +14,7 @@ def runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, lr, steps in (("x", "1e-6", 4), ("y", "2e-6", 2)):
         flags = ["--orchestrator.environment.id", "e", "--name", name, "--max_steps", "4", "--trainer.optim.lr", lr]
-        config = build(parse_args([*flags, *(["--trainer.lora"] if name == "y" else [])]))
+        config = build(parse_args([*flags, *(["--trainer.lora", "--trainer.gpus", "0"] if name == "y" else [])]))
         config.run_dir.root.mkdir(parents=True)
         config.run_dir.config.write_text(to_toml(config))
         logs = {source: MetricsLog(config.run_dir.metrics, source) for source in ("orchestrator", "trainer", "eval")}
@@ -41,6 +41,7 @@ B  outputs/y: 2 of 4 steps
 
 settings that differ  A      B
 trainer.optim.lr      1e-06  2e-06
+trainer.gpus          -      0
 trainer.lora.rank     -      16
 trainer.lora.alpha    -      32.0
 trainer.lora.targets  -      all-linear
@@ -66,6 +67,7 @@ def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
     assert said(capsys, "x", "z")[::2] == (
         1, "rl compare: outputs/z: there is no such run and no such model folder; in outputs there are the runs x, y\n"
     )  # fmt: skip
+    assert set_nowhere(None, []) and not set_nowhere(None, 0)  # [[eval]] in one of them is said by its keys
     assert said(capsys, "x")[0] == said(capsys, "x", "y", "z")[0] == said(capsys, "x", "@y")[0] == 2
 
 

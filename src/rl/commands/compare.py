@@ -83,11 +83,17 @@ def about(runs: list[Run]) -> list[str]:
 
 def settings(runs: list[Run]) -> list[str]:
     """The settings that differ, but for the run's place."""
-    changed = [change for change in changed_keys(runs[0].config, runs[1].config) if change[0] not in ("name", "output_dir")]
+    found = changed_keys(runs[0].config, runs[1].config)
+    changed = [change for change in found if change[0] not in ("name", "output_dir") and not set_nowhere(*change[1:])]
     if not changed:
         return ["no setting differs"]
     rows = [[key, *(clip("-" if value is None else str(value), VALUE_WIDTH) for value in values)] for key, *values in changed]
     return table(["settings that differ", *NAMES], rows, left=3)
+
+
+def set_nowhere(*values: Any) -> bool:
+    """Whether all of them are nothing: no value, or a list of tables without any, whose settings are keys of their own."""
+    return all(value is None or value == [] for value in values)
 
 
 def stretches(last: int, count: int) -> list[tuple[int, int]]:

@@ -44,6 +44,12 @@ class Picture:
             except OSError as error:
                 self._give_up(f"cannot be drawn: {error}")
 
+    def close(self) -> None:
+        """Forgets the process that was drawing when the run ended, and that was ended with all others."""
+        if self.child:
+            self.child.log.unlink(missing_ok=True)
+            self.child = None
+
     def _finish(self, child: Child) -> None:
         """Puts a process away. One that failed was the last one until the run ends, and its log stays."""
         took, code = time.monotonic() - child.started, child.exit_code

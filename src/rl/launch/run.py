@@ -22,6 +22,7 @@ from rl.run_dir.metrics import MetricsReader
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.system.terminal import visible
 
 POLL_S = 0.2
 
@@ -93,6 +94,7 @@ class Watch:
 
         self.show()
         self.console.close()
+        self.picture.close()
         final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
         if self.wandb:
             self.wandb.close(exit_code)
@@ -118,7 +120,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     finally:
         watch.console.close()
     if why:
-        print(why, file=sys.stderr, flush=True)
+        print(visible(why), file=sys.stderr, flush=True)  # it may have lines of logs, and those what a model has said
     stuck = children.stop()
     if stuck:
         print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
