@@ -241,6 +241,7 @@ def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
         rewards = {f"reward/environment-{name}/mean": 0.25 for name in "abc"}
         screen.write(step, "orchestrator", {"reward/mean": 0.5, "lag/mean": 1.5, "rollouts/missing": 48, **rewards})
         screen.write(step, "trainer", TRAINER)
+    screen.write(12, "eval", {f"eval/environment-{name}/reward_mean": 0.5 for name in "abcdefgh"})
     said = ANSI.sub("", screen.look())
     table = [line for line in said.splitlines() if line != "  " + str(tmp_path / "r")]  # a path is not cut
     assert all(len(line) <= width for line in table), max(table, key=len)
@@ -288,3 +289,13 @@ def test_on_a_terminal_lines_scroll_above_a_bar(tmp_path, monkeypatch):
     screen.console.close()
     screen.console.say("plain again")
     assert screen.out.getvalue().endswith("plain again\n") and "\x1b[?25h" in screen.out.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 7, 20, 40])
+def test_a_tiny_terminal_does_not_end_the_run(tmp_path, monkeypatch, width):
+    screen = terminal(tmp_path, monkeypatch, width, 2)
+    screen.console.introduce()
+    for step in (1, 2):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/missing": 8})
+        screen.write(step, "trainer", TRAINER)
+    assert "     2" in screen.look()

@@ -92,7 +92,7 @@ def fitting(columns: Columns, width: int | None) -> Columns:
     if width is None:
         return columns
     by_rank, room = sorted(columns, key=lambda column: column[-1]), width - STEP_WIDTH - NOTES_WIDTH
-    while sum(wide + 1 for _, _, _, wide, _, _ in by_rank) > room:
+    while by_rank and sum(wide + 1 for _, _, _, wide, _, _ in by_rank) > room:
         by_rank.pop()
     return tuple(column for column in columns if column in by_rank)
 
@@ -198,7 +198,7 @@ class Console:
         self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # epochs are known to the trainer as steps
         for line in new_lines:
             if line["source"] == "eval":
-                self.say(eval_text(line["step"], line))
+                self._say_folded(eval_text(line["step"], line))
             if line.get("parity/agrees") == 0.0:
                 found = Agreement(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0)
                 self.say(f"warning: step {line['step']}: {found.complaint(self.limit)}")
