@@ -66,13 +66,13 @@ class Nothing:
 class World:
     """A run whose orchestrator lives several times, and what it is known to have finished."""
 
-    def __init__(self, root: Path, dice: random.Random):
+    def __init__(self, root: Path, dice: random.Random, *more: str):
         flags = ["--name", "r", "--output_dir", str(root), "--max_steps", str(STEPS), "--max_lag", "1"]
         envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
         flags += ["--orchestrator.environment", envs, "--orchestrator.batch_size", "4", "--orchestrator.group_size", "2"]
-        self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2"]))
+        self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2", *more]))
         self.run_dir, self.dice = self.config.run_dir, dice
-        self.published, self.nonces = 0, 0
+        self.published, self.nonces, self.missing = 0, 0, 0
         self.durable: dict[float, Group] = {}
         self.asked: dict[float, Group] = {}
 
@@ -176,6 +176,9 @@ def check(world: World) -> None:
     assert [metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)] == [
         len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples) for step in range(1, STEPS + 1)
     ]
+    missing = [metrics[step, "orchestrator"]["rollouts/missing"] for step in range(1, STEPS + 1)]
+    assert missing == [4 - metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)]  # of batches of 4
+    world.missing += sum(missing)
     once, rates = RewardHistory(), dict[int, float]()
     for number in sorted(said):  # groups become durable in the order in which they were made
         group = judge(world.asked[number], Rules())
@@ -227,3 +230,10 @@ def test_a_death_at_each_point_in_turn(tmp_path):
         world.live(points)
         world.live(0)
         check(world)
+
+
+def test_a_short_batch_says_what_it_lacks(tmp_path):
+    world = World(tmp_path, random.Random(0), "--orchestrator.max_refill", "1")
+    world.live(0)
+    check(world)
+    assert world.missing > 0
