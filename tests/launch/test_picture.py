@@ -61,3 +61,12 @@ def test_one_that_fails_is_a_warning_and_the_last(tmp_path, children, monkeypatc
     assert said == [f"warning: {run_dir.curves} {how}"] and "IsADirectoryError" in log.read_text()
     pictures.poll(1)
     assert pictures.child is None
+
+
+def test_when_the_run_ends_the_process_goes_with_the_others_and_none_follows(tmp_path, children, monkeypatch):
+    pictures, said = make(synthetic(tmp_path), children, monkeypatch)
+    pictures.poll(1)
+    assert children.stop() == []
+    pictures.close()
+    pictures.poll(1)
+    assert pictures.child is None and said == [] and not list((tmp_path / "logs").iterdir())

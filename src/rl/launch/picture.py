@@ -45,10 +45,10 @@ class Picture:
                 self._give_up(f"cannot be drawn: {error}")
 
     def close(self) -> None:
-        """Forgets the process that was drawing when the run ended, and that was ended with all others."""
+        """Forgets the process that was drawing when the run ended, and that was ended with all others. None is started any more."""
         if self.child:
             self.child.log.unlink(missing_ok=True)
-            self.child = None
+        self.child, self.next_at = None, float("inf")
 
     def _finish(self, child: Child) -> None:
         """Puts a process away. One that failed was the last one until the run ends, and its log stays."""

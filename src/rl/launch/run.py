@@ -92,9 +92,9 @@ class Watch:
         """The last lines, the report, and the end of W&B's run."""
         from rl.launch.curves import final_report
 
+        self.picture.close()
         self.show()
         self.console.close()
-        self.picture.close()
         final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
         if self.wandb:
             self.wandb.close(exit_code)
