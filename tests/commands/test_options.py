@@ -65,7 +65,7 @@ def test_help_is_quick(tmp_path, command):
     code, out, err = rl(tmp_path, command, "--help", code=HELP_CODE)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
-    assert ("--max_steps int" in out) == (command not in ("export", "replay"))  # what they need to know is in the run
+    assert ("--max_steps int" in out) == (command not in ("export", "replay", "show", "compare"))  # what they need to know is in the run
     assert ("--policy SPEC" in out) == (command in ("eval", "collect", "env"))
     assert out.endswith("heavy: []\n")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # of work: the time it takes on an idle machine

@@ -466,7 +466,7 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
             {},
             "45% of the answers were cut off (rollouts/truncated): raise orchestrator.sampling.max_tokens = 256",
         ),
-        ({"rollouts/errored": 0.3}, {}, "30% of the rollouts failed (rollouts/errored): `error` in rollouts/*.jsonl says why"),
+        ({"rollouts/errored": 0.3}, {}, "30% of the rollouts failed (rollouts/errored): `rl show "),
         ({"lag/mean": 5.5}, {}, "tokens are 5.5 versions old (lag/mean): lower max_lag = 1"),
         ({}, {"optim/lr": 0.0}, "the learning rate is 0 (optim/lr): raise trainer.optim.lr = "),
         ({}, {"optim/grad_norm": 0.0}, "all gradients are 0 (optim/grad_norm)"),

@@ -46,7 +46,7 @@ def rollout_hints(state: RunState) -> list[str]:
     reward, lag = mean_of(state, "orchestrator", "reward/mean"), mean_of(state, "orchestrator", "lag/mean")
     found = []
     if errored > 0.1:
-        found.append(f"{errored:.0%} of the rollouts failed (rollouts/errored): `error` in rollouts/*.jsonl says why")
+        found.append(f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` says why")
     if truncated > 0.2:
         limit = f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
         found.append(f"{truncated:.0%} of the answers were cut off (rollouts/truncated): raise {limit}")
@@ -54,7 +54,9 @@ def rollout_hints(state: RunState) -> list[str]:
         limit = f"model.max_model_len = {config.model.max_model_len}"
         found.append(f"{overlong:.0%} of the rollouts outgrew the context (rollouts/overlong): raise {limit}")
     if empty > 0.1:
-        found.append(f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at one in rollouts/*.jsonl")
+        found.append(
+            f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at some: `rl show {state.run_dir.root} --why empty`"
+        )
     if equal > 0.5:
         size = config.orchestrator.group_size
         way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
