@@ -27,6 +27,7 @@ COLUMNS = (  # heading, source, metric, width, format
     ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e"),
     ("grad", "trainer", "optim/grad_norm", 7, ".3g"),
     ("lag", "orchestrator", "lag/mean", 5, ".2f"),
+    ("lag kl", "trainer", "lag_kl/mean", 8, ".1e"),
     ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f"),
     ("time", "trainer", "time/step", 7, ".1f"),
 )

@@ -17,7 +17,7 @@ Curve = tuple[list[int], list[float]]
 PANELS: tuple[tuple[str, str], ...] = (
     ("loss/mean", "loss"),
     ("entropy/mean", "entropy, nats a token"),
-    ("mismatch_kl/mean", "trainer-inference mismatch, KL"),
+    ("mismatch_kl/mean", "trainer-inference mismatch, KL of the trained version"),
     ("optim/grad_norm", "gradient norm"),
 )
 """Metric and title of the panels between the first and the last."""
@@ -93,7 +93,7 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         if rewards:
             report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
     if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
-        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on the same tokens)")
+        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
     newest = run_dir.newest_weights()
     where = {
         "weights": str(newest[1]) if newest else None,

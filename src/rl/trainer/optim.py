@@ -11,7 +11,7 @@ from rl.config.trainer import OptimConfig
 
 
 def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 1).
+    """Learning rate of step `step` (the first is 1), whose optimizer steps all have it.
 
     Warm-up: lr * step / warmup_steps for step <= warmup_steps. Then with f = (step - warmup_steps) / (max_steps - warmup_steps), the
     fraction of the rest that is done: constant lr; linear lr * (1 - f); cosine lr * (1 + cos(pi f)) / 2. Decay is measured at the
