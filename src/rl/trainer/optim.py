@@ -60,3 +60,12 @@ def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -
     if norm > max_norm:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / norm)
+
+
+def apply_gradient(optimizer: torch.optim.Optimizer, norm: float, max_norm: float, lr: float) -> None:
+    """An optimizer step with a learning rate, on the gradient whose norm is `norm`, scaled down to `max_norm` if it is above; clears it."""
+    clip_gradients([parameter for group in optimizer.param_groups for parameter in group["params"]], norm, max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()

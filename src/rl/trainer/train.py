@@ -14,7 +14,7 @@ from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.minibatches import compares_with_old, keep_old_logprobs
 from rl.trainer.model import Scores, score
-from rl.trainer.optim import clip_gradients, gradient_norm, lr_at
+from rl.trainer.optim import apply_gradient, gradient_norm, lr_at
 from rl.trainer.packing import MicroBatch, Packed
 from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
@@ -107,16 +107,11 @@ def accumulate(learner: Learner, packed: Packed, minibatch: list[MicroBatch], st
 
 def optimizer_step(learner: Learner, step: int, loss: float, lr: float) -> float:
     """Applies the gradient. Returns its norm. Raises RunError, before anything is changed, if that or the loss is not finite."""
-    parameters = list(learner.model.parameters())
-    norm = gradient_norm(parameters)
+    norm = gradient_norm(learner.model.parameters())
     if not (math.isfinite(norm) and math.isfinite(loss)):
         found = f"step {step}: loss {loss}, gradient norm {norm}"
         raise RunError(f"{found}; nothing of the step was applied. Its file in rollouts/ shows what the batch was made of", RESTART)
-    clip_gradients(parameters, norm, learner.settings.optim.max_grad_norm)
-    for group in learner.optimizer.param_groups:
-        group["lr"] = lr
-    learner.optimizer.step()
-    learner.optimizer.zero_grad()
+    apply_gradient(learner.optimizer, norm, learner.settings.optim.max_grad_norm, lr)
     return norm
 
 
