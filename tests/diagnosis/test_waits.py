@@ -472,10 +472,11 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
         ({}, {"optim/grad_norm": 0.0}, "all gradients are 0 (optim/grad_norm)"),
         ({}, {"masked_fraction": 0.5}, "50% of the tokens are masked (masked_fraction)"),
         (
-            {"lag/mean": 0.0},
+            {"lag/mean": 0.9},
             {"mismatch_kl/mean": 0.02},
-            "trainer and inference disagree: mismatch_kl/mean 0.02 is over 0.006 though no token",
+            "trainer and inference disagree: mismatch_kl/mean 0.02 is over 0.006; `rl doctor",
         ),
+        ({}, {"lag_kl/mean": 0.1}, "rollouts are far from what is trained: lag_kl/mean 0.1; a lower learning rate or max_lag"),
         ({}, {"parity/agrees": 0.0}, "trainer and inference disagree on the same tokens (parity/agrees): `rl doctor --parity MODEL`"),
         ({}, {"entropy/mean": 0.001}, "the policy is nearly certain of each token (entropy/mean 0.001)"),
     ],

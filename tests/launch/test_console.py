@@ -17,6 +17,7 @@ TRAINER = {
     "loss/mean": -0.01234,
     "entropy/mean": 1.25,
     "mismatch_kl/mean": 1.2e-5,
+    "lag_kl/mean": 3.4e-3,
     "optim/grad_norm": 0.4567,
     "perf/tokens_per_s": 1234.4,
     "time/step": 12.34,
@@ -57,13 +58,13 @@ def test_a_step_appears_when_both_sides_have_reported(tmp_path):
     assert screen.look() == ""
     screen.write(1, "trainer", TRAINER)
     assert screen.look() == (
-        "  step  reward    eval      loss  entropy  mismatch    grad   lag   tok/s    time    left  of that waiting\n"
-        "     1   0.219       -   -0.0123    1.250   1.2e-05   0.457  0.50    1234    12.3       -  4.1 wait_for_batch\n"
+        "  step  reward    eval      loss  entropy  mismatch    grad   lag   lag kl   tok/s    time    left  of that waiting\n"
+        "     1   0.219       -   -0.0123    1.250   1.2e-05   0.457  0.50  3.4e-03    1234    12.3       -  4.1 wait_for_batch\n"
     )
     screen.write(2, "trainer", {"loss/mean": float("nan")})
     screen.write(0, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(2, "orchestrator", {"reward/mean": 1.0, "lag/mean": 0})
-    assert screen.look().endswith("     2   1.000   0.250         -        -         -       -  0.00       -       -       -\n")
+    assert screen.look().endswith("     2   1.000   0.250         -        -         -       -  0.00        -       -       -       -\n")
     assert screen.look() == ""
 
 

@@ -55,7 +55,7 @@ def test_golden_report(tmp_path):
         "8 steps in 1 min 20 s; trainer waited for batches 25%, inference was idle 22% of the time",
         "reward    0.200 -> 0.700   (mean of the first and of the last steps)",
         "eval      0.050 -> 0.700   (e, version 0 and version 8)",
-        "mismatch  2.0e-04   (mean KL between inference and trainer on the same tokens)",
+        "mismatch  2.0e-04   (mean KL between inference and trainer on tokens of the trained version)",
         f"weights   {tmp_path}/weights/000008",
         f"curves    {tmp_path}/curves.png",
         f"metrics   {tmp_path}/metrics.jsonl",

@@ -31,6 +31,7 @@ COLUMNS = (  # heading, source, metric, width, format, rank
     ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e", 7),
     ("grad", "trainer", "optim/grad_norm", 7, ".3g", 6),
     ("lag", "orchestrator", "lag/mean", 5, ".2f", 5),
+    ("lag kl", "trainer", "lag_kl/mean", 8, ".1e", 11),
     ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9),
     ("time", "trainer", "time/step", 7, ".1f", 3),
     ("left", "console", "left", 7, "", 4),

@@ -26,7 +26,7 @@ PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
     ("tokens a rollout", (("orchestrator", "rollouts/length_mean", ""),)),
     ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
     ("lag, versions", (("orchestrator", "lag/max", "max"), ("orchestrator", "lag/mean", "mean"))),
-    ("trainer-inference mismatch, KL", (("trainer", "mismatch_kl/mean", ""),)),
+    ("trainer-inference mismatch, KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
     ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
     ("rollouts a step", (("orchestrator", "rollouts/finished", "finished"), ("orchestrator", "rollouts/trained", "trained"))),
 )  # fmt: skip
@@ -107,7 +107,7 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         if rewards:
             report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
     if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
-        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on the same tokens)")
+        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
     newest = run_dir.newest_weights()
     where = {
         "weights": str(newest[1]) if newest else None,
