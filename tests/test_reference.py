@@ -23,7 +23,7 @@ def test_the_pages_are_current():
 
 
 def written_names(path: Path) -> set[str]:
-    """Patterns of the strings in a file that may be names of metrics, and of the parts of a step that it times; what is filled in is `.*`."""
+    """Patterns of the strings in a file that may be names of metrics, and of parts of a step that it times; what is filled in is `.*`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "lap":
