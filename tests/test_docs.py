@@ -88,9 +88,13 @@ def place(tmp_path_factory) -> Iterator[Path]:
     (folder / "t.toml").write_text("learning_rate = 1e-6\n")
     (folder / "o.toml").write_text('[environment]\nid = "e"\n')
     (folder / "i.toml").write_text("port = 8000\n")
-    config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", "x"]))
-    (folder / "outputs" / "x").mkdir(parents=True)
-    (folder / "outputs" / "x" / "config.toml").write_text(to_toml(config))
+    (folder / "my_run.toml").write_text(
+        next(block for page in PAGES for block in blocks(page.read_text(), "toml") if "./environments/my_env" in block)
+    )
+    for name in ("x", "my_env-SmolLM2-135M-Instruct"):
+        config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", name]))
+        (folder / "outputs" / name).mkdir(parents=True)
+        (folder / "outputs" / name / "config.toml").write_text(to_toml(config))
     before = os.getcwd()
     os.chdir(folder)
     yield folder
