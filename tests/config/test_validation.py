@@ -55,6 +55,12 @@ def test_what_depends_on_a_faulty_key_is_not_known(faulty, flags, hidden):
     assert said.startswith("1 fault in") and f"{faulty} = 'x'" in said and hidden not in said
 
 
+def test_what_depends_on_a_key_under_another_name_is_not_known():
+    said = faults("--orchestrator.env.id", "e", "--kl_coef", "0.1", "--trainer.loss.kl_reference", "m", "--max_lag", "9")
+    assert said.startswith("3 faults") and "env.id" in said and "kl_coef = 0.1" in said and "max_lag = 9" in said
+    assert faults("--orchestrator.environment.idd", "e").startswith("1 fault in")
+
+
 def test_of_an_unknown_type_what_no_class_has_is_known():
     said = faults(
         *ENV,

@@ -23,7 +23,7 @@ from rl.config.help import USAGE, print_help
 from rl.config.hints import ALIASES
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
-from rl.config.validation import holds_anyway, validate
+from rl.config.validation import holds_anyway, in_doubt, validate
 from rl.system.errors import ConfigError
 
 SHORT_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
@@ -198,7 +198,8 @@ def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
     if config and "quick" in line.switches:
         config = shrink(config)
     if config and not line.faults:  # what could not be read may have had the rest
-        found = (fault for fault in check(config) if fault[0] not in optional and holds_anyway(fault, faults))
+        doubtful = in_doubt(faults)
+        found = (fault for fault in check(config) if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
     raise_all(lines)
     assert config, "settings without a fault make a configuration"

@@ -86,14 +86,21 @@ def put_in(table: Any, keys: list[str]) -> None:
     return None
 
 
-def holds_anyway(fault: Fault, faulty: dict[str, str]) -> bool:
-    """Whether a fault between settings is one whatever the faulty settings were meant to be: none of them is its key or decides what the
+def in_doubt(faults: dict[str, str]) -> set[str]:
+    """The faulty keys, and those that a remedy says were meant by them. Of a `type` its whole section: it says which keys that has."""
+    tree = field_tree(RLConfig)
+    meant = (word for line in faults.values() for word in re.findall(r"[\w.]*[._][\w.]*\w", line.splitlines()[-1]) if word in tree)
+    return {name.removesuffix(".type") for name in (*faults, *meant)}
+
+
+def holds_anyway(fault: Fault, doubtful: set[str]) -> bool:
+    """Whether a fault between settings is one whatever the doubtful ones were meant to be: none of them is its key or decides what the
     run is, and its remedy names none of them."""
     key, _, remedy = fault
-    for name in (name.removesuffix(".type") for name in faulty):  # its type says which keys a section has, and what they mean
-        last = name.rpartition(".")[2]
+    for name in doubtful:
+        last, place = name.rpartition(".")[2], key if name != without_numbers(name) else without_numbers(key)
         plain_word = name == last and "_" not in name  # a run-wide key such as `name`: in a remedy it is a word like any other
-        if any(below(mode, name) for mode in MODES) or below(key, name) or below(name, key):
+        if any(below(mode, name) for mode in MODES) or below(place, name) or below(name, place):
             return False
         if not plain_word and re.search(rf"\b{re.escape(last)}\b", remedy):
             return False
