@@ -3,6 +3,7 @@
 import json
 import types
 import typing
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,6 +23,7 @@ def tags(model: type[BaseModel]) -> tuple[str, ...]:
     return typing.get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
+@cache
 def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Every key below a config class by its dotted name, sections included. Of a union's classes, the first that has a key describes it."""
     tree: dict[str, FieldInfo] = {}

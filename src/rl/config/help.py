@@ -49,7 +49,7 @@ One process of a run, started by hand on a node of its own (docs/multi_node.md);
 
 {SETTINGS}"""
 
-WIDTH, INDENT, COLUMN = 118, 6 * " ", 63
+WIDTH, INDENT, COLUMN = 120, 6 * " ", 63
 
 COMMON = (
     "name", "output_dir", "max_steps", "seed", "max_lag", "wandb", "model.name", "model.dtype", "model.max_model_len",
@@ -90,7 +90,7 @@ READS = {
     "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
     "rl eval": Reads((*PLAYING, "orchestrator.eval"), (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target")),
     "rl collect": Reads(PLAYING, OF_TRAINING),
-    "rl env": Reads(PLAYING, OF_TRAINING),
+    "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),
     "rl doctor": Reads(tuple(RLConfig.model_fields), usual=False),
     "trainer": Reads((*RUN, "renderer", "trainer", "sft")),
     "orchestrator": Reads((*RUN, "renderer", "max_lag", "orchestrator")),

@@ -49,7 +49,7 @@ def same_last_part(key: str) -> list[str]:
     """Known keys with the last part of one that is given without a section, or with a wrong one of ours; the general first. None if the
     part is common."""
     first, _, rest = key.partition(".")
-    words = [name.split(".")[-1] for name in field_tree(RLConfig)]
+    words = {name.split(".")[-1] for name in field_tree(RLConfig)}
     last = key.split(".")[-1]
     close = [last] if last in words else difflib.get_close_matches(last, {word for word in words if len(word) > 4}, n=1, cutoff=SURE)
     found = [name for name in (*field_tree(RLConfig), *ALIASES) if close and name.split(".")[-1] == close[0]]
