@@ -304,6 +304,7 @@ COMMAND_LINES = [
     Case(lambda _: subcommand("trian", [], Children()), "rl: trian: no such command; "),
     Case(lambda _: subcommand("evl", [], Children()), "did you mean `rl eval`? "),
     Case(lambda _: subcommand("run.toml", [], Children()), "did you mean `rl @ run.toml`?"),
+    Case(lambda _: subcommand("trainer.optim.lr=1e-6", [], Children()), "did you mean `rl --trainer.optim.lr 1e-6`?"),
     Case(lambda _: take("rl eval", ["--concurrency", "0"], (CONCURRENCY,)), "rl eval: --concurrency 0: needs a number from 1"),
     Case(lambda _: take("rl eval", ["--concurrency", "²"], (CONCURRENCY,)), "rl eval: --concurrency ²: needs a number from 1"),
     Case(lambda _: take("rl eval", ["--concurrency"], (CONCURRENCY,)), "rl eval: --concurrency needs a value: N"),

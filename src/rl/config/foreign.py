@@ -143,7 +143,7 @@ FOREIGN = (
     Foreign("eval.env", "orchestrator.eval.id"),
     Foreign("eval_on_start val_before_train eval_base_model", "", "the base model is always evaluated here, before the first step"),
     # optimizer
-    Foreign("actor_learning_rate optimizer.lr", "trainer.optim.lr"),
+    Foreign("actor_learning_rate optimizer.lr actor.optim.lr", "trainer.optim.lr"),
     Foreign("adam_betas adam_beta1 adam_beta2 betas1 betas2", "trainer.optim.betas", "both of them, [0.9, 0.95]"),
     Foreign("adam_epsilon adam_eps", "trainer.optim.eps"),
     Foreign("l2", "trainer.optim.weight_decay"),
@@ -205,7 +205,7 @@ FOREIGN = (
     Foreign("experiment_name run_name wandb_run_name", "name"),
     Foreign("project_name wandb_project", "wandb.project"),
     Foreign("wandb_org wandb_entity", "wandb.entity"),
-    Foreign("report_to use_wandb", "wandb", "--wandb switches it on"),
+    Foreign("report_to use_wandb trainer.logger", "wandb", "--wandb switches it on"),
     Foreign("log_completions num_completions_to_print", "orchestrator.show_rollout_every"),
     Foreign("bench", "trainer.data.fake", "random batches, for the trainer alone; scripts/bench.py measures the rest"),
 )  # fmt: skip
