@@ -211,7 +211,14 @@ VALUES = [
     args("--learning_rate", "-1", message="trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0"),
     args("--model.dtype", "int4", message="model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'"),
     args("--trainer.optim.schedule", "step", message="Input should be 'constant', 'linear' or 'cosine'"),
-    args("--trainer.optim.betas", "[0.9]", message="trainer.optim.betas.1 (--trainer.optim.betas)\n    is missing; set it"),
+    args("--trainer.optim.betas", "[0.9]", message="trainer.optim.betas = [0.9] (--trainer.optim.betas)\n    give two numbers: [0.5, 0.9]"),
+    args("--trainer.loss.token_mask", "0.5", message="trainer.loss.token_mask = 0.5 (--trainer.loss.token_mask)\n    give two numbers"),
+    args("--trainer.optim.betas", "0.9,1", message="trainer.optim.betas.1 = '1' (--trainer.optim.betas)\n    Input should be less than 1"),
+    args(
+        "--trainer.loss.token_mask", "0.5,nan", message="trainer.loss.token_mask.1 = 'nan' (--trainer.loss.token_mask)\n    give a number"
+    ),
+    args("--trainer-gpus", "[0, 'a']", message="trainer.gpus.1 = 'a' (--trainer-gpus)\n    Input should be a valid integer"),
+    args("--orchestrator.environment.args", "3", message="give a table, { key = value }, or its keys one by one: --orchestrator."),
     args("--orchestrator.group_size", "1", message="orchestrator.group_size = 1 (--orchestrator.group_size)"),
     args("--orchestrator.sampling.temperature", "0", message="orchestrator.sampling.temperature = 0"),
     args("--orchestrator.sampling.top_p", "1.5", message="orchestrator.sampling.top_p = 1.5"),
@@ -223,7 +230,7 @@ VALUES = [
     args(
         "--orchestrator.environment",
         "3",
-        message="orchestrator.environment = 3 (--orchestrator.environment.id)\n    Input should be a valid list",
+        message="orchestrator.environment = 3 (--orchestrator.environment.id)\n    give a list: [a, b]",
     ),
     args("--output_dir", "a\0b", message="output_dir = 'a\\x00b'\n    has a NUL character in it; remove it"),
     args("--output_dir", "a\udcffb", message="output_dir = 'a\\udcffb'\n    is not valid UTF-8; spell it in UTF-8"),
@@ -297,6 +304,7 @@ COMMAND_LINES = [
     Case(lambda _: subcommand("trian", [], Children()), "rl: trian: no such command; "),
     Case(lambda _: subcommand("evl", [], Children()), "did you mean `rl eval`? "),
     Case(lambda _: subcommand("run.toml", [], Children()), "did you mean `rl @ run.toml`?"),
+    Case(lambda _: subcommand("trainer.optim.lr=1e-6", [], Children()), "did you mean `rl --trainer.optim.lr 1e-6`?"),
     Case(lambda _: take("rl eval", ["--concurrency", "0"], (CONCURRENCY,)), "rl eval: --concurrency 0: needs a number from 1"),
     Case(lambda _: take("rl eval", ["--concurrency", "²"], (CONCURRENCY,)), "rl eval: --concurrency ²: needs a number from 1"),
     Case(lambda _: take("rl eval", ["--concurrency"], (CONCURRENCY,)), "rl eval: --concurrency needs a value: N"),
@@ -313,7 +321,7 @@ FILES = [
     toml("a = 1\na = 2", message="{tmp}/run.toml: not readable as TOML: Cannot overwrite a value"),
     toml("a = " + "[" * 20000, message="{tmp}/run.toml: not readable as TOML: nested too deep"),
     toml("seed = " + "1" * 5000, message="{tmp}/run.toml: not readable as TOML: Exceeds the limit"),
-    toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    Input should be a valid dictionary"),
+    toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    is a section; give its keys: --trainer.KEY VALUE"),
     toml("", message="orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name"),
     toml('[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
          message="orchestrator.environment.1.name = 'x'\n    is taken by another one"),
@@ -337,7 +345,7 @@ RUNS = [
         "{tmp}/memory",
     ),
     first_start(locked, "{tmp}/r: rl of this run is already running (pid "),
-    first_start(old_configuration, "{tmp}/r/config.toml was not written by this version of rl:\n1 fault", resume=-1),
+    first_start(old_configuration, "{tmp}/r/config.toml was not written by this version of rl:\n2 faults", resume=-1),
 ]
 RECORDS = [
     batch(lambda data: data[:-1], "batches/000003.batch: damaged record at byte 0 (magic, length or checksum does not fit)"),

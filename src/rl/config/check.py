@@ -231,7 +231,11 @@ def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:
     low, high = getattr(loss, name)
     if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:
         clip = f"[{1 - loss.clip_low:g}, {1 + loss.clip_high:g}]"
-        yield f"trainer.loss.{name}", [low, high], f"masks every ratio that the clip to {clip} would act on; widen it, or leave it out"
+        yield (
+            f"trainer.loss.{name}",
+            [low, high],
+            f"masks every ratio that the clip to {clip} would act on (clip_low, clip_high); widen it, or leave it out",
+        )
 
 
 def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:
