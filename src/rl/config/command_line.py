@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +21,10 @@ from pydantic import BaseModel, ValidationError
 from rl.config.check import check, warn_about
 from rl.config.faults import ALIASES, Spelled, fault_lines, raise_all, setting_text, without_value
 from rl.config.help import USAGE, print_help
+from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
+from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
 
 SHORT_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
@@ -117,7 +120,20 @@ def read_file(line: CommandLine, word: str, rest: list[str], section: str = "") 
     if word == "@" and not rest:
         raise ConfigError(f"{f'--{section} ' if section else ''}@ needs a file behind it")
     path = word[1:] or rest.pop(0)
-    line.files |= flatten(read_toml(path), path, f"{section}." if section else "")
+    table = read_toml(path)
+    line.files |= flatten(table | ({} if section else place_of_run(Path(path), table)), path, f"{section}." if section else "")
+
+
+def place_of_run(path: Path, table: dict[str, Any]) -> dict[str, str]:
+    """Name and output_dir of a run that was moved or renamed since its config.toml was written: a run lives where that lies. Empty for
+    any other file."""
+    name, output_dir, root = table.get("name"), table.get("output_dir"), path.parent.resolve()
+    if path.name != "config.toml" or not isinstance(name, str) or not isinstance(output_dir, str) or not is_run(root):
+        return {}
+    written = Path(output_dir) / name
+    if not written.is_absolute() or (written.exists() and written.samefile(root)):
+        return {}
+    return {"output_dir": str(root.parent), "name": root.name}
 
 
 def canonical(key: str) -> str:
@@ -174,8 +190,11 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
     return place_value(table[first], rest, value)
 
 
-def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
-    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others."""
+def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
+    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
+
+    `outside`: whether the files and functions that it names must be there.
+    """
     nested, settings = merge(line)
     empty = without_value(settings)
     faults = list(empty.values())
@@ -185,7 +204,8 @@ def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
         faults += fault_lines(error, settings, known=empty)
     raise_all(faults)
     config = shrink(config) if "quick" in line.switches else config
-    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in check(config) if key not in optional])
+    found = chain(check(config), outside_faults(config) if outside else ())
+    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found if key not in optional])
     return config
 
 
@@ -238,7 +258,7 @@ def load_config(
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional)
+        config = build(line, optional, outside=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
     warn_about(config)

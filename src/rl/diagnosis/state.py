@@ -1,6 +1,7 @@
 """A run as its files show it at one moment: which processes live and what they do, how far it is, what happened. Nothing is written."""
 
 import contextlib
+import shlex
 import socket
 import statistics
 import time
@@ -113,7 +114,7 @@ class RunState:
     @property
     def resume(self) -> str:
         """The command that continues the run."""
-        return f"rl @ {self.run_dir.config} --resume"
+        return f"rl @ {shlex.quote(str(self.run_dir.config))} --resume"
 
     @property
     def step(self) -> int:
