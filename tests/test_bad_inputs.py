@@ -276,7 +276,6 @@ OUTSIDE = [
     rows_and_reward("row.jsonl", "reward.py:exact", "rl: 2 faults in the configuration"),
     rows_and_reward("rows.jsonl", "rewards.py:exact", "rl: 1 fault in the configuration\n  orchestrator.eval.0.reward = 'math.py:f'",
                     "--orchestrator.eval.dataset", "owner/rows", "--orchestrator.eval.reward", "math.py:f"),
-    Case(lambda _: load_config(["--sft.dataset", "nowhere/*.jsonl"], variables={}), "sft.dataset = 'nowhere/*.jsonl'\n    no file matches"),
 ]  # fmt: skip
 NAMES = [
     args("--name", "a/b", message="name = 'a/b'\n    is a directory's name: no slash, no leading dot; use output_dir for the place"),

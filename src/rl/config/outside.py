@@ -1,9 +1,8 @@
-"""Faults of what a configuration names outside of itself: data sets and reward functions. Nothing is imported.
+"""Faults of what a configuration names outside of itself: data sets and reward functions of environments. Nothing is imported.
 
 They are looked for where a configuration is made, not where that of a run is read: a run can be replayed and exported without them.
 """
 
-import glob
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,11 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
     """Every data set and reward function that is not there; one that several environments or evaluations name, once."""
-    if config.sft and not config.run_dir.data.is_dir():  # which holds the examples of a run that has begun
-        for key in ("dataset", "validation"):
-            value = getattr(config.sft, key)
-            if value and (fault := examples_fault(value)):
-                yield f"sft.{key}", value, fault
     seen = set()
     for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
         for i, entry in enumerate(entries if not config.sft else ()):
-            named = {"dataset": rows_fault, "eval_dataset": rows_fault}
+            # The rows of a NeMo Gym server are made with it, and may be made later than the configuration.
+            named = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
             if not entry.python or ".py:" in (entry.reward or ""):  # its own interpreter may have modules that ours has not
                 named["reward"] = find_fault
             for key, find in named.items():
@@ -43,13 +38,3 @@ def rows_fault(source: str) -> str:
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         return f"is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset"
     return ""
-
-
-def examples_fault(source: str) -> str:
-    """The same of the name of examples for supervised fine-tuning."""
-    path = Path(source).expanduser()
-    if any(sign in source for sign in "*?["):
-        return "" if path.exists() or glob.glob(str(path)) else f"no file matches {path}"
-    if path.exists() or (source.count("/") <= 1 and not source.startswith((".", "/", "~")) and path.suffix != ".jsonl"):
-        return ""
-    return f"there is no {path.absolute()}; give a JSONL file, a pattern, a run directory, or owner/name of a Hugging Face data set"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import without_none
-from rl.config.outside import examples_fault
 from rl.config.sft import SftConfig
 from rl.models.chat import Message, Tool
 from rl.run_dir.files import CorruptFileError
@@ -89,14 +88,15 @@ def files_of(source: Source) -> list[Path] | None:
     path = Path(source.dataset).expanduser()
     if path.is_file():
         return [path] if path.suffix in (".jsonl", ".json") else None
-    if fault := examples_fault(source.dataset):
-        raise RunError(f"{source.key} = {source.dataset!r}: {fault}")
     if (path / "rollouts").is_dir():
         pattern = str(path / "rollouts" / "*.jsonl")
     elif any(sign in source.dataset for sign in "*?["):
         pattern = str(path)
-    else:
+    elif path.is_dir() or (source.dataset.count("/") <= 1 and not source.dataset.startswith((".", "/", "~")) and path.suffix != ".jsonl"):
         return None
+    else:
+        remedy = "give a JSONL file, a pattern, a run directory, or owner/name of a Hugging Face data set"
+        raise RunError(f"{source.key} = {source.dataset!r}: there is no {path.absolute()}; {remedy}")
     files = sorted(map(Path, glob.glob(pattern)))
     if not files:
         raise RunError(f"{source.key} = {source.dataset!r}: no file matches {pattern}")
