@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl.config.check import check, warn_about
 from rl.config.faults import ALIASES, Spelled, fault_lines, raise_all, setting_text, without_value
+from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import USAGE, print_help
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
@@ -144,6 +145,22 @@ def canonical(key: str) -> str:
     return ALIASES.get(key, key)
 
 
+def fitting(base: Spelled, line: CommandLine) -> Spelled:
+    """The settings of a run, for a line that may give a loss or credit another `type`: a config.toml has every key. Of that section only
+    what the new type has, too, and what was no default of the old one, stays."""
+    tree = field_tree(RLConfig)
+    given = {canonical(key): value for layer in (line.files, line.variables, line.flags) for key, (value, _) in layer.items()}
+    for key, kind in given.items():
+        section = key.removesuffix(".type")
+        if key in base and key != section and base[key][0] != kind:
+            of = {tag: model.model_fields for model in models_in(tree[section].annotation) for tag in tags(model)}
+            old, new = of.get(base[key][0], {}), of.get(kind, {})
+            of_default = {name for name, info in old.items() if base.get(f"{section}.{name}", (None,))[0] == without_none(info.default)}
+            dropped = {f"{section}.{name}" for name in old if name not in new or name in of_default}
+            base = {name: value for name, value in base.items() if name not in dropped}
+    return base
+
+
 def merge(line: CommandLine) -> tuple[dict[str, Any], Spelled]:
     """One nested table of settings, and the same by their canonical keys. Flags win over variables, and those over files.
 
@@ -242,11 +259,12 @@ def load_config(
     usage: str = USAGE,
     given: Spelled | None = None,
     optional: Collection[str] = (),
+    base: Path | None = None,
 ) -> tuple[RLConfig, CommandLine]:
     """The configuration of a command. Ends the program for --help, --schema, --dry-run, and with code 2 for any fault.
 
     `variables` is the environment for a command that makes a configuration; a process of a run reads its config.toml alone. `given` are
-    settings that the command's own flags stand for; `optional` is as in `build`.
+    settings that the command's own flags stand for; `optional` is as in `build`; `base` is a run's config.toml, below all files.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -254,6 +272,7 @@ def load_config(
                 print_help(program, usage, "" if topic.startswith(("-", "@")) else topic)
                 raise SystemExit(0)
         line = parse_args(args, variables)
+        line.files = (fitting(flatten(read_toml(str(base)), str(base)), line) if base else {}) | line.files
         line.flags = (given or {}) | line.flags
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))

@@ -21,6 +21,7 @@ from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move, write_file
 from rl.run_dir.metrics import cut_metrics
+from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered
 from rl.run_dir.status import ROLE_WAIT_S, hold_role
 from rl.system.errors import ConfigError, RunError
@@ -108,8 +109,10 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
             notes += continue_run(config, run_dir, resume)
         else:
             if clean:
+                origin = read_origin(run_dir)
                 delete_run(run_dir)
-                notes += [f"deleted the run in {run_dir.root}"] if exists else []
+                base = f", a {origin}: what starts now begins at the base model" if origin else ""
+                notes += [f"deleted the run in {run_dir.root}{base}"] if exists else []
             elif made:
                 raise RunError(f"{run_dir.root} exists: {REMEDY}")
             elif exists:
@@ -191,8 +194,11 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     stored = as_written(run_dir.config)
     if refused := refusals(stored, config):
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
-        remedy = "  start another run with a new --name, or delete this one with --clean; MAY_CHANGE in rl/launch/prepare.py lists what may"
-        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, remedy]))
+        remedies = (
+            f"  go on with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start another with a new --name;",
+            "  or delete this one with --clean. MAY_CHANGE in rl/launch/prepare.py lists what a resume may change",
+        )
+        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
     bring_weights(stored, config)
     changes, notes = changed_keys(stored, config), []
     if step >= 0:
@@ -247,6 +253,8 @@ def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
     The trainer starts at the newest remaining checkpoint, or at the base model, and trains the batches from there again: `logged` ones,
     or in supervised fine-tuning those that follow from data and seed.
     """
+    if (origin := read_origin(run_dir)) and step < origin.step:
+        raise RunError(f"--resume {step}: {run_dir.root} begins at step {origin.step}, as a {origin}; give at least that")
     batches, checkpoints = numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints)
     base = max((number for number in checkpoints if number <= step), default=0)
     needed = range(min(base + 1, step), step + 1) if step and logged else range(0)

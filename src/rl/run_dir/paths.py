@@ -35,6 +35,8 @@ class RunDir:
         self.events = root / "events.jsonl"
         self.changes = root / "changes.jsonl"
         """Settings that resumes changed, one JSON object a line: time, step, key, old, new."""
+        self.origin = root / "origin.json"
+        """Where a branch comes from: an origin.Origin."""
         self.wandb = root / "wandb.json"
         self.curves = root / "curves.png"
         self.batches = root / "batches"
