@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -83,11 +84,12 @@ def run(spec: str, flags: list[str], children: Children) -> int:
         fail("rl branch", f"{root.name} is the run itself; name the new one: --name NEW")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
-    changes = [Change(*change) for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")]
-    check_changes(stored, config, changes, step)
+    changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")]
+    check_changes(stored, config, changed, step)
     if "--dry-run" in flags:
         print(to_toml(config), end="")
         return 0
+    changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
     config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
     print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {change}" for change in changes)]), flush=True)
@@ -110,13 +112,13 @@ def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
     return step
 
 
-def check_changes(stored: RLConfig, config: RLConfig, changes: list[Change], step: int) -> None:
+def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int) -> None:
     """Raises RunError with every setting that cannot be another one from this step on."""
     refused = []
-    for change in changes:
-        why = next((text for pattern, text in FIXED.items() if fnmatch.fnmatchcase(change.key, pattern)), "")
-        if why and not moved(change.old, change.new):
-            refused.append(f"  {change}\n    {why.format(step=step)}")
+    for key, old, new in changed:
+        why = next((text for pattern, text in FIXED.items() if fnmatch.fnmatchcase(key, pattern)), "")
+        if why and not moved(old, new):
+            refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
     if bool(stored.sft) != bool(config.sft):
         kinds = ("supervised fine-tuning", "reinforcement learning")
         before, after = kinds if stored.sft else reversed(kinds)

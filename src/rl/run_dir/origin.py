@@ -1,7 +1,5 @@
 """`origin.json`: where a branch comes from. Its log begins behind the step of another run's checkpoint; an ordinary run has none."""
 
-from typing import Any
-
 import msgspec
 
 from rl.run_dir.paths import RunDir
@@ -10,14 +8,15 @@ from rl.system.errors import RunError
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A setting that differs from the run that was branched; None stands for one that is not set."""
+    """A setting that differs from the run that was branched, with both values as Python shows them: JSON has no infinity. None stands for
+    one that is not set."""
 
     key: str
-    old: Any
-    new: Any
+    old: str
+    new: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old!r} -> {self.new!r}"
+        return f"{self.key}: {self.old} -> {self.new}"
 
 
 class Origin(msgspec.Struct, frozen=True):
