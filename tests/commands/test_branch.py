@@ -99,6 +99,17 @@ def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
         prepare(config, resume=-1, clean=False)
 
 
+def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path, capsys):
+    moved = tmp_path / "elsewhere" / "m"
+    moved.parent.mkdir()
+    run.root.rename(moved)
+    assert "m is the run itself; name the new one" in fault(capsys, f"{moved}@2", code=2)
+    branch(f"{moved}@2", "--name", "y")
+    assert launched[0][0].run_dir.root == moved.parent / "y" and read_origin(launched[0][0].run_dir).run == str(moved)
+    doctor([str(moved.parent / "y")], Children())
+    assert "  step 2 of 4, batch 2, version 2, checkpoint 2\n" in capsys.readouterr().out
+
+
 def test_tasks_go_on_unless_what_is_played_changes(run, launched):
     branch(run.root, "--name", "y", "--max_steps", "9", "--orchestrator.environment.timeout_s", "5")
     branch(run.root, "--name", "z", "--max_steps", "9", "--orchestrator.environment.args.n", "5")

@@ -121,8 +121,13 @@ def read_file(line: CommandLine, word: str, rest: list[str], section: str = "") 
     if word == "@" and not rest:
         raise ConfigError(f"{f'--{section} ' if section else ''}@ needs a file behind it")
     path = word[1:] or rest.pop(0)
+    line.files |= flatten(read_toml(path), path, f"{section}.") if section else settings_in(path)
+
+
+def settings_in(path: str) -> Spelled:
+    """The settings in a file; those of a run with the place where it lies now."""
     table = read_toml(path)
-    line.files |= flatten(table | ({} if section else place_of_run(Path(path), table)), path, f"{section}." if section else "")
+    return flatten(table | place_of_run(Path(path), table), path)
 
 
 def place_of_run(path: Path, table: dict[str, Any]) -> dict[str, str]:
@@ -272,7 +277,7 @@ def load_config(
                 print_help(program, usage, "" if topic.startswith(("-", "@")) else topic)
                 raise SystemExit(0)
         line = parse_args(args, variables)
-        line.files = (fitting(flatten(read_toml(str(base)), str(base)), line) if base else {}) | line.files
+        line.files = (fitting(settings_in(str(base)), line) if base else {}) | line.files
         line.flags = (given or {}) | line.flags
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
