@@ -19,6 +19,8 @@ COMMANDS = {
     "branch": ("rl.commands.branch", "start a new run from a run's checkpoint with other settings"),
     "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
     "doctor": ("rl.commands.doctor.main", "check a machine or a configuration before a run, and say what a run waits for, alive or dead"),
+    "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
+    "compare": ("rl.commands.compare", "two runs side by side: settings that differ, curves, evaluations"),
     "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
 }
 """Subcommand -> (its module, what it does). A module has `main(args, children)`."""
