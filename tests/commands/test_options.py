@@ -68,8 +68,9 @@ def test_help_is_quick(tmp_path, command):
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
     assert len(out.splitlines()) < 56 and max(map(len, out.splitlines())) <= 120
     assert ("trainer.optim" in out) == (command in ("sft", "doctor"))
-    assert ("orchestrator" in out) == (command not in ("sft", "export", "replay", "show", "compare"))
-    assert ("--max_steps int" in out) == (command == "sft") and ("--model.name" in out) == (command not in ("doctor", "replay", "show", "compare"))
+    of_a_run = ("replay", "show", "compare", "branch")  # which has its settings
+    assert ("orchestrator" in out) == (command not in ("sft", "export", *of_a_run))
+    assert ("--max_steps int" in out) == (command == "sft") and ("--model.name" in out) == (command not in ("doctor", *of_a_run))
     assert ("--policy SPEC" in out) == (command in ("eval", "collect", "env"))
     assert out.endswith("heavy: []\n")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # of work: the time it takes on an idle machine

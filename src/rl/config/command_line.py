@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +20,14 @@ from pydantic import BaseModel
 
 from rl.config.check import check, warn_about
 from rl.config.faults import Spelled, raise_all, setting_text, without_value
+from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import USAGE, print_help
 from rl.config.hints import ALIASES
+from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
 from rl.config.validation import holds_anyway, in_doubt, validate
+from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
 
 SHORT_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
@@ -134,7 +138,25 @@ def read_file(line: CommandLine, word: str, rest: list[str], section: str = "") 
     if word == "@" and not rest:
         raise ConfigError(f"{f'--{section} ' if section else ''}@ needs a file behind it")
     path = word[1:] or rest.pop(0)
-    line.files |= flatten(read_toml(path), path, f"{section}." if section else "")
+    line.files |= flatten(read_toml(path), path, f"{section}.") if section else settings_in(path)
+
+
+def settings_in(path: str) -> Spelled:
+    """The settings in a file; those of a run with the place where it lies now."""
+    table = read_toml(path)
+    return flatten(table | place_of_run(Path(path), table), path)
+
+
+def place_of_run(path: Path, table: dict[str, Any]) -> dict[str, str]:
+    """Name and output_dir of a run that was moved or renamed since its config.toml was written: a run lives where that lies. Empty for
+    any other file."""
+    name, output_dir, root = table.get("name"), table.get("output_dir"), path.parent.resolve()
+    if path.name != "config.toml" or not isinstance(name, str) or not isinstance(output_dir, str) or not is_run(root):
+        return {}
+    written = Path(output_dir) / name
+    if not written.is_absolute() or (written.exists() and written.samefile(root)):
+        return {}
+    return {"output_dir": str(root.parent), "name": root.name}
 
 
 def canonical(key: str, value: Any) -> str:
@@ -144,6 +166,22 @@ def canonical(key: str, value: Any) -> str:
         key = rest
     key = ALIASES.get(key, key)
     return SHORTHANDS.get(key, key) if isinstance(value, str) else key
+
+
+def fitting(base: Spelled, line: CommandLine) -> Spelled:
+    """The settings of a run, for a line that may give a loss or credit another `type`: a config.toml has every key. Of that section only
+    what the new type has, too, and what was no default of the old one, stays."""
+    tree = field_tree(RLConfig)
+    given = {canonical(key, value): value for layer in (line.files, line.variables, line.flags) for key, (value, _) in layer.items()}
+    for key, kind in given.items():
+        section = key.removesuffix(".type")
+        if key in base and key != section and base[key][0] != kind:
+            of = {tag: model.model_fields for model in models_in(tree[section].annotation) for tag in tags(model)}
+            old, new = of.get(base[key][0], {}), of.get(kind, {})
+            of_default = {name for name, info in old.items() if base.get(f"{section}.{name}", (None,))[0] == without_none(info.default)}
+            dropped = {f"{section}.{name}" for name in old if name not in new or name in of_default}
+            base = {name: value for name, value in base.items() if name not in dropped}
+    return base
 
 
 def merge(line: CommandLine) -> tuple[dict[str, Any], Spelled, dict[str, str]]:
@@ -189,8 +227,11 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
     return place_value(table[first], rest, value)
 
 
-def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
-    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others."""
+def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
+    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
+
+    `outside`: whether the files and functions that it names must be there.
+    """
     nested, settings, faults = merge(line)
     faults |= without_value(settings)
     config = validate(nested, settings, faults)
@@ -199,7 +240,8 @@ def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
         config = shrink(config)
     if config and not line.faults:  # what could not be read may have had the rest
         doubtful = in_doubt(faults)
-        found = (fault for fault in check(config) if fault[0] not in optional and holds_anyway(fault, doubtful))
+        found = chain(check(config), outside_faults(config) if outside else ())
+        found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
     raise_all(lines)
     assert config, "settings without a fault make a configuration"
@@ -239,11 +281,12 @@ def load_config(
     usage: str = USAGE,
     given: Spelled | None = None,
     optional: Collection[str] = (),
+    base: Path | None = None,
 ) -> tuple[RLConfig, CommandLine]:
     """The configuration of a command. Ends the program for --help, --schema, --dry-run, and with code 2 for any fault.
 
     `variables` is the environment for a command that makes a configuration; a process of a run reads its config.toml alone. `given` are
-    settings that the command's own flags stand for; `optional` is as in `build`.
+    settings that the command's own flags stand for; `optional` is as in `build`; `base` is a run's config.toml, below all files.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -251,11 +294,12 @@ def load_config(
                 print_help(program, usage, "" if topic.startswith(("-", "@")) else topic)
                 raise SystemExit(0)
         line = parse_args(args, variables)
+        line.files = (fitting(settings_in(str(base)), line) if base else {}) | line.files
         line.flags = (given or {}) | line.flags
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional)
+        config = build(line, optional, outside=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
     warn_about(config)

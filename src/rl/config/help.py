@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
     "collect": ("rl.commands.collect", "play an environment's tasks without training and keep the rollouts as JSONL"),
     "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter"),
+    "branch": ("rl.commands.branch", "start a new run from a run's checkpoint with other settings"),
     "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
     "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, and say what a run waits for, alive or dead"),
     "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
