@@ -232,7 +232,6 @@ def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> in
         "dtype": model.dtype,
         "seed": config.seed,
         "trust_remote_code": model.trust_remote_code,
-        "chat_template": model.chat_template,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
         "generation_config": "vllm",

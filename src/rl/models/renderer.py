@@ -95,11 +95,13 @@ CANDIDATES = {
 """Token of the vocabulary -> the package's renderers for models that have it."""
 
 
-def load_renderer(model_path: str, config: RendererConfig, chat_template: str | None = None) -> Renderer:
+def load_renderer(
+    model_path: str, config: RendererConfig, chat_template: str | None = None, *, trust_remote_code: bool = False
+) -> Renderer:
     """The renderer for a model folder. `chat_template`: a Jinja text or a file to use instead of the model's. Raises RendererError."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if chat_template:
         tokenizer.chat_template = chat_template if "{" in chat_template else Path(chat_template).read_text()
     name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path, bool(chat_template))
@@ -112,7 +114,7 @@ def build(tokenizer: Any, config: RendererConfig, name: str) -> Renderer:
     if name not in ("template", "chatml"):
         return PackageRenderer(tokenizer, config, name)
     if not tokenizer.chat_template:
-        raise RendererError("the model's tokenizer has no chat template; give one with model.chat_template = file.jinja")
+        raise RendererError("the model's tokenizer has no chat template; give one with model.chat_template: chatml, or a file")
     return (TemplateRenderer if name == "template" else ChatMLRenderer)(tokenizer, config)
 
 
