@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rl.config.check import check, warn_about
+from rl.config.check import check, warnings_of
 from rl.config.faults import ALIASES, Spelled, fault_lines, raise_all, setting_text, without_value
 from rl.config.help import USAGE, print_help
+from rl.config.installed import missing_environments
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
 from rl.system.errors import ConfigError
@@ -42,6 +43,10 @@ class CommandLine:
     switches: set[str] = field(default_factory=set)
     resume: int | None = None
     """Step to resume at; -1: the newest; None: no --resume."""
+
+    def gives(self, key: str) -> bool:
+        """Whether a setting is given anywhere, instead of left to its default."""
+        return any(canonical(name) == key for layer in (self.files, self.variables, self.flags) for name in layer)
 
 
 def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:
@@ -174,19 +179,32 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
     return place_value(table[first], rest, value)
 
 
-def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
-    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others."""
+def build(line: CommandLine, optional: Collection[str] = (), *, installed: bool = False) -> RLConfig:
+    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
+
+    installed: whether environments that are missing on this machine are told beside other faults.
+    """
     nested, settings = merge(line)
+    missing = missing_environments(ids_in(nested)) if installed else []
     empty = without_value(settings)
     faults = list(empty.values())
     try:
         config = RLConfig.model_validate(nested)
     except ValidationError as error:
         faults += fault_lines(error, settings, known=empty)
-    raise_all(faults)
+    raise_all(faults and faults + missing)
     config = shrink(config) if "quick" in line.switches else config
-    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in check(config) if key not in optional])
+    faults = [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in check(config) if key not in optional]
+    raise_all(faults and faults + missing)
     return config
+
+
+def ids_in(nested: dict[str, Any]) -> list[str]:
+    """The environments that settings name which nobody has checked yet."""
+    section = nested.get("orchestrator") if not nested.get("sft") else None
+    tables = [section.get(kind) for kind in ("environment", "eval")] if isinstance(section, dict) else []
+    entries = [entry for table in tables for entry in (table if isinstance(table, list) else [table]) if isinstance(entry, dict)]
+    return [entry["id"] for entry in entries if isinstance(entry.get("id"), str) and not entry.get("python")]
 
 
 def without_none(value: Any) -> Any:
@@ -238,10 +256,11 @@ def load_config(
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional)
+        config = build(line, optional, installed=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
-    warn_about(config)
+    for warning in warnings_of(config):
+        print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         print(to_toml(config), end="")
         raise SystemExit(0)

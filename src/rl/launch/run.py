@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import CommandLine
+from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.launch import devices, roles
@@ -141,6 +142,8 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     config = config.with_absolute_paths()
+    if not config.sft:
+        check_environments(config.orchestrator)
     division = devices.split(config, machine())
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
