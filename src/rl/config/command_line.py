@@ -179,13 +179,13 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
     return place_value(table[first], rest, value)
 
 
-def build(line: CommandLine, optional: Collection[str] = (), *, installed: bool = False) -> RLConfig:
+def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
     """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
 
-    installed: whether environments that are missing on this machine are told beside other faults.
+    outside: whether environments that are not installed are told beside other faults.
     """
     nested, settings = merge(line)
-    missing = missing_environments(ids_in(nested)) if installed else []
+    missing = missing_environments(ids_in(nested)) if outside else []
     empty = without_value(settings)
     faults = list(empty.values())
     try:
@@ -256,7 +256,7 @@ def load_config(
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional, installed=variables is not None)
+        config = build(line, optional, outside=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
     for warning in warnings_of(config):

@@ -12,6 +12,8 @@ from rl.config.command_line import CommandLine
 from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
+from rl.diagnosis.rewards import verdict
+from rl.diagnosis.state import read_state
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
@@ -147,4 +149,7 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     division = devices.split(config, machine())
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
-    return run(config, prepared, division, children, again)
+    code = run(config, prepared, division, children, again)
+    if code == 0 and "quick" in line.switches:
+        print(f"verdict   {verdict(read_state(prepared.run_dir, config))}", flush=True)
+    return code

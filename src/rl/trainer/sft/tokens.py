@@ -26,7 +26,7 @@ from rl.run_dir.checksums import checksum
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
-from rl.trainer.sft.rows import Example, read_examples, sources
+from rl.trainer.sft.rows import Example, files_of, read_examples, sources
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which data sets keep what an assistant thought."""
@@ -214,6 +214,8 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
         manifest: dict[str, Any] = {"style": "chat" if tokenizer.chat else "completion"}
         for name, source in sources(sft).items():
             counts, tasks = Counter[str](), dict[str, int]()
+            there = files_of(source) or Path(source.dataset).expanduser().exists()
+            report(Phase.READING_DATA, None, source.dataset if there else f"{source.dataset} from the Hugging Face hub")
 
             def samples(source=source, counts=counts, tasks=tasks) -> Iterator[tuple[Tokens, int]]:
                 for example in read_examples(source, sft, counts):
