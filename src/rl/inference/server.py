@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 PORT_WAIT_S = 10.0
 """For a port that a predecessor, or a child of one, has not yet let go."""
+SHUTDOWN_S = 2.0
+"""For vLLM's app to end by itself."""
 
 KEEP_ALIVE_S = 600
 """Idle HTTP connections stay open longer than any client keeps them, so that no request meets a connection that is being closed."""
@@ -202,6 +204,9 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
     server.should_exit = server.force_exit = True
     await serving
+    # uvicorn leaves that out then, and reports the task that waits for it as an error when the loop ends.
+    with suppress(TimeoutError):
+        await asyncio.wait_for(server.lifespan.shutdown(), SHUTDOWN_S)
     if stopped.done():
         return ""
     await asyncio.wait([death], timeout=1.0)  # vLLM's handlers end the server too when they meet a dead engine
