@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
+from rl.commands.arena import Arena
 from rl.commands.doctor import configuration, smoke
 from rl.commands.doctor.main import main
 from rl.config.command_line import to_toml
@@ -18,6 +20,7 @@ from rl.models.tiny import make_tiny_model as make_own_tiny_model
 from rl.run_dir.files import write_file
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from rl.wire.worker_messages import Ready
 from tests.commands.driver import ENVIRONMENTS
 from tests.tiny_model import make_tiny_model
 
@@ -64,6 +67,26 @@ def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
     assert found["vllm"].text == "inference.vllm.x = 1: no such argument"
     assert found["environment"].text.startswith("environment no-such-env is not installed; `uv pip install no-such-env`")
     assert set(found) == {"model", "vllm", "environment"}
+
+
+def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
+    """Prompts that do not fit the context, as a worker of the run measures them; an evaluation without held-out tasks."""
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    model = make_own_tiny_model(tmp_path / "tiny")
+    entry = {"id": "say-digit", "args": {"held_out": 0}}
+    orchestrator = {"environment": [entry], "eval": [entry | {"name": "held"}], "sampling": {"max_tokens": 8}}
+    config = RLConfig.model_validate({"model": {"name": str(model), "max_model_len": 24}, "orchestrator": orchestrator})
+    (found,) = configuration.environments(config, model, tmp_path / "work", children)
+    assert found.level == "FAIL" and "orchestrator.sampling.max_tokens = 8 exceed model.max_model_len = 24" in found.text
+
+    @asynccontextmanager
+    async def loaded(*_args, **_options):
+        yield Arena(None, {"say-digit": Ready(4, 0)}, config, None)
+
+    monkeypatch.setattr(configuration, "arena", loaded)
+    found = [(check.level, check.name) for check in configuration.environments(config, None, tmp_path / "work", children)]
+    assert found == [("ok", "environment"), ("FAIL", "tasks"), ("warn", "prompts")]
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
