@@ -36,10 +36,10 @@ def test_a_local_copy_of_qwen3_is_known_by_its_template(qwen, qwen_path, caplog)
     assert "equals the model's template on 6 conversations" in caplog.text and caplog.text.count("\n") == 1
 
 
-def test_a_changed_template_is_not_taken_for_qwen3(qwen):
+def test_a_changed_template_is_not_taken_for_qwen3(qwen, qwen_path, templated):
     changed = qwen().tokenizer.chat_template.replace("<tool_response>\n{{", "<tool_response>\nResult: {{")
     assert changed != qwen().tokenizer.chat_template
-    renderer = load_renderer(qwen().tokenizer.name_or_path, RendererConfig(), changed)
+    renderer = templated(qwen_path, changed)
     assert type(renderer).__name__ == "TemplateRenderer" and renderer.supports_tools
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}, {"role": "tool", "content": "3"}]
     assert "<tool_response>\nResult: 3\n" in renderer.text(renderer.prompt_ids(messages, [ADD]))
@@ -50,19 +50,17 @@ def test_a_published_name_is_read_off_the_hubs_cache(smol):
     assert published_names(smol.tokenizer, path) == ("Qwen/Qwen3-0.6B", "")
 
 
-def test_errors_name_the_remedy(tmp_path, plain_path):
+def test_errors_name_the_remedy(tmp_path, plain_path, templated):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(RendererError, match=r"model\.chat_template: chatml, or a file"):
-        load_renderer(str(tmp_path), RendererConfig())
-    assert load_renderer(str(tmp_path), RendererConfig(), CHAT_TEMPLATE).supports_tools
+        load_renderer(str(tmp_path / "bare"), RendererConfig())
+    assert templated(tmp_path / "bare", CHAT_TEMPLATE).supports_tools
     for name in ("nonsense", "qwen3"):  # no such renderer; one whose tokens this model lacks
         with pytest.raises(RendererError, match=rf'renderer\.name = "{name}" does not fit.*"auto"'):
             load_renderer(plain_path, RendererConfig(name=name))
-    strict = load_renderer(
-        plain_path, RendererConfig(), CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}"
-    )
+    strict = templated(plain_path, CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}")
     with pytest.raises(RendererError, match=r"user, assistant, user: long; .*model\.chat_template"):
         strict.prompt_ids([QUESTION, {"role": "assistant", "content": "3"}, QUESTION])
     with pytest.raises(RendererError, match="a user message has content of type image_url"):
