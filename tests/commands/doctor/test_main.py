@@ -12,12 +12,14 @@ import pytest
 
 from rl.commands.arena import Arena
 from rl.commands.doctor import configuration, smoke
+from rl.commands.doctor.agreement import report
 from rl.commands.doctor.main import main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model as make_own_tiny_model
 from rl.run_dir.files import write_file
+from rl.wire.agreement import Scored
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.worker_messages import Ready
@@ -141,8 +143,19 @@ def test_parity_of_a_model(tmp_path):
     lines = found.stdout.splitlines()
     assert lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)" and lines[-1] == "  trainer and inference agree"
     for line, temperature in zip(lines[2:4], (1.0, 0.7), strict=True):
-        cells = [float(cell) for cell in line.split()]
+        cells = [float(cell) for cell in line.split()[:5]]
         assert cells[0] == temperature and cells[1] > 50 and cells[2] <= cells[3] < 1e-4 and cells[4] < 1e-8
+
+
+def test_a_parity_that_passes_above_its_limit_says_why(capsys):
+    """exp(0.1) - 1.1 = 0.00517 on one of two tokens: a mean of 0.00259 whose standard error is as large."""
+    assert report("bfloat16", [Scored(0, 1.0, 0.1), Scored(1, 0.7, 0.0)], None) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[4].split() == ["both", "2", "0.05", "0.1", "0.00259", "±", "0.003"]
+    assert said[5].startswith("  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard errors, which so few tokens")
+    assert report("bfloat16", [Scored(0, 1.0, 0.05), Scored(1, 0.7, 0.0)], None) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "  trainer and inference agree"
+    assert report("bfloat16", [Scored(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1
 
 
 def test_parity_of_a_model_that_is_not_there():

@@ -94,7 +94,7 @@ def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     rows = {temperature: [token.difference for token in scored if token.temperature == temperature] for temperature in TEMPERATURES}
     whole = agreement([token.difference for token in scored])
     for name, found in [*((name, agreement(differences)) for name, differences in rows.items()), ("both", whole)]:
-        figures = f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.2g}  ± {found.kl_error:.1g}"
+        figures = f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.3g}  ± {found.kl_error:.1g}"
         print(f"  {name:<12} {found.tokens:>6} {figures}")
     if whole.within(limit):
         print(f"  trainer and inference agree{reservation(whole, limit)}", flush=True)
@@ -109,6 +109,6 @@ def reservation(found: Agreement, limit: Limit) -> str:
         return ""
     excess = (found.kl - limit.kl) / found.kl_error
     return (
-        f": kl {found.kl:.2g} is above {limit.kl:g}, but by {excess:.1f} of its standard errors, which so few tokens may do by chance "
+        f": kl {found.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, which so few tokens may do by chance "
         "(3 are too many); a higher --tokens tells"
     )
