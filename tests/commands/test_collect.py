@@ -69,6 +69,8 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     code, out, err = rl(tmp_path, "collect", *flags, "--limit", "3", code=with_server("import sys; sys.exit('no server')"))
     assert code == 0 and f"all 6 rollouts are in {path}: nothing is left to play" in out, err  # and no server was started
     assert not list(tmp_path.glob("outputs/*/server"))
+    folders = {path.name for path in (tmp_path / "outputs").iterdir()}  # named by what was played
+    assert folders == {"collect-say-digit-good", f"collect-say-digit-{model.name}"}
     lines = [json.loads(text) for text in path.read_bytes().splitlines()]
     assert sorted((one["task"], one["sample"]) for one in lines) == [(task, sample) for task in (0, 1, 2) for sample in (0, 1)]
     assert {"env", "task", "sample", "policy", "agent", "messages", "reward", "metrics", "outcome", "stop"} <= set(lines[0])

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from rl.commands.arena import Arena, Job, arena, run, say, task_count
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, usage
+from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
 from rl.commands.policy_spec import resolve
-from rl.config.command_line import fail
+from rl.config.command_line import CommandLine, fail
 from rl.config.installed import check_environments
 from rl.config.quick import EXAMPLES
 from rl.config.run import RLConfig
@@ -49,7 +49,7 @@ def main(args: list[str], children: Children) -> int:
     if "quick" in line.switches:
         values["limit"] = min(values["limit"] or EXAMPLES, EXAMPLES)
     config.orchestrator.eval = []
-    return run("rl collect", children, collect(config, values, children))
+    return run("rl collect", children, collect(config, line, values, children))
 
 
 def task_order(sizes: dict[str, int | None]) -> Iterator[tuple[str, int]]:
@@ -94,7 +94,7 @@ def read_present(path: Path) -> Samples:
     return present
 
 
-async def collect(config: RLConfig, values: dict[str, Any], children: Children) -> int:
+async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays the tasks and samples that the file lacks and appends them to it."""
     check_environments(config.orchestrator)
     path = Path(values["output"]).expanduser()
@@ -112,7 +112,8 @@ async def collect(config: RLConfig, values: dict[str, Any], children: Children) 
             raise RunError("the environments have no training tasks; check their arguments (args, dataset) and max_samples")
         return list(missing(iter(order), present, values["samples"] or 1))
 
-    work = Path(config.output_dir) / f"collect-{config.name}"
+    name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
+    work = Path(config.output_dir) / f"collect-{name}"
     wanted = (lambda ready: bool(left(ready))) if present else None  # of what was begun nothing may be left
     async with arena(config, source, work, children, wanted=wanted) as place:
         todo = left(place.ready)

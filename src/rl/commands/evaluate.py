@@ -7,9 +7,8 @@ from typing import Any
 
 from rl.commands.arena import Job, arena, run, say, task_count
 from rl.commands.eval_report import eval_part, finished_report, show, write_report
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, usage
+from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
 from rl.commands.policy_spec import Source, resolve
-from rl.config.base import MAX_RUN_NAME
 from rl.config.command_line import CommandLine, fail
 from rl.config.installed import check_environments
 from rl.config.orchestrator import EnvSource, EvalConfig
@@ -72,7 +71,7 @@ async def evaluate(config: RLConfig, line: CommandLine, values: dict[str, Any], 
     sources = [resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"], labels)]
     if second and not earlier:
         sources.append(resolve(second, config, None, values["api_key_var"], labels))
-    name = config.name if line.gives("name") or not values["policy"] else f"{'+'.join(labels)}-{sources[0].slug}"[:MAX_RUN_NAME]
+    name = name_of_play(config, line, labels, sources[0], values["policy"])
     output = Path(values["output"] or Path(config.output_dir) / f"eval-{name}" / time.strftime("%Y%m%d-%H%M%S"))
     results: list[dict[str, Any]] = []
     for source in sources:
