@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from collections.abc import Iterator
 
 from rl.config.base import MAX_LABEL, MAX_RUN_NAME, name_fault, text_fault
@@ -113,6 +112,11 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
             yield from check_source(f"orchestrator.{kind}.{i}", entry)
             if entry.label in labels[:i]:  # metrics and files bear it
                 yield f"orchestrator.{kind}.{i}.name", entry.label, "is taken by another one; give each its own name"
+    for i, entry in enumerate(settings.eval):
+        same = [env.label for env in settings.environment if env.label == f"eval-{entry.label}" and env.source != entry.source]
+        if same:  # its workers would be that environment's
+            remedy = f"has workers that are named {same[0]}, as those of a training environment are; give it another name"
+            yield f"orchestrator.eval.{i}.name", entry.label, remedy
     yield from check_credit(config)
 
 
@@ -132,24 +136,21 @@ def as_ids(devices: int | list[int] | None) -> list[int]:
     return devices if isinstance(devices, list) else []
 
 
-def warn_about(config: RLConfig) -> None:
-    """Warns of settings that work, but whose effect the user should know."""
+def warnings_of(config: RLConfig) -> Iterator[str]:
+    """Sentences on settings that work, but whose effect the user should know."""
     if config.trainer.lora and config.trainer.optim.lr == OptimConfig().lr:
-        message = (
+        yield (
             f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
             "ten to a hundred times as much (1e-5 to 1e-4) to learn as fast"
         )
-        warnings.warn(message, stacklevel=2)
-    for sentence in exposure(config):
-        warnings.warn(sentence, stacklevel=2)
+    yield from exposure(config)
     for key in ("top_p", "top_k", "min_p"):
         value = getattr(config.orchestrator.sampling, key)
         if value is not None:
-            message = (
+            yield (
                 f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
                 "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
             )
-            warnings.warn(message, stacklevel=2)
 
 
 def check_credit(config: RLConfig) -> Iterator[Fault]:
