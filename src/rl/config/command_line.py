@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rl.config.check import check, warn_about
+from rl.config.check import check, check_functions, warn_about
 from rl.config.faults import ALIASES, Spelled, fault_lines, raise_all, setting_text, without_value
 from rl.config.help import USAGE, print_help
 from rl.config.quick import shrink
@@ -174,8 +174,11 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
     return place_value(table[first], rest, value)
 
 
-def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
-    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others."""
+def build(line: CommandLine, optional: Collection[str] = (), *, stored: bool = False) -> RLConfig:
+    """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
+
+    Of a `stored` one the user's functions are not checked: their files may have changed since, and only a process that calls them minds.
+    """
     nested, settings = merge(line)
     empty = without_value(settings)
     faults = list(empty.values())
@@ -185,7 +188,8 @@ def build(line: CommandLine, optional: Collection[str] = ()) -> RLConfig:
         faults += fault_lines(error, settings, known=empty)
     raise_all(faults)
     config = shrink(config) if "quick" in line.switches else config
-    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in check(config) if key not in optional])
+    found = [*check(config), *([] if stored else check_functions(config))]
+    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found if key not in optional])
     return config
 
 
@@ -205,7 +209,7 @@ def to_toml(config: RLConfig) -> str:
 
 def from_toml(path: Path) -> RLConfig:
     """A run's resolved configuration from its config.toml."""
-    return build(parse_args([f"@{path}"]))
+    return build(parse_args([f"@{path}"]), stored=True)
 
 
 def fail(program: str, message: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """Loads the user's functions that settings name: `file.py:function` or `module:function`."""
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -23,7 +24,7 @@ class Blame:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, RunError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError):
             message = f"{self.what} raised {type(error).__name__}: {error} (at {place(error, self.folder)}); {self.remedy}"
             raise RunError(message) from error
 
@@ -73,12 +74,18 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a Python file as a module, which can itself import files beside it."""
+    """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it."""
+    name = f"functions_of_{path.stem}"
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"functions_of_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickling look their module up
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sys.modules.pop, name)
+        spec.loader.exec_module(module)
+        on_failure.pop_all()
     return module
