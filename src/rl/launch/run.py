@@ -11,13 +11,14 @@ from typing import Any
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
+from rl.diagnosis.ending import nothing_trained
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.logs import last_lines, newest_log
-from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.metrics import MetricsReader, read_metrics
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -107,6 +108,8 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         if config.sft:
             watch.tell_data()
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
+        if fault := nothing_trained(read_metrics(prepared.run_dir.metrics)):
+            raise RunError(fault)
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
     except RunError as error:

@@ -4,7 +4,9 @@ import os
 import re
 from pathlib import Path
 
-LAST_LINES = 20
+LAST_LINES, MANY_LINES = 20, 1000
+ERROR = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception|Interrupt|Exit)(?:: |$)).*)")
+"""A line that ends a traceback, or that a trainer ended with."""
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
 
 
@@ -37,3 +39,12 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
         return []
     end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
     return [line for line in lines[:end] if line.strip()][-count:]
+
+
+def error_line(log: Path | None) -> str:
+    """The first error in the end of a log, its numbers as `#`: the same in every step. Empty if there is none.
+
+    The first, for what other ranks say of a death comes later.
+    """
+    found = (match[1] for line in last_lines(log, MANY_LINES) if (match := ERROR.match(line)))
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?|\b(nan|inf)\b", "#", next(found, ""))
