@@ -22,6 +22,7 @@ from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
+from rl.orchestrator.functions import metrics_function
 from rl.orchestrator.setups import policy_spec, worker_setups
 from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines
@@ -260,6 +261,7 @@ async def arena(config: RLConfig, source: Source | None, work: Path, children: C
     from rl.orchestrator.pool import WorkerPool  # 0.2 s, which `--help` does not need
 
     server, pool = None, None
+    add_metrics = metrics_function(config.orchestrator)  # before anything starts: it may not load
     try:
         if source is None or source.endpoint:
             endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never asked
@@ -272,6 +274,7 @@ async def arena(config: RLConfig, source: Source | None, work: Path, children: C
             policy = policy_spec(server.config, folder)
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+        pool.add_metrics = add_metrics
         for setup in worker_setups(config, policy, pool.address):
             pool.start(setup)
         ready = await pool.sizes(settings.worker_timeout_s)
