@@ -375,8 +375,8 @@ def test_weights_of_the_aggregations():
 
 
 def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
-    """docs/algorithms.md: TOPR. Positive advantages as they are, negative ones weighted by a ratio cut at `args.high`."""
-    blocks = re.findall(r"```python\n(.*?)```", Path("docs/algorithms.md").read_text(), re.DOTALL)
+    """docs/functions.md: TOPR. Positive advantages as they are, negative ones weighted by a ratio cut at `args.high`."""
+    blocks = re.findall(r"```python\n(.*?)```", Path("docs/functions.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "def topr" in block]
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)

@@ -107,7 +107,7 @@ class CrossEntropyConfig(LossSettings):
 
 
 class CustomConfig(LossSettings):
-    """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool), like those in rl/trainer/losses.py."""
+    """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool); see docs/functions.md."""
 
     type: Literal["custom"] = "custom"
     function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]
