@@ -176,7 +176,11 @@ def main() -> None:
         stack.callback(children.stop)
         run_on_two_nodes(config, children)
         for (step, source), line in read_metrics(config.run_dir.metrics).items():
-            names = [name for name in ("reward/mean", "loss/mean", "optim/grad_norm", "mismatch_kl/mean", "time/step") if name in line]
+            names = [
+                name
+                for name in ("reward/mean", "loss/mean", "optim/grad_norm", "mismatch_kl/mean", "lag_kl/mean", "time/step")
+                if name in line
+            ]
             print(f"step {step} {source}: " + "  ".join(f"{name} {line[name]:.5g}" for name in names))
         alone = config.model_copy(update={"name": "one-rank"})
         replay_on_one(alone, config.run_dir, children)

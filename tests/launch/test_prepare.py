@@ -49,6 +49,7 @@ class Place:
         for step in checkpoints:
             self.run_dir.checkpoint(step).mkdir(parents=True)
         self.run_dir.pending.touch()
+        self.run_dir.pending_rollouts.touch()
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_resume_at_a_step_moves_the_rest_away(place):
     ]  # fmt: skip
     assert sorted(str(path.relative_to(away)) for path in away.rglob("*") if path.suffix or path.name.isdigit()) == [
         "batches/000003.batch", "batches/000004.batch", "batches/pending.log", "checkpoints/000003", "metrics.jsonl",
-        "rollouts/000003.jsonl", "rollouts/000004.jsonl", "wandb.json", "weights/000003", "weights/000004",
+        "rollouts/000003.jsonl", "rollouts/000004.jsonl", "rollouts/pending.jsonl", "wandb.json", "weights/000003", "weights/000004",
     ]  # fmt: skip
     assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
     assert [json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()] == [3, 4]

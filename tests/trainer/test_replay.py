@@ -67,9 +67,10 @@ def batches():
     return [make_batch(step) for step in range(1, STEPS + 1)]
 
 
-@pytest.fixture(scope="module", params=["whole", "lora"])
+@pytest.fixture(scope="module", params=["whole", "lora, several optimizer steps"])
 def recorded(request, batches, tied_folder, world, tmp_path_factory):
-    more = {"lora": {"rank": 4}} if request.param == "lora" else {}
+    several = {"minibatches": 2, "epochs": 2, "loss": {"type": "clip"}}
+    more = {"lora": {"rank": 4}, **several} if request.param == "lora, several optimizer steps" else {}
     config = make_config(tmp_path_factory.mktemp(request.param), tied_folder, **more)
     write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
     return config, *record(config, world, batches)
@@ -86,7 +87,8 @@ def test_a_quarantined_step_changes_nothing(recorded):
     lines = read_metrics(run_dir.metrics)
     assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [None, None, 1.0, None]
     steps = {int(values["step"]) for values in trainer.learner.optimizer.state.values()}
-    assert steps == {STEPS - 1}
+    each = trainer.learner.settings.minibatches * trainer.learner.settings.epochs
+    assert steps == {(STEPS - 1) * each} and lines[STEPS, "trainer"]["optim/steps"] == each
 
 
 def test_digests_are_those_of_the_bytes_in_the_file(recorded):

@@ -85,6 +85,17 @@ def find_run(spec: str) -> tuple[Path, str]:
     raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml")
 
 
+def named_run(spec: str) -> Path:
+    """The directory of a run that is given by it, or by its name under the default output_dir. Raises RunError."""
+    places = (Path(spec).expanduser(), Path(RLConfig.model_fields["output_dir"].default) / spec)
+    for root in places:
+        if (root / "config.toml").is_file():
+            return root
+    for root in places:
+        check_not_a_run(str(root))
+    raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")
+
+
 def stored_config(root: Path) -> RLConfig:
     """The configuration that a run was made with. Raises RunError."""
     try:

@@ -11,6 +11,7 @@ from rl.config.loss import (
     AnyLossConfig,
     CispoConfig,
     ClipConfig,
+    ClippedSettings,
     CrossEntropyConfig,
     CustomConfig,
     GspoConfig,
@@ -80,6 +81,7 @@ def check(config: RLConfig) -> Iterator[Fault]:
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
     yield from check_loss(config.trainer.loss)
+    yield from check_minibatches(config)
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
     if config.trainer.optim.offload and config.trainer.gpus == 0:
@@ -216,6 +218,28 @@ def check_functions(config: RLConfig) -> Iterator[Fault]:
     for key, name, arguments in own_functions(config):
         if fault := find_call_fault(name, arguments):
             yield key, name, fault
+
+
+def check_minibatches(config: RLConfig) -> Iterator[Fault]:
+    """Faults of several optimizer steps a batch: fine-tuning has other settings for that, and a minibatch is made of whole groups."""
+    settings, played, fake = config.trainer, config.orchestrator, config.trainer.data.fake
+    steps, loss = settings.minibatches * settings.epochs, settings.loss
+    if config.sft:
+        if settings.minibatches > 1:
+            yield "trainer.minibatches", settings.minibatches, "cuts batches of rollouts; of examples lower sft.batch_size instead"
+        if settings.epochs > 1:
+            yield "trainer.epochs", settings.epochs, "are passes over a batch of rollouts; those over examples are sft.epochs"
+        return
+    size, group_sizes = played.batch_size, [env.group_size or played.group_size for env in played.environment]
+    if fake:
+        size, group_sizes = fake.samples, [fake.group_size]
+    groups = -(-size // min(group_sizes, default=played.group_size))
+    if settings.minibatches > groups:
+        remedy = f"are more than a batch has groups ({groups}), and each has whole ones; lower it, or raise orchestrator.batch_size"
+        yield "trainer.minibatches", settings.minibatches, remedy
+    if steps == 1 and isinstance(loss, ClippedSettings) and loss.truncate != type(loss)().truncate:
+        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
+        yield "trainer.loss.truncate", loss.truncate, remedy
 
 
 def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:

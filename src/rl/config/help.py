@@ -18,6 +18,8 @@ COMMANDS = {
     "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter, out of any checkpoint or version"),
     "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
     "doctor": ("rl.commands.doctor.main", "check a machine or a configuration before a run, and say what a run waits for, alive or dead"),
+    "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
+    "compare": ("rl.commands.compare", "two runs side by side: settings that differ, curves, evaluations"),
     "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
 }
 """Subcommand -> (its module, what it does). A module has `main(args, children)`."""

@@ -250,7 +250,7 @@ class OrchestratorConfig(Settings):
     """On-policy distillation: log teacher - log trainer, times trainer.loss.teacher_coefficient, is added to the advantage of every sampled
     token. Groups without signal in their rewards are trained, too."""
     batch_size: int = Field(64, ge=1)
-    """Rollouts in a batch, which is one step."""
+    """Rollouts in a batch, which is one step; rounded up to whole groups."""
     group_size: int = Field(8, ge=2)
     """Rollouts of one task; their mean reward is the baseline of most kinds of credit."""
     max_off_policy_steps: int = Field(8, ge=0)
@@ -264,6 +264,9 @@ class OrchestratorConfig(Settings):
     """Port to bind; 0: a free one. The address is published in status/orchestrator.json."""
     replace_no_signal: bool = True
     """Whether groups whose advantages are all zero are replaced, for they teach nothing. Off: they fill their place in the batch."""
+    max_refill: int = Field(3, ge=1)
+    """Most rollouts that are played for one batch, in batches. When so many were played and too few of them can be trained, the batch is
+    trained short; 1: nothing is replaced as long as anything can be trained."""
     mask_truncated: bool = False
     """Whether the tokens of truncated rollouts are left out of training. Their reward still counts in their group's baseline."""
     keep_partial_groups: bool = False

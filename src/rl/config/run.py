@@ -86,7 +86,7 @@ class RLConfig(Settings):
     output_dir: Annotated[str, PATH] = "outputs"
     """Directory in which run directories are made."""
     max_steps: int = Field(100, ge=1, le=MAX_STEP)
-    """Optimizer steps. `steps` is an alias."""
+    """Batches that are trained; batch N makes policy version N. `steps` is an alias."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the order of tasks and of the trainer."""
     max_lag: int = Field(1, ge=0)

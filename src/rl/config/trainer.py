@@ -9,7 +9,7 @@ from rl.config.loss import LossConfig, PolicyGradientConfig
 
 
 class OptimConfig(Settings):
-    """AdamW with a warm-up and a schedule; one step a batch."""
+    """AdamW with a warm-up and a schedule. All optimizer steps of a batch have the same learning rate."""
 
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate. `learning_rate` is an alias."""
@@ -22,7 +22,7 @@ class OptimConfig(Settings):
     max_grad_norm: float = Field(1.0, gt=0)
     """Largest norm of the gradient; a larger one is scaled down to it."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Batches over which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until max_steps."""
     offload: bool = False
@@ -122,6 +122,11 @@ class TrainerConfig(Settings):
     data: DataConfig = DataConfig()
     micro_batch_tokens: int = Field(4096, ge=1)
     """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out."""
+    minibatches: int = Field(1, ge=1)
+    """Parts of a batch, each of whole groups and with an optimizer step of its own. A clipped loss then compares the policy with the one
+    that the batch began with."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch, each with an optimizer step on every minibatch."""
     dp_replicate: int = Field(1, ge=1)
     """Number of copies of the model (HSDP), each sharded over its own group of ranks. 1: one copy, sharded over all ranks."""
     context_parallel: int = Field(1, ge=1)

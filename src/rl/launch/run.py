@@ -14,6 +14,7 @@ from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.ending import nothing_trained
 from rl.launch import devices, roles
 from rl.launch.children import Children
+from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
@@ -22,6 +23,7 @@ from rl.run_dir.metrics import MetricsReader, read_metrics
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.system.terminal import visible
 
 POLL_S = 0.2
 
@@ -47,7 +49,9 @@ class Watch:
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.wandb = None
+        self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
         old_lines = self.reader.new()  # the console has read these on its own
@@ -68,6 +72,7 @@ class Watch:
         """Shows and sends what is new, and returns it."""
         lines = self.reader.new()
         self.console.update(lines)
+        self.picture.poll(len(lines))
         if self.wandb:
             self.wandb.send(lines)
         return lines
@@ -88,6 +93,7 @@ class Watch:
         """The last lines, the report, and the end of W&B's run."""
         from rl.launch.curves import final_report
 
+        self.picture.close()
         self.show()
         self.console.close()
         final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
@@ -117,7 +123,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     finally:
         watch.console.close()
     if why:
-        print(why, file=sys.stderr, flush=True)
+        print(visible(why), file=sys.stderr, flush=True)  # it may have lines of logs, and those what a model has said
     stuck = children.stop()
     if stuck:
         print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)

@@ -10,6 +10,9 @@ from rl.run_dir.files import move, write_file
 from rl.run_dir.metrics import cut_metrics
 from rl.system import faults
 
+PENDING_ROLLOUTS = "pending.jsonl"
+"""The file of rollouts that no batch has settled: its lines move to the file of a step."""
+
 
 def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
     """Complete entries `000012<suffix>` of a directory by number, ascending; without temporary names."""
@@ -35,6 +38,8 @@ class RunDir:
         self.batches = root / "batches"
         self.pending = self.batches / "pending.log"
         self.rollouts_dir = root / "rollouts"
+        self.pending_rollouts = self.rollouts_dir / PENDING_ROLLOUTS
+        """What is in pending.log, for people."""
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
         self.evals = root / "evals"
@@ -129,6 +134,8 @@ class RunDir:
                 shutil.copy2(self.pending, waiting)
             else:
                 later.insert(0, (self.pending, waiting))
+                if self.pending_rollouts.exists():
+                    later.insert(1, (self.pending_rollouts, away / self.rollouts_dir.name / self.pending_rollouts.name))
         for path, target in later:
             faults.point("discard.move")
             move(path, target)

@@ -12,6 +12,7 @@ from rl.config.command_line import without_none
 from rl.config.sft import SftConfig
 from rl.models.chat import Message, Tool
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.wire.batch_file import check_rollouts
 
@@ -97,7 +98,7 @@ def files_of(source: Source) -> list[Path] | None:
     else:
         remedy = "give a JSONL file, a pattern, a run directory, or owner/name of a Hugging Face data set"
         raise RunError(f"{source.key} = {source.dataset!r}: there is no {path.absolute()}; {remedy}")
-    files = sorted(map(Path, glob.glob(pattern)))
+    files = sorted(path for path in map(Path, glob.glob(pattern)) if path.name != PENDING_ROLLOUTS)
     if not files:
         raise RunError(f"{source.key} = {source.dataset!r}: no file matches {pattern}")
     return files
