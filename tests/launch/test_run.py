@@ -130,6 +130,14 @@ def test_a_run_from_start_to_report(rl):
     assert config.trainer.ranks == 1 and config.run_dir.root == rl.root
 
 
+def test_a_run_that_trained_no_step_does_not_end_with_0(rl):
+    skips = "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (1, 2, 3): log.write(step, {'quarantined': 1.0})\n"
+    code, _, err = rl(trainer=skips)
+    assert code == 1
+    assert err.startswith("rl: no step was trained: every batch was quarantined (batches/*.quarantined says why); mend the cause, then")
+    assert rl("--clean", trainer=skips + "log.write(4, {'loss/mean': 1.0})")[0] == 0
+
+
 @pytest.mark.parametrize("name", ["inference", "orchestrator", "trainer"])
 def test_with_no_restarts_a_child_that_fails_ends_the_run(rl, name):
     waiting = dict.fromkeys(("inference", "orchestrator", "trainer"), FOREVER)

@@ -383,6 +383,32 @@ def test_three_batches_in_a_row_are_not_the_batches_fault(make):
     ]
 
 
+@pytest.mark.parametrize(
+    ("ending", "same"),
+    [
+        ("print(f'trainer: step {step}: loss nan, gradient norm {step}.5; nothing of the step was applied')", True),
+        ("print(f'[rank0]: ValueError: {step}', '[rank1]: RuntimeError: closed', sep='\\n')", True),
+        ("print('ValueError: of step', ['three', 'four', 'five'][step - 3])", False),
+        ("os.kill(os.getpid(), 9)", False),
+    ],
+)
+def test_the_same_error_with_the_next_batch_is_no_poison(make, ending, same):
+    run = make(backoff_s=0.0, quarantine_after=2, max_restarts=20)
+    run.begin(trainer=POISON.replace("attempt == 2", "False").replace("sys.exit(1)", ending + "\nsys.exit(1)"))
+    with pytest.raises(RunError) as error:
+        run.finish()
+    quarantined = sorted(os.listdir(run.run_dir.batches))
+    if same:
+        assert str(error.value).startswith(
+            "the same error in step 4 as in step 3, whose batch was quarantined: no batch is the cause; mend the cause, then go on before "
+            "the batch that was skipped: --resume 2\ntrainer ended with exit code 1. The end of its log:\n"
+        )
+        assert len(run.events("death")) == 3 and quarantined == ["000003.quarantined"]
+        assert run.events("give_up", "trainer")[0]["reason"].endswith("no batch is the cause")
+    else:
+        assert "were quarantined with no good step between" in str(error.value) and len(quarantined) == 3
+
+
 def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     run, running = make(), []
 

@@ -21,6 +21,7 @@ from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
+from rl.orchestrator.functions import metrics_function
 from rl.orchestrator.setups import policy_spec, worker_setups
 from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines
@@ -275,6 +276,7 @@ async def arena(
     from rl.orchestrator.pool import WorkerPool  # 0.2 s, which `--help` does not need
 
     server, pool = None, None
+    add_metrics = metrics_function(config.orchestrator)  # before anything starts: it may not load
     try:
         if model:
             policy = policy_spec(config, model)
@@ -291,6 +293,7 @@ async def arena(
                 server.start()
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+        pool.add_metrics = add_metrics
         for setup in worker_setups(config, policy, pool.address):
             pool.start(setup)
         ready = await pool.sizes(settings.worker_timeout_s)

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -37,8 +37,8 @@ def switch(value: object) -> object:
 
 
 def default_type(kind: str) -> BeforeValidator:
-    """The mark of a union told apart by `type`: a table that names none is of this kind."""
-    return BeforeValidator(lambda value: {"type": kind, **value} if isinstance(value, dict) else value)
+    """The mark of a union told apart by `type`: a table that names none is of this kind, or a custom one if it names a function."""
+    return BeforeValidator(lambda value: {"type": "custom" if "function" in value else kind, **value} if isinstance(value, dict) else value)
 
 
 def parse_pair(value: object) -> object:
@@ -101,6 +101,15 @@ PATH, OPTIONAL_PATH = path_setting(absolute), path_setting(lambda path: path and
 TEMPLATE = path_setting(lambda path: path if path in ("", BUILT_IN_TEMPLATE) else absolute(path))
 PATH_IF_WRITTEN_AS_ONE = path_setting(absolute_if_written_as_path)
 PATH_IF_FOLDER, PATH_IF_EXISTS = path_setting(absolute_if_folder), path_setting(absolute_if_exists)
+
+
+class FunctionConfig(Settings):
+    """A function of yours."""
+
+    function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]
+    """The function, as `file.py:function` or `module:function`."""
+    args: dict[str, Any] = {}
+    """Arguments for the function, which reads them as `config.args`."""
 
 
 def parse_devices(value: object) -> object:

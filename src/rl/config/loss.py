@@ -62,7 +62,7 @@ class ClippedSettings(LossSettings):
     """What the losses have that clip a ratio. With several optimizer steps a batch they clip how far the policy has moved within the batch;
     the policy that the batch began with is weighed against the sampler's by itself."""
 
-    truncate: float = Field(2.0, gt=0)
+    truncate: Unbounded = Field(2.0, gt=0)
     """Highest such weight, with several optimizer steps a batch; inf: it is not truncated. With one step there is none."""
 
 
@@ -74,7 +74,7 @@ class ClipConfig(ClippedSettings):
     """Lower clip: r counts as at least 1 minus this."""
     clip_high: Unbounded = Field(0.28, ge=0)
     """Upper clip: r counts as at most 1 plus this (DAPO's clip-higher)."""
-    delta: float = Field(3.0, gt=1)
+    delta: Unbounded = Field(3.0, gt=1)
     """Dual clip: where A < 0, r counts as at most this; inf: no such bound."""
 
 
@@ -98,7 +98,7 @@ class GspoConfig(ClippedSettings):
     """Lower clip: the ratio counts as at least 1 minus this. The default is the paper's value."""
     clip_high: Unbounded = Field(4e-4, ge=0)
     """Upper clip: the ratio counts as at most 1 plus this. The default is the paper's value."""
-    delta: float = Field(3.0, gt=1)
+    delta: Unbounded = Field(3.0, gt=1)
     """Dual clip: where A < 0, the ratio counts as at most this; inf: no such bound."""
 
 
@@ -110,7 +110,7 @@ class DppoConfig(LossSettings):
     """For A < 0: a token whose probability fell by more than this is not trained."""
     mask_high: Unbounded = Field(0.2, ge=0)
     """For A > 0: a token whose probability rose by more than this is not trained."""
-    delta: float = Field(20.0, gt=1)
+    delta: Unbounded = Field(20.0, gt=1)
     """Dual clip: where A < 0, r counts as at most this; inf: no such bound."""
     kl_tau: float = Field(0.0, ge=0)
     """Weight of (log r)^2, on every token."""
@@ -123,7 +123,7 @@ class CrossEntropyConfig(LossSettings):
 
 
 class CustomConfig(LossSettings):
-    """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool), like those in rl/trainer/losses.py."""
+    """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool); see docs/functions.md."""
 
     type: Literal["custom"] = "custom"
     function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl.config.base import NAMES, ONE_OR_MORE, PATH_IF_WRITTEN_AS_ONE, Settings, Unbounded, default_type, switch
+from rl.config.base import NAMES, ONE_OR_MORE, PATH_IF_WRITTEN_AS_ONE, FunctionConfig, Settings, Unbounded, default_type, switch
 
 
 class CreditSettings(Settings):
@@ -57,7 +57,17 @@ class NoCreditConfig(CreditSettings):
     type: Literal["none"] = "none"
 
 
-AnyCreditConfig = DrGrpoConfig | GrpoConfig | RlooConfig | MaxRlConfig | ReinforcePlusPlusConfig | NoCreditConfig
+class CustomCreditConfig(CreditSettings):
+    """A function of yours, (Group, CustomCreditConfig) -> an advantage for each of its rollouts; see docs/functions.md."""
+
+    type: Literal["custom"] = "custom"
+    function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]
+    """The function, as `file.py:function` or `module:function`."""
+    args: dict[str, Any] = {}
+    """Arguments for the function, which reads them as `config.args`."""
+
+
+AnyCreditConfig = DrGrpoConfig | GrpoConfig | RlooConfig | MaxRlConfig | ReinforcePlusPlusConfig | NoCreditConfig | CustomCreditConfig
 CreditConfig = Annotated[Annotated[AnyCreditConfig, Field(discriminator="type")], default_type("dr_grpo")]
 
 
@@ -231,6 +241,12 @@ class OrchestratorConfig(Settings):
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = DrGrpoConfig()
     """How rewards become advantages."""
+    filter: FunctionConfig | None = None
+    """A function of yours, (Group, FunctionConfig) -> whether its rollouts may be trained: one bool for all of them, or one for each.
+    What it drops has `filtered` as the reason in rollouts/*.jsonl; see docs/functions.md."""
+    metrics: FunctionConfig | None = None
+    """A function of yours, (Rollout, FunctionConfig) -> numbers by name, which join the environment's own: `metrics` in rollouts/*.jsonl,
+    reward/<env>/<name> and eval/<env>/<name> in metrics.jsonl; see docs/functions.md."""
     teacher: TeacherConfig | None = None
     """On-policy distillation: log teacher - log trainer, times trainer.loss.teacher_coefficient, is added to the advantage of every sampled
     token. Groups without signal in their rewards are trained, too."""

@@ -1,11 +1,27 @@
 """How a run ended of which no process lives."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from rl.diagnosis.state import RunState, span
 from rl.run_dir.logs import last_lines, last_words, newest_log
 
 
+def nothing_trained(lines: Mapping[tuple[int, str], Mapping[str, Any]]) -> str:
+    """Why a run has trained nothing although it has come through its steps; empty if it has trained, or come through none.
+
+    lines: its metrics by (step, source).
+    """
+    steps = [line for (step, source), line in lines.items() if source == "trainer" and step > 0]
+    if not steps or not all(line.get("quarantined") for line in steps):
+        return ""
+    return "no step was trained: every batch was quarantined (batches/*.quarantined says why); mend the cause, then --resume 0"
+
+
 def ended_well(state: RunState) -> str:
     """Why a finished run ended; empty for one that did not finish."""
+    if nothing_trained(state.lines):
+        return ""
     if state.config.sft:
         passes = state.config.sft.epochs
         newest = state.lines.get((state.step, "trainer"), {})
@@ -19,6 +35,8 @@ def how_it_ended(state: RunState) -> tuple[str, bool]:
     """One sentence, and whether it was a good end."""
     if reason := ended_well(state):
         return f"the run ended well: {reason}", True
+    if why := nothing_trained(state.lines):
+        return why, False
     fatal = [event for event in state.recent_events if event.event in ("give_up", "death")]
     if fatal:
         last = fatal[-1]

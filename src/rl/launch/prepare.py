@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "sft.epochs",
     "sft.validation_interval",
     "orchestrator.eval",
+    "orchestrator.metrics",
     "orchestrator.batches",
     "orchestrator.rollouts",
     "orchestrator.environment.*.workers",

@@ -26,6 +26,8 @@ class Death:
     """For people."""
     training_step: int | None
     """The step that it was training; None: it did something else."""
+    error: str = ""
+    """What it ended with, see logs.error_line."""
 
     def __str__(self) -> str:
         return f"{time.strftime('%H:%M:%S', time.localtime(self.time))} attempt {self.attempt}, {self.doing}: {self.reason}"
@@ -99,6 +101,8 @@ class Quarantine:
         self.step, self.deaths = 0, list[Death]()
         self.in_a_row = list[int]()
         """Quarantined steps with no good one since the first of them."""
+        self.error = ""
+        """What the trainer ended with in the newest of them."""
 
     def note_steps(self, lines: list[dict[str, Any]]) -> None:
         """Takes new lines of the trainer's metrics: a step that was done did not kill."""
@@ -107,6 +111,10 @@ class Quarantine:
                 self.deaths = []
             if self.in_a_row and line["step"] > self.in_a_row[-1] and not line.get("quarantined"):
                 self.in_a_row = []
+
+    def repeats(self, death: Death) -> bool:
+        """Whether a death has the error for which the batch before was quarantined: then no batch is the cause."""
+        return bool(self.in_a_row and death.error == self.error != "" and death.training_step not in (None, self.in_a_row[-1]))
 
     def note_death(self, death: Death) -> Path | None:
         """Counts deaths within the same step; one while loading says nothing about any. Returns the marker when one was written."""
@@ -121,7 +129,7 @@ class Quarantine:
         record = {"step": self.step, "why": death.reason, "deaths": [str(one) for one in self.deaths], "time": round(time.time(), 3)}
         write_file(path, json.dumps(record, indent=2).encode() + b"\n")
         self.in_a_row.append(self.step)
-        self.deaths = []
+        self.deaths, self.error = [], death.error
         return path
 
 

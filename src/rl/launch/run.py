@@ -12,6 +12,7 @@ from rl.config.command_line import CommandLine
 from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
+from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.launch import devices, roles
@@ -21,7 +22,7 @@ from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.logs import last_lines, newest_log
-from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.metrics import MetricsReader, read_metrics
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -116,6 +117,8 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         if config.sft:
             watch.tell_data()
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
+        if fault := nothing_trained(read_metrics(prepared.run_dir.metrics)):
+            raise RunError(fault)
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
     except RunError as error:

@@ -19,7 +19,7 @@ from rl.launch.children import Children
 from rl.launch.role_state import Death, Quarantine, RoleState, failure
 from rl.launch.roles import PREPARING, Role
 from rl.run_dir.events import Event, EventKind, append_event
-from rl.run_dir.logs import last_lines, last_words
+from rl.run_dir.logs import error_line, last_lines, last_words
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import describe, read_status
 from rl.system.children import Child, RestartPolicy
@@ -199,7 +199,7 @@ class Supervisor:
     def _died(self, state: RoleState, child: Child, reason: str, code: int | None = None) -> None:
         """Records a death, and sets when the process is started again. Raises RunError where that is never."""
         seconds, words = round(self.clock - state.began, 1), last_words(child.log)
-        death = Death(time.time(), child.attempt, reason, state.doing, state.training_step)
+        death = Death(time.time(), child.attempt, reason, state.doing, state.training_step, error_line(child.log))
         state.deaths.append(death)
         more = {"seconds": seconds, "said": words[:500], **last_phase(state)}
         self.event("death", state.name, attempt=child.attempt, exit=code, reason=reason, **more)
@@ -211,6 +211,8 @@ class Supervisor:
         if not state.was_ready and code not in (-signal.SIGKILL, DAMAGED):
             state.failed_starts += 1
             said = f", saying: {words.rstrip('.')}" if words else ""
+        if state.name == "trainer" and self.quarantine.repeats(death):
+            raise self._no_poison(child, death)
         delay = self.restarts.delay_s(state.streak, state.recent)
         if delay is None or state.failed_starts >= MAX_FAILED_STARTS:
             raise self._surrender(state, child, reason, said)
@@ -237,6 +239,14 @@ class Supervisor:
             reason = f"batches {steps} were quarantined with no good step between: the fault is elsewhere"
             self.event("give_up", "trainer", reason=reason)
             raise RunError(f"{reason}.\n{self.summary()}\n  the logs: {self.run_dir.logs}")
+
+    def _no_poison(self, child: Child, death: Death) -> RunError:
+        """The end of a run whose trainer dies of the same error with different batches."""
+        first, last = self.quarantine.in_a_row[0], self.quarantine.in_a_row[-1]
+        reason = f"the same error in step {death.training_step} as in step {last}, whose batch was quarantined: no batch is the cause"
+        self.event("give_up", "trainer", attempt=child.attempt, reason=reason)
+        remedy = f"mend the cause, then go on before the batch that was skipped: --resume {first - 1}"
+        return RunError(f"{reason}; {remedy}\n{failure(child, death.reason)}")
 
     def _surrender(self, state: RoleState, child: Child, reason: str, said: str) -> RunError:
         """The end after too many deaths: who died how often, when, how."""

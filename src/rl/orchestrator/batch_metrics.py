@@ -58,6 +58,7 @@ def outcome_shares(rollouts: list[Rollout]) -> dict[str, float]:
         "rollouts/truncated": mean([float(rollout.truncated) for rollout in rollouts if not rollout.error]),
         **{f"rollouts/{name}": outcomes[name] / max(1, len(rollouts)) for name in ("overlong", "empty", "timeout")},
         "rollouts/errored": mean([float(rollout.error is not None) for rollout in rollouts]),
+        "rollouts/filtered": mean([float(rollout.filtered) for rollout in rollouts]),
         "rollouts/retried": mean([float(rollout.retries > 0) for rollout in rollouts]),
         "rollouts/unmerged_turns": cuts / max(1, followers),
     }
@@ -88,6 +89,8 @@ def environment_metrics(groups: list[Group]) -> dict[str, float]:
             metrics[f"reward/{env}/length_penalty"] = penalty / sum(len(group.rewards) for group in own)
         if replaced := sum(group.why == "no_signal" for group in own):
             metrics[f"rollouts/{env}/replaced_groups"] = replaced
+        if filtered := sum(rollout.filtered for rollout in rollouts):
+            metrics[f"rollouts/{env}/filtered"] = filtered / len(rollouts)
         metrics |= {f"reward/{env}/{name}": mean(values) for name, values in metric_values(finished).items()}
         agents = sorted({rollout.agent for rollout in finished})
         for agent in agents if len(agents) > 1 else ():

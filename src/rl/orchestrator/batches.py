@@ -87,6 +87,8 @@ def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str
         return group.why
     if not rollout.trainable:
         return "not_trainable"
+    if rollout.filtered:
+        return "filtered"
     if not rollout.num_tokens:
         return "overlong" if rollout.overlong else "empty"
     return "truncated" if rollout.truncated and mask_truncated else None

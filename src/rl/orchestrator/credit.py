@@ -110,7 +110,10 @@ def length_penalties(rewards: list[float], lengths: list[int], coefficient: floa
 
 
 def group_advantages(rewards: list[float], config: CreditSettings) -> list[float]:
-    """The configured advantages of one group. Of credit over a batch: those before it is normalised, 0.0 where it has no group baseline."""
+    """The configured advantages of one group, where they are not a function of the user's.
+
+    Of credit over a batch: those before it is normalised, 0.0 where it has no group baseline.
+    """
     if all_equal(rewards):
         return [0.0] * len(rewards)
     match config:

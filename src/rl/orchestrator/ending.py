@@ -45,19 +45,21 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def diagnosis(self) -> str:
         """Why a run ends that had no signal for too long and is not solved."""
         return (
-            f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal (reward: count "
-            f"{self.histogram()}). Is the task too hard or the reward function wrong? Look at what was answered, raise "
-            "group_size or temperature, or start from easier tasks"
+            f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter "
+            f"dropped it (reward: count {self.histogram()}). Is the task too hard or the reward function wrong? Look at what was "
+            "answered, raise group_size or temperature, or start from easier tasks"
         )
 
 
 def only_failures(groups: Sequence[Group], limit: int) -> str:
     """The error message when the newest groups, of at least `limit` episodes, all failed or leave nothing to train on; else ""."""
-    recent = list(takewhile(lambda group: group.why in ("error", "truncated"), reversed(groups)))
+    recent = list(takewhile(lambda group: group.why in ("error", "truncated", "filtered"), reversed(groups)))
     if not recent or sum(group.num_episodes for group in recent) < limit:
         return ""
     errors = [rollout.error for group in recent for rollout in reversed(group.rollouts) if rollout.error]
     if errors:
         return f"the last {len(recent)} groups all failed; the newest error:\n{errors[0]}"
+    if any(group.why == "filtered" for group in recent):
+        return f"orchestrator.filter left nothing to train on in the last {len(recent)} groups: make it let more pass"
     remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
     return f"every answer in the last {len(recent)} groups was cut off, and mask_truncated leaves none to train on; {remedy}"

@@ -4,9 +4,19 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rl.config.orchestrator import CreditSettings, DrGrpoConfig, EnvConfig, OrchestratorConfig, ReinforcePlusPlusConfig
+from rl.config.base import FunctionConfig
+from rl.config.orchestrator import (
+    CreditSettings,
+    CustomCreditConfig,
+    DrGrpoConfig,
+    EnvConfig,
+    OrchestratorConfig,
+    ReinforcePlusPlusConfig,
+)
 from rl.orchestrator.credit import group_advantages, length_penalties, reinforce_pp
+from rl.orchestrator.functions import custom_advantages, may_be_trained, part_of, user_function
 from rl.orchestrator.samples import is_trained
+from rl.system.user_function import UserFunction
 from rl.wire.rollouts import Group
 
 
@@ -15,6 +25,11 @@ class Rules:
     """How the groups of an environment are judged."""
 
     credit: CreditSettings = field(default_factory=DrGrpoConfig)
+    credit_function: UserFunction | None = None
+    """That of custom credit."""
+    filter: FunctionConfig | None = None
+    filter_function: UserFunction | None = None
+    """That of the filter, if there is one."""
     has_teacher: bool = False
     """Whether a teacher scores the tokens: then there is something to learn whatever the rewards are."""
     keep_partial: bool = False
@@ -23,9 +38,17 @@ class Rules:
 
 
 def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) -> Rules:
-    """The rules that are configured for an environment."""
+    """The rules that are configured for an environment. Raises RunError for functions that cannot be loaded."""
+    credit, custom = env.credit or settings.credit, None
+    if isinstance(credit, CustomCreditConfig):
+        place = settings.environment.index(env) if env.credit else None
+        key = "orchestrator.credit" if place is None else f"orchestrator.environment.{place}.credit"
+        custom = user_function(f"{key}.function", credit.function)
     return Rules(
-        credit=env.credit or settings.credit,
+        credit=credit,
+        credit_function=custom,
+        filter=settings.filter,
+        filter_function=user_function("orchestrator.filter.function", settings.filter.function) if settings.filter else None,
         has_teacher=has_teacher,
         keep_partial=settings.keep_partial_groups,
         replace_no_signal=settings.replace_no_signal,
@@ -42,6 +65,8 @@ def judge(group: Group, rules: Rules) -> Group:
     whole = [rollout for rollout in rollouts if not rollout.error]
     group.advantages, group.penalties = [0.0] * len(rollouts), [0.0] * len(rollouts)
     group.why, group.signal = None, False
+    for rollout in rollouts:
+        rollout.filtered = False
     if len(whole) < len(rollouts) and not (rules.keep_partial and len({rollout.episode for rollout in whole}) > 1):
         group.why = "error"
         return group
@@ -49,8 +74,10 @@ def judge(group: Group, rules: Rules) -> Group:
         rewards, lengths = [rollouts[i].reward for i in own], [rollouts[i].num_tokens for i in own]
         penalties = length_penalties(rewards, lengths, rules.credit.length_penalty)
         left = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-        for i, penalty, advantage in zip(own, penalties, group_advantages(left, rules.credit), strict=True):
-            group.penalties[i], group.advantages[i] = penalty, advantage
+        for i, penalty in zip(own, penalties, strict=True):
+            group.penalties[i] = penalty
+        for i, advantage in zip(own, advantages_of(group, own, left, rules), strict=True):
+            group.advantages[i] = advantage
     only_batch_can_tell = isinstance(rules.credit, ReinforcePlusPlusConfig) and not rules.credit.group_baseline
     group.signal = rules.has_teacher or any(group.advantages) or (None if only_batch_can_tell else False)
     trainable = [rollout for rollout in whole if rollout.trainable]
@@ -60,7 +87,31 @@ def judge(group: Group, rules: Rules) -> Group:
         group.why = "truncated"
     elif rules.replace_no_signal and group.signal is False:
         group.why = "no_signal"
+    else:
+        filter_rollouts(group, rules)
     return group
+
+
+def advantages_of(group: Group, own: list[int], rewards: list[float], rules: Rules) -> list[float]:
+    """The advantages of those rollouts of a group that are compared with each other."""
+    if isinstance(rules.credit, CustomCreditConfig):
+        assert rules.credit_function
+        return custom_advantages(part_of(group, own, rewards), rules.credit_function, rules.credit)
+    return group_advantages(rewards, rules.credit)
+
+
+def filter_rollouts(group: Group, rules: Rules) -> None:
+    """Marks the rollouts that the filter drops, and the group if nothing is left of it to learn from."""
+    if not (rules.filter and rules.filter_function):
+        return
+    own = [i for i, rollout in enumerate(group.rollouts) if rollout.trainable and not rollout.error]
+    part = part_of(group, own, [group.rollouts[i].reward for i in own])
+    for i, passed in zip(own, may_be_trained(part, rules.filter_function, rules.filter), strict=True):
+        group.rollouts[i].filtered = not passed
+    left = [i for i, rollout in enumerate(group.rollouts) if rollout.num_tokens and is_trained(rollout, rules.mask_truncated)]
+    only_zeros = not rules.has_teacher and group.signal and not any(group.advantages[i] for i in left)
+    if not left or (rules.replace_no_signal and only_zeros):
+        group.why = "filtered"
 
 
 def compared(group: Group) -> dict[str, list[int]]:

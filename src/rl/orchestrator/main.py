@@ -16,6 +16,7 @@ from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.orchestrator.evaluator import Evaluator
+from rl.orchestrator.functions import load_functions, metrics_function
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.pool import WorkerPool
 from rl.orchestrator.served_policy import ServedPolicy
@@ -40,6 +41,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     settings = config.orchestrator
     pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+    pool.add_metrics = metrics_function(settings)
     server = TrainerServer(settings.host, settings.port, run_token(bound_wider(config).values(), config.run_dir.status_dir))
     servers = InferenceServers(settings.inference_urls, config.run_dir.status("inference"), settings.inference_timeout_s)
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
@@ -89,6 +91,7 @@ def main() -> None:
     code, status = 0, None
     try:
         check_environments(config.orchestrator)
+        load_functions(config)
         run_dir = config.run_dir
         _lock = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)

@@ -78,6 +78,8 @@ class WorkerPool:
         """Environments that are given up until the next start -> the reason."""
         self.on_lost: Callable[[str, str], None] | None = None
         """Called with an environment that is lost and the reason; what it raises goes to `failed`. Without it the loss itself does."""
+        self.add_metrics: Callable[[list[Rollout]], None] | None = None
+        """The user's metrics, added to every group that is played."""
         self.watchers: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception that ends the run when an environment is lost."""
@@ -251,7 +253,7 @@ class WorkerPool:
                     pass
 
     async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
-        """Plays a group on the environment's least busy worker. Raises EnvLostError."""
+        """Plays a group on the environment's least busy worker. Raises EnvLostError, and RunError for a fault of the user's metrics."""
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
@@ -263,7 +265,10 @@ class WorkerPool:
         worker.waiting.append(play)
         await self._pump(worker)
         try:
-            return await play.done
+            rollouts = await play.done
+            if self.add_metrics:
+                self.add_metrics(rollouts)
+            return rollouts
         finally:
             if play.done.cancelled():  # nobody waits for it any more
                 worker = self.workers[worker_id]

@@ -65,8 +65,8 @@ def rollout_samples(group: Group, rollout_id: int) -> list[TrainingSample]:
 
 
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
-    """Whether a rollout is trained if its group is: not failed ones, agents that are not trained, or masked truncated answers."""
-    return rollout.trainable and not rollout.error and not (rollout.truncated and mask_truncated)
+    """Whether a rollout is trained if its group is: not failed or filtered ones, untrained agents, or masked truncated answers."""
+    return rollout.trainable and not rollout.error and not rollout.filtered and not (rollout.truncated and mask_truncated)
 
 
 def group_samples(group: Group, mask_truncated: bool = False) -> list[TrainingSample]:

@@ -1,5 +1,6 @@
 """The losses beside the default one, a pure function each, chosen by `type`. loss.py says what they have in common."""
 
+import traceback
 from functools import cache
 
 import torch
@@ -15,8 +16,10 @@ from rl.config.loss import (
     DppoConfig,
     GspoConfig,
 )
-from rl.system.functions import load_function
+from rl.system.errors import RunError
+from rl.system.user_function import UserFunction, returned
 from rl.trainer.loss import LossFunction, LossInputs, log_ratio, log_update, mismatch, policy_gradient, sequence_means
+from rl.trainer.measure.memory import is_out_of_memory
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: ClipConfig | GspoConfig) -> tuple[Tensor, Tensor]:
@@ -92,22 +95,72 @@ def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> tuple[Tenso
 
 
 @cache
-def custom_function(name: str) -> LossFunction:
+def custom_function(name: str) -> UserFunction:
     """The function of `trainer.loss.function`, loaded once. Raises RunError."""
-    return load_function("trainer.loss.function", name)
+    return UserFunction("trainer.loss.function", name, "inputs, config")
 
 
 def custom(inputs: LossInputs, config: CustomConfig) -> tuple[Tensor, Tensor]:
-    """Calls the user's function with the same inputs. Raises ValueError unless it returns (loss [N] float, clipped [N] bool)."""
-    result = custom_function(config.function)(inputs, config)
-    shape = inputs.trainer_logprobs.shape
-    sound = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) and part.shape == shape for part in result)
-    if not sound or not result[0].is_floating_point() or result[1].dtype != torch.bool:
-        raise ValueError(
-            f"trainer.loss.function {config.function}: return two tensors of shape {list(shape)}, the loss of each token (float) and "
-            "whether it is clipped (bool), as the functions of rl/trainer/losses.py do"
-        )
+    """Calls the user's function with the same inputs. Raises RunError with its file and line for what it raises or returns amiss."""
+    function = custom_function(config.function)
+    try:
+        result = function(inputs, config)
+    except RunError as error:
+        if isinstance(error.__cause__, RuntimeError) and not_its_own(error.__cause__):
+            raise error.__cause__ from None
+        raise
+    if fault := form_fault(result, inputs) or value_fault(result[0], inputs):
+        wanted = f"return two tensors of shape {list(inputs.trainer_logprobs.shape)}, the loss of each token (float, finite, with gradient)"
+        raise function.wrong(fault, f"{wanted} and whether it is clipped (bool), as docs/functions.md shows")
     return result
+
+
+def not_its_own(error: RuntimeError) -> bool:
+    """Whether an error only passed through the user's function: memory ran out, or another rank died within `sequence_sum`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return is_out_of_memory(error) or any("/torch/distributed/" in frame.filename for frame in frames)
+
+
+def form_fault(result: object, inputs: LossInputs) -> str:
+    """What is wrong with the type, shape, dtype or device of a user's loss; empty if nothing is."""
+    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) for part in result)):
+        return f"returned one tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else returned(result)
+    wanted = inputs.trainer_logprobs
+    for name, part in zip(("loss", "clipped"), result, strict=True):
+        if part.shape != wanted.shape or part.device != wanted.device:
+            return f"returned a {name} of shape {list(part.shape)} on {part.device}, not {list(wanted.shape)} on {wanted.device}"
+    loss, clipped = result
+    if not loss.is_floating_point() or clipped.dtype != torch.bool:
+        return f"returned a loss of {loss.dtype} and a clipped of {clipped.dtype}"
+    return ""
+
+
+def value_fault(loss: Tensor, inputs: LossInputs) -> str:
+    """What is wrong with the values or the gradient of a user's loss; empty if nothing is, or if the inputs are not finite themselves.
+
+    The gradient by the inputs alone costs little; that of the parameters, later on, would not tell whose fault it is.
+    """
+    fault = first_not_finite("a loss that", loss, inputs)
+    scores = [scores for scores in (inputs.trainer_logprobs, inputs.entropies) if scores.requires_grad]
+    if scores and not fault:
+        found = torch.autograd.grad(loss.sum(), scores, retain_graph=True, allow_unused=True) if loss.requires_grad else ()
+        gradients = [gradient for gradient in found if gradient is not None]
+        if not gradients:
+            return "returned a loss without gradient by inputs.trainer_logprobs: was it detached?"
+        faults = (first_not_finite("a loss whose gradient", gradient, inputs) for gradient in gradients)
+        fault = next(filter(None, faults), "")
+    given = (inputs.trainer_logprobs, inputs.entropies, inputs.advantages)
+    return fault if fault and all(bool(values.isfinite().all()) for values in given) else ""
+
+
+def first_not_finite(what: str, values: Tensor, inputs: LossInputs) -> str:
+    """Where values are nan or infinite, and the inputs there; empty if they are finite."""
+    bad = ~values.isfinite()
+    if not bool(bad.any()):
+        return ""
+    i = int(bad.nonzero()[0])
+    there = ", ".join(f"{name} {getattr(inputs, name)[i].item():g}" for name in ("trainer_logprobs", "logprobs", "advantages"))
+    return f"returned {what} is {values[i].item():g} at {int(bad.sum())} of {len(values)} tokens, the first with {there}"
 
 
 def loss_function(config: AnyLossConfig) -> LossFunction:

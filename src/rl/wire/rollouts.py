@@ -66,6 +66,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Counted by an endpoint that gives no token ids."""
     retries: int = 0
     """How often this episode was played before, and failed."""
+    filtered: bool = False
+    """orchestrator.filter dropped it."""
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +123,7 @@ class Group(msgspec.Struct, kw_only=True):
     signal: bool | None = None
     """Whether there is something to learn from it; None: only its batch can tell."""
     why: str | None = None
-    """Why it is not trained (no_signal, error, stale, empty); None: it is, or will be."""
+    """Why it is not trained (no_signal, error, stale, empty, filtered); None: it is, or will be."""
     temperature: float = 1.0
     """At which its rollouts were sampled."""
 

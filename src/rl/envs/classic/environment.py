@@ -30,12 +30,13 @@ from rl.envs.classic.loading import (
     set_attributes,
     skip_overhead,
 )
-from rl.envs.classic.rewards import Scoring, as_number, watch
+from rl.envs.classic.rewards import Scoring, watch
 from rl.envs.classic.rows import load_rows
 from rl.envs.environment import limited, places
 from rl.envs.policy import SAMPLING_KEYS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.system.functions import Blame
+from rl.system.user_function import as_number
 from rl.wire.rollouts import Episode, Rollout, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 

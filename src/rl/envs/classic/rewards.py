@@ -2,8 +2,7 @@
 
 import functools
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,6 +13,7 @@ from verifiers.utils.async_utils import maybe_await
 
 from rl.envs.policy import RolloutError
 from rl.system.functions import place
+from rl.system.user_function import as_number, as_numbers
 
 SHOWN = 300
 """Characters of an error or a value that a message quotes."""
@@ -46,25 +46,6 @@ SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
 def error_text(error: BaseException) -> str:
     """An error with the place where it was raised."""
     return f"{type(error).__name__}: {error}"[:SHOWN] + f" (at {place(error)})"
-
-
-def as_number(value: Any) -> float | None:
-    """A finite number as a float, whether Python's, numpy's or torch's; None for anything else, a text of digits too."""
-    if not isinstance(value, float | int) and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):  # an array of several, an integer beyond every float
-        return None
-    return number if math.isfinite(number) else None
-
-
-def as_numbers(value: Any, count: int) -> list[float] | None:
-    """`count` finite numbers, or None."""
-    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        return None
-    numbers = [as_number(item) for item in value]
-    return [number for number in numbers if number is not None] if len(numbers) == count and None not in numbers else None
 
 
 def watch(rubric: vf.Rubric) -> None:

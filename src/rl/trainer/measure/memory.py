@@ -167,13 +167,18 @@ def try_largest(
     optimizer.zero_grad()
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error is of memory: torch.OutOfMemoryError is a RuntimeError, and what the CPU's allocator raises is no more than that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @contextlib.contextmanager
 def explain_out_of_memory(model: PreTrainedModel, batches: list[MicroBatch], config: RLConfig, world: World) -> Iterator[None]:
     """Turns torch's out-of-memory errors, while `batches` are trained, into RunError."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, and what the CPU's allocator raises is no more than that
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         case = case_of(max(batches, key=lambda batch: len(batch.input_ids)), config, world)
         first_line = str(error).partition("\n")[0]

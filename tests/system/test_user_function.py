@@ -1,0 +1,122 @@
+"""The user's functions: what is found before anything is imported, what when it is, and who is named when they fail."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from rl.system.errors import GIVE_UP, RunError
+from rl.system.user_function import UserFunction, as_bools, as_numbers, find_call_fault
+
+MINE = """import functools
+from os.path import join
+
+
+def one(group): ...
+def two(group, config=None, *more, verbose=False, **rest): return undefined
+def keyword(group, config, *, verbose): ...
+async def later(group, config): ...
+@functools.cache
+def wrapped(group): ...
+class Callable:
+    def __call__(self, group, config): ...
+made = Callable()
+number = 3
+if number:
+    def inside(group): ...
+def leaves(group, config): exit(0)
+"""
+ALIKE = """def advantages(group, config): ...
+def _hidden(group, config): ...
+"""
+SEEN = {
+    "two": "", "made": "", "join": "", "wrapped": "", "inside": "",  # for the last three only an import tells
+    "one": "takes (group) ({file}:5), but is called with (group, config); correct it",
+    "keyword": "takes (group, config, *, verbose) ({file}:7), but is called with (group, config); correct it",
+    "later": "is async ({file}:8); write a plain def",
+    "tow": "names no function: {file} has no function tow; did you mean two?",
+}  # fmt: skip
+LOADED = {
+    "number": "{file} has no function number; it has",
+    "wrapped": "takes (group) (at {file}:9), but is called with (group, config); correct it",
+    "inside": "takes (group) (at {file}:16), but is called with (group, config); correct it",
+    "Callable": "takes () (at {file}), but is called with (group, config); correct it",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """The folder of an imported file stays on the import path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_what_the_text_of_a_file_shows(mine, tmp_path):
+    for name, fault in SEEN.items():
+        assert find_call_fault(f"{mine}:{name}", "group, config") == fault.replace("{file}", str(mine)), name
+    other = tmp_path / "other.py"
+    other.write_text(ALIKE)
+    assert find_call_fault(f"{other}:xyz", "group, config") == f"names no function: {other} has no function xyz; it has advantages"
+    other.write_text("def f(a, b):\n    retrun 1\n")
+    assert find_call_fault(f"{other}:f", "a, b") == f"cannot be read: {other}:2: invalid syntax; correct it"
+    other.write_text("from somewhere import *\n")
+    assert find_call_fault(f"{other}:f", "a, b") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("f", "names no function; write file.py:function or module:function"),
+        ("nowhere.py:f", "names no file: there is no file /"),
+        ("no_such.module:f", "names no module that is installed: install no_such.module"),
+        ("rl.system.errors:RunErrors", "names no function: "),
+        ("rl.system.functions:place", ""),
+        ("math:exp", ""),
+    ],
+)
+def test_what_a_name_shows(name, fault):
+    found = find_call_fault(name, "group, config")
+    assert found.startswith(fault) and bool(found) == bool(fault)
+
+
+def test_what_an_import_shows(mine):
+    for name, fault in LOADED.items():
+        with pytest.raises(RunError) as error:
+            UserFunction("credit", f"{mine}:{name}", "group, config")
+        assert fault.replace("{file}", str(mine)) in str(error.value) and error.value.exit_code == GIVE_UP
+    for name in ("two", "made"):
+        UserFunction("credit", f"{mine}:{name}", "group, config")
+
+
+def test_its_own_line_is_named_whatever_it_raises(mine):
+    """Also where the file lies beside libraries, and where it wants to end the process, which would look like a good end."""
+    for name, said in (("two", "NameError: name 'undefined' is not defined (at {file}:6)"), ("leaves", "SystemExit: 0 (at {file}:17)")):
+        with pytest.raises(RunError) as error:
+            UserFunction("filter", f"{mine}:{name}", "group, config")(1, 2)
+        assert str(error.value) == f"filter {mine}:{name} raised {said}; correct it".replace("{file}", str(mine))
+
+
+def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_anew(tmp_path):
+    path = tmp_path / "shared.py"
+    path.write_text("1 / 0\ndef add(a, b): ...\n")
+    with pytest.raises(RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:1\); correct it"):
+        UserFunction("credit", f"{path}:add", "group, config")
+    path.write_text("seen = []\ndef add(a, b): seen.append(a)\ndef count(a, b): return len(seen)\n")
+    UserFunction("credit", f"{path}:add", "group, config")(1, 2)
+    assert UserFunction("metrics", f"{path}:count", "rollout, config")(0, 0) == 1
+
+
+def test_results():
+    assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(np.arange(2), 2) == [0.0, 1.0]
+    for value in (None, 1.0, [1.0], [1.0, math.nan], [1.0, "2"], "12", {1: 1, 2: 2}):
+        assert as_numbers(value, 2) is None
+    assert as_bools(False, 2) == [False, False] and as_bools([True, False], 2) == as_bools(np.array([1, 0]) > 0, 2) == [True, False]
+    for value in (None, 1, [True], [1, 0], [True, None], "ab", {1: True, 2: False}):
+        assert as_bools(value, 2) is None

@@ -1,0 +1,73 @@
+"""docs/functions.md: its five functions and its configuration, as they stand there, in one run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rl.config.command_line import build, parse_args
+from rl.run_dir.metrics import read_metrics
+from rl.trainer.loss import sample_weights
+from rl.trainer.measure.performance import Timer
+from rl.trainer.model import load_policy
+from rl.trainer.optim import make_optimizer
+from rl.trainer.packing import Layout, pack
+from rl.trainer.start import Learner
+from rl.trainer.train import train_step
+from tests.orchestrator.test_orchestrator import lines, play
+
+PAGE = Path("docs/functions.md").read_text()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The files of the page, beside tasks that the stub of inference can play."""
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        (tmp_path / re.match(r"# (my_\w+\.py)\n", code)[1]).write_text(code)
+    (settings,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "run.toml").write_text(settings)
+    rows = [{"prompt": f"say {digit}", "answer": str(digit)} for digit in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "without_torch"))
+    return tmp_path
+
+
+def test_the_five_functions_of_the_page_in_one_run(folder, model, world):
+    flags = ["--name", "r", "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8", "--model.dtype", "float32"]
+    flags += ["--orchestrator.eval.interval", "2", "--orchestrator.eval.num_examples", "2", "--max_lag", "0"]
+    config = build(parse_args(["@", "run.toml", *flags])).with_absolute_paths()
+    _, given, _ = play(config, model)
+    rollouts = [line for step in (1, 2) for line in lines(config.run_dir.rollouts(step))]
+    groups: dict[int, list[dict]] = {}
+    for line in rollouts:
+        assert line["metrics"]["exact"] == line["reward"]
+        assert (line["metrics"]["characters"], line["metrics"]["number"]) == (1, 1.0)  # the stub answers with a digit
+        groups.setdefault(line["group_id"], []).append(line)
+    for group in groups.values():
+        rewards = [line["reward"] for line in group]
+        median = sum(sorted(rewards)[1:3]) / 2
+        assert [line["advantage"] for line in group] == [(gap if gap > 0 else 0.5 * gap) for gap in (r - median for r in rewards)]
+        answers = [line["messages"][-1]["content"] for line in group]
+        if group[0]["why"] != "no_signal":
+            assert [line["why"] for line in group] == [
+                None if answer not in answers[:i] else "filtered" for i, answer in enumerate(answers)
+            ]
+    trained = [(line["step"], line["group_id"], line["rollout_id"]) for line in rollouts if line["trained"]]
+    assert trained == [(batch.step, sample.group_id, sample.rollout_id) for batch in given for sample in batch.samples] and trained
+    metrics = read_metrics(config.run_dir.metrics)
+    for step in (1, 2):
+        mine = lines(config.run_dir.rollouts(step))
+        assert metrics[step, "orchestrator"]["rollouts/filtered"] == sum(line["why"] == "filtered" for line in mine) / len(mine) > 0
+        assert metrics[step, "orchestrator"]["reward/tasks/characters"] == 1
+    assert metrics[2, "eval"]["eval/tasks/number"] == 1.0
+    losses = [train_here(config, batch, model, world) for batch in given]
+    assert all(loss["optim/grad_norm"] > 0 and abs(loss["loss/mean"]) > 0 for loss in losses)
+
+
+def train_here(config, batch, model, world):
+    """One step on a batch, by the loss of the page."""
+    policy = load_policy(str(model), config.model, config.trainer, world)
+    packed = pack(batch, sample_weights(batch.samples, config.trainer.loss, 1), Layout(0, 1, 4096, 64))
+    return train_step(Learner(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world), packed, 1e-3, Timer())
