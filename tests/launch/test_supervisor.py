@@ -32,6 +32,10 @@ def beat(phase, step=None, seconds=60, **more):
     while time.monotonic() < until and not os.path.exists(root + "/enough"):
         status(phase, step, **more)
         time.sleep(0.05)
+def come_up(phase, step):
+    while f'"event":"ready","process":"{name}","attempt":{attempt},' not in open(root + "/events.jsonl").read():
+        status(phase, step)
+        time.sleep(0.05)
 """
 LEAVE = """
 from rl.system.warm_start import leave
@@ -136,7 +140,7 @@ if attempt <= len(attempts):
 
 def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     run = make(backoff_s=0.2)
-    run.begin(trainer="if attempt < 4: beat('waiting_for_batch', 1, 0.2); print('out of luck'); sys.exit(7)\nbeat('training', 1)")
+    run.begin(trainer="if attempt < 4: come_up('waiting_for_batch', 1); print('out of luck'); sys.exit(7)\nbeat('training', 1)")
     run.ready("inference")
     others = [run.child(name).pid for name in ("inference", "orchestrator")]
     run.ready("trainer", 4)
@@ -190,7 +194,7 @@ def test_too_many_deaths_end_the_run_with_a_summary(make):
     run = make(max_restarts=2, backoff_s=0.01)
     run.begin(
         inference="if attempt == 1: sys.exit(5)\n" + WORK["inference"],
-        trainer="if attempt == 1: beat('training', 1, 0.2)\nstatus('loading_model'); print('no luck'); os.kill(os.getpid(), 11)",
+        trainer="if attempt == 1: come_up('training', 1)\nstatus('loading_model'); print('no luck'); os.kill(os.getpid(), 11)",
     )
     with pytest.raises(RunError) as error:
         run.finish()
