@@ -11,6 +11,7 @@ import pytest
 
 from rl.config.run import RLConfig
 from rl.launch.children import Children
+from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
@@ -230,6 +231,17 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
     assert run.events("give_up")[0]["reason"] == never and run.events("death")[1]["said"] == "ValueError: no such activation: swish"
     assert "ended with exit code 1, loading the model, saying: ValueError: no such activation: swish; it starts again in " in run.said[1]
     assert len(run.events("death")) == 3
+
+
+def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
+    """As `rl eval` does of a server that does not come up."""
+    log = tmp_path / "inference-1.log"
+    engine = "(EngineCore pid=7) ValueError: no such activation: swish\n"
+    log.write_text(engine + "Traceback\n" * 30 + "RuntimeError: Engine core initialization failed. See root cause above.\n")
+    child = types.SimpleNamespace(name="inference", log=log)
+    assert str(failure(child, "ended with exit code 1")).startswith("inference ended with exit code 1, saying: ValueError: no such activa")
+    log.write_text("out of luck\n")
+    assert str(failure(child, "ended")) == f"inference ended. The end of its log:\n  | out of luck\n  the whole log: {log}"
 
 
 def test_deaths_outside_the_window_do_not_count(make):
