@@ -33,10 +33,11 @@ OPTIONS = (
 )
 HELP = f"""usage: rl replay RUN [--from N] [--until N]
 
-Trains a run again from the batches it has kept, with its configuration, ranks and threads, in a directory of its own: neither inference
-nor environments are needed, and nothing is written into the run. Every version is compared with the digests that the run has kept of it,
-tensor by tensor, and with the version and the checkpoint of that step where they are still there. Exit code 0: all are equal, bit for
-bit; 1: something differs (the first step and tensor are named); 2: it cannot be told, for example because batches are missing.
+Trains a run again from the batches it has kept, with its configuration, ranks and threads, in a directory of its own:
+neither inference nor environments are needed, and nothing is written into the run. Every version is compared with the
+digests that the run has kept of it, tensor by tensor, and with the version and the checkpoint of that step where they
+are still there. Exit code 0: all are equal, bit for bit; 1: something differs (the first step and tensor are named);
+2: it cannot be told, for example because batches are missing.
 
 {option_lines(OPTIONS)}
 """
