@@ -93,7 +93,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     )
     for name in ("x", "my_env-SmolLM2-135M-Instruct"):
         config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", name]))
-        (folder / "outputs" / name).mkdir(parents=True)
+        (folder / "outputs" / name / "checkpoints" / "000040").mkdir(parents=True)
         (folder / "outputs" / name / "config.toml").write_text(to_toml(config))
     before = os.getcwd()
     os.chdir(folder)

@@ -127,7 +127,7 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
         ((), "rl branch: which run? Give its directory first"),
         (("x@2",), "rl branch: x is the run itself; name the new one: --name NEW"),
         (("x@2", "--name", "y", "--resume"), "a branch is a new one"),
-        (("x@2", "--name", "y", "--bogus", "1"), "rl branch: 1 fault in the configuration"),
+        (("x@2", "--name", "y", "--bogus", "1"), "in the configuration\n  bogus = 1 (--bogus)\n"),
         (
             ("x@3", "--name", "y"),
             "x@3: there is no checkpoint of step 3, only of 2, 4. Which ones a run keeps is set by trainer.checkpoint",
@@ -167,7 +167,9 @@ def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
 
 
 def test_a_dry_run_writes_nothing(run, launched, capsys):
-    branch(f"{run.root}@2", "--name", "y", "--dry-run")
+    with pytest.raises(SystemExit) as end:
+        branch(f"{run.root}@2", "--name", "y", "--dry-run")
+    assert end.value.code == 0
     (run.root.parent / "dry.toml").write_text(capsys.readouterr().out)
     assert from_toml(run.root.parent / "dry.toml").run_dir.root == run.root.with_name("y") and not launched
     assert "there is no checkpoint of step 3" in fault(capsys, f"{run.root}@3", "--name", "y", "--dry-run")

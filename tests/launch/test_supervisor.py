@@ -11,6 +11,7 @@ import pytest
 
 from rl.config.run import RLConfig
 from rl.launch.children import Children
+from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
@@ -31,6 +32,10 @@ def beat(phase, step=None, seconds=60, **more):
     until = time.monotonic() + seconds
     while time.monotonic() < until and not os.path.exists(root + "/enough"):
         status(phase, step, **more)
+        time.sleep(0.05)
+def come_up(phase, step):
+    while f'"event":"ready","process":"{name}","attempt":{attempt},' not in open(root + "/events.jsonl").read():
+        status(phase, step)
         time.sleep(0.05)
 """
 LEAVE = """
@@ -136,7 +141,7 @@ if attempt <= len(attempts):
 
 def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     run = make(backoff_s=0.2)
-    run.begin(trainer="if attempt < 4: beat('waiting_for_batch', 1, 0.2); print('out of luck'); sys.exit(7)\nbeat('training', 1)")
+    run.begin(trainer="if attempt < 4: come_up('waiting_for_batch', 1); print('out of luck'); sys.exit(7)\nbeat('training', 1)")
     run.ready("inference")
     others = [run.child(name).pid for name in ("inference", "orchestrator")]
     run.ready("trainer", 4)
@@ -190,7 +195,7 @@ def test_too_many_deaths_end_the_run_with_a_summary(make):
     run = make(max_restarts=2, backoff_s=0.01)
     run.begin(
         inference="if attempt == 1: sys.exit(5)\n" + WORK["inference"],
-        trainer="if attempt == 1: beat('training', 1, 0.2)\nstatus('loading_model'); print('no luck'); os.kill(os.getpid(), 11)",
+        trainer="if attempt == 1: come_up('training', 1)\nstatus('loading_model'); print('no luck'); os.kill(os.getpid(), 11)",
     )
     with pytest.raises(RunError) as error:
         run.finish()
@@ -226,6 +231,17 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
     assert run.events("give_up")[0]["reason"] == never and run.events("death")[1]["said"] == "ValueError: no such activation: swish"
     assert "ended with exit code 1, loading the model, saying: ValueError: no such activation: swish; it starts again in " in run.said[1]
     assert len(run.events("death")) == 3
+
+
+def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
+    """As `rl eval` does of a server that does not come up."""
+    log = tmp_path / "inference-1.log"
+    engine = "(EngineCore pid=7) ValueError: no such activation: swish\n"
+    log.write_text(engine + "Traceback\n" * 30 + "RuntimeError: Engine core initialization failed. See root cause above.\n")
+    child = types.SimpleNamespace(name="inference", log=log)
+    assert str(failure(child, "ended with exit code 1")).startswith("inference ended with exit code 1, saying: ValueError: no such activa")
+    log.write_text("out of luck\n")
+    assert str(failure(child, "ended")) == f"inference ended. The end of its log:\n  | out of luck\n  the whole log: {log}"
 
 
 def test_deaths_outside_the_window_do_not_count(make):

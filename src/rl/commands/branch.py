@@ -88,7 +88,7 @@ def run(spec: str, flags: list[str], children: Children) -> int:
     check_changes(stored, config, changed, step)
     if "--dry-run" in flags:
         print(to_toml(config), end="")
-        return 0
+        raise SystemExit(0)  # as every command's dry run
     changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
     config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)

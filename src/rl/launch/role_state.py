@@ -8,7 +8,7 @@ from typing import Any
 
 from rl.launch.roles import Role
 from rl.run_dir.files import write_file
-from rl.run_dir.logs import last_lines
+from rl.run_dir.logs import last_lines, last_words
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import TRAINER_STEPS, Phase, RoleStatus, describe
 from rl.system.children import Child
@@ -135,5 +135,8 @@ class Quarantine:
 
 def failure(child: Child, what: str) -> RunError:
     """The error of a run that ends through one process: what that did, the end of its log, and where the rest of the log is."""
-    lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
-    return RunError(f"{child.name} {what}. The end of its log:\n{lines}\n  the whole log: {child.log}")
+    lines, words = last_lines(child.log), last_words(child.log)
+    if words.rstrip(".") not in what and not any(words in line for line in lines):  # it stands above them
+        what = f"{what}, saying: {words}"
+    quoted = "\n".join(f"  | {line}" for line in lines)
+    return RunError(f"{child.name} {what}. The end of its log:\n{quoted}\n  the whole log: {child.log}")
