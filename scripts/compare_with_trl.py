@@ -1,6 +1,6 @@
 """Compares our losses with those of TRL's GRPOTrainer: the same random log-probabilities, the loss and its gradient, in float64.
 
-python scripts/compare_with_trl.py [--python /path/to/an/environment/with/trl/bin/python]
+uv run scripts/compare_with_trl.py [--python /path/to/an/environment/with/trl/bin/python]
 
 TRL runs in an environment of its own (by default one that `uv` makes for this: trl==1.16.0), as this same file with --trl; tensors go
 there and back as safetensors. TRL's code is called, not copied: `_compute_loss` on a stand-in for the trainer, and, of the method that

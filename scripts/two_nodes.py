@@ -1,6 +1,6 @@
 """A real job on two nodes, on one machine: each node is a network namespace with its own address and host name, joined by a cable (veth).
 
-    python scripts/two_nodes.py          # as root; a few minutes on two cores
+    uv run scripts/two_nodes.py          # as root; a few minutes on two cores
 
 Node a runs inference, the orchestrator and one trainer rank, node b the other trainer rank: the commands of docs/multi_node.md. Then one
 rank on this host trains the same batches, and the final weights of the two are compared.

@@ -227,9 +227,17 @@ def test_help_on_a_section_and_on_a_key(capsys):
     assert section.startswith("\n[trainer.optim]  AdamW") and "  --trainer.optim.betas" in section and "trainer.loss" not in section
     union = help_on(capsys, "trainer.loss", "--seed", "1")
     assert union.count("--trainer.loss.kl_coefficient") == 1 and union.count("--trainer.loss.clip_high") == 3 and "type = 'gspo'" in union
-    assert "--trainer.loss.token_mask tuple[float, float] = (0.125, 8.0)" in union  # of one class, which has its own default
+    assert (
+        "token_mask [float, float] = [0.125, 8.0]  (policy_gradient)\n" in union
+        and "token_mask [float, float] = [0.0, inf]  (clip" in union
+    )
+    assert "aggregation token|sequence|constant = sequence  (gspo)\n" in union
+    clip_low = help_on(capsys, "trainer.loss.clip_low")
+    assert all(f"--trainer.loss.clip_low float = {value}\n" in clip_low for value in ("0.2  (clip)", "1.0  (cispo)", "0.0003  (gspo)"))
     assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed of the order of tasks")
-    assert "--sft.dataset" in help_on(capsys, program="rl sft")
+    of_sft = help_on(capsys, program="rl sft")
+    assert "--sft.dataset str  " in of_sft and "--trainer.optim.lr float = 2e-05 " in of_sft and "--orchestrator." not in of_sft
+    assert "perf/mfu  Model FLOP/s utilisation" in help_on(capsys, "metrics")
 
 
 def test_help_on_what_there_is_not(capsys):

@@ -34,7 +34,7 @@ SEEN = {
     "one": "takes (group) ({file}:5), but is called with (group, config); correct it",
     "keyword": "takes (group, config, *, verbose) ({file}:7), but is called with (group, config); correct it",
     "later": "is async ({file}:8); write a plain def",
-    "tow": "names no function: {file} has no tow; did you mean two?",
+    "tow": "names no function: {file} has no function tow; did you mean two?",
 }  # fmt: skip
 LOADED = {
     "number": "{file} has no function number; it has",
@@ -46,7 +46,7 @@ LOADED = {
 
 @pytest.fixture
 def mine(tmp_path):
-    path = tmp_path / "mine.py"
+    path = tmp_path / "plugged.py"
     path.write_text(MINE)
     return path
 
@@ -56,9 +56,9 @@ def test_what_the_text_of_a_file_shows(mine, tmp_path):
         assert find_call_fault(f"{mine}:{name}", "group, config") == fault.replace("{file}", str(mine)), name
     other = tmp_path / "other.py"
     other.write_text(ALIKE)
-    assert find_call_fault(f"{other}:xyz", "group, config") == f"names no function: {other} has no xyz; it has advantages"
+    assert find_call_fault(f"{other}:xyz", "group, config") == f"names no function: {other} has no function xyz; it has advantages"
     other.write_text("def f(a, b):\n    retrun 1\n")
-    assert find_call_fault(f"{other}:f", "a, b") == f"is in a file that is not valid Python: invalid syntax ({other}:2); correct it"
+    assert find_call_fault(f"{other}:f", "a, b") == f"cannot be read: {other}:2: invalid syntax; correct it"
     other.write_text("from somewhere import *\n")
     assert find_call_fault(f"{other}:f", "a, b") == ""
 
@@ -98,8 +98,8 @@ def test_its_own_line_is_named_whatever_it_raises(mine):
 
 def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_anew(tmp_path):
     path = tmp_path / "shared.py"
-    path.write_text("1 / 0\n")
-    with pytest.raises(RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:1\); correct it"):
+    path.write_text("def add(a, b): ...\n1 / 0\n")
+    with pytest.raises(RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:2\); correct it"):
         UserFunction("credit", f"{path}:add", "group, config")
     path.write_text("seen = []\ndef add(a, b): seen.append(a)\ndef count(a, b): return len(seen)\n")
     UserFunction("credit", f"{path}:add", "group, config")(1, 2)

@@ -523,7 +523,7 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
     [
         ({"token_mask": [2, 8]}, "token_mask", "leaves out r = 1, where trainer and sampler agree; give lowest and highest value"),
         ({"sequence_mask": [3, 0.5]}, "sequence_mask", "leaves out r = 1"),
-        ({"geometric_mask": [0, math.nan]}, "geometric_mask", "leaves out r = 1"),
+        ({"geometric_mask": [0, 0.9]}, "geometric_mask", "leaves out r = 1"),
         ({"constant_length": 9}, "constant_length", 'divides only with trainer.loss.aggregation = "constant", which is "token"'),
         ({"kl_reference": "x"}, "kl_reference", "has no effect while trainer.loss.kl_coefficient is 0: set that"),
         ({"importance": "none", "truncate": 3}, "truncate", 'has no weight to truncate with trainer.loss.importance = "none"'),

@@ -128,7 +128,9 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     if stuck:
         print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)
-    if code:
+    if code == 1 and not prepared.run_dir.anything_made():
+        print("nothing was made yet: a start with other settings uses the directory again", file=sys.stderr)
+    elif code:
         print(f"resume with: {again}", file=sys.stderr)
     return code
 

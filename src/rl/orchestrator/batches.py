@@ -11,6 +11,7 @@ from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
 from rl.wire.batch_file import write_batch, write_rollouts
@@ -69,7 +70,10 @@ def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: Orchestra
 
 def delete_old_batches(run_dir: RunDir, config: OrchestratorConfig) -> None:
     """Deletes the batches and rollouts that the settings do not keep; of batches nothing that a resume from any checkpoint needs."""
-    oldest = min(numbered(run_dir.checkpoints), default=0)
+    checkpoints = numbered(run_dir.checkpoints)
+    if len(checkpoints) > 1:  # a branch keeps the one that it begins with
+        checkpoints.pop(first_step(run_dir), None)
+    oldest = min(checkpoints, default=0)
     delete_old(numbered(run_dir.batches, ".batch"), config.batches.keep_last, config.batches.keep_every, needed_from=oldest)
     for suffix in (".jsonl", ".sha256"):
         delete_old(numbered(run_dir.rollouts_dir, suffix), config.rollouts.keep_last, config.rollouts.keep_every)

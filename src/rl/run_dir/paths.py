@@ -23,6 +23,11 @@ def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def is_run(root: Path) -> bool:
+    """Whether a directory with a config.toml is a run's, and not one of the user's with a file of that name."""
+    return (root / "config.toml").is_file() and any((root / name).is_dir() for name in ("status", "batches", "checkpoints"))
+
+
 class RunDir:
     """The directory of a run. `weights_dir` may lie elsewhere, for example in a memory file system."""
 
@@ -33,6 +38,8 @@ class RunDir:
         self.events = root / "events.jsonl"
         self.changes = root / "changes.jsonl"
         """Settings that resumes changed, one JSON object a line: time, step, key, old, new."""
+        self.origin = root / "origin.json"
+        """Where a branch comes from: an origin.Origin."""
         self.wandb = root / "wandb.json"
         self.curves = root / "curves.png"
         self.batches = root / "batches"
@@ -98,6 +105,13 @@ class RunDir:
         """Number and folder of the newest complete policy version above 0, or None while there is only the base model."""
         versions = numbered(self.weights_dir)
         return max(versions.items()) if versions else None
+
+    def anything_made(self, after: int = 0) -> bool:
+        """Whether there is anything that other settings would make untrue: a batch, checkpoint or version later than `after`, or a
+        finished group."""
+        kinds = [(self.batches, ".batch"), (self.checkpoints, ""), (self.digests_dir, ".json"), (self.root / "weights", "")]
+        newest = max((number for directory, suffix in kinds for number in numbered(directory, suffix)), default=0)
+        return newest > after or (self.pending.is_file() and self.pending.stat().st_size > 0) or self.discarded.exists()
 
     def new_discarded(self) -> Path:
         """A directory below `discarded/` that is not there yet."""

@@ -2,21 +2,15 @@
 imported, who is to blame when it fails, and what its result is worth."""
 
 import ast
-import importlib.machinery
-import importlib.util
 import inspect
 import math
 import reprlib
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rl.system.errors import RunError
-from rl.system.functions import Blame, find_fault, load_function
-
-DYNAMIC = {"__getattr__", "globals", "exec", "setattr"}
-"""A file that names one of these may define what its text does not show."""
+from rl.system.functions import Blame, find_fault, load_function, source_file
 
 
 class UserFunction:
@@ -28,7 +22,7 @@ class UserFunction:
         self.function = load_function(setting, name)
         inner = inspect.unwrap(self.function)
         code = getattr(inner, "__code__", None)
-        self.file = Path(code.co_filename) if code else source_file(name) or Path(name)
+        self.file = Path(code.co_filename) if code else source_file(name.rpartition(":")[0])
         self.place = f"{self.file}:{code.co_firstlineno}" if code else str(self.file)
         if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
             raise RunError(f"{self.what} is async (at {self.place}); write a plain def")
@@ -64,49 +58,11 @@ def find_call_fault(name: str, arguments: str) -> str:
     """What is wrong with a function, as far as its source text shows: it is not there, or takes other arguments. Empty if nothing is."""
     if fault := find_fault(name):
         return fault
-    path, function = source_file(name), name.rpartition(":")[2]
-    if path is None:
-        return ""
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        return f"is in a file that is not valid Python: {error.msg} ({error.filename}:{error.lineno}); correct it"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"is in a file that cannot be read: {error}"
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if node := functions.get(function):
-        return signature_fault(node, path, arguments)
-    if any(may_bind(node, function) for node in ast.walk(tree)):
-        return ""  # by an assignment or an import, perhaps: its process will see
-    close = get_close_matches(function, functions, n=1)
-    public = [key for key in functions if not key.startswith("_")]
-    hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(public) or 'no function'}"
-    return f"names no function: {path} has no {function}; {hint}"
-
-
-def source_file(name: str) -> Path | None:
-    """The Python file of `file.py:function` or `package.module:function`; None where only an import would tell."""
-    source = name.rpartition(":")[0]
-    if source.endswith(".py"):
-        return Path(source).expanduser().absolute()
-    top, *rest = source.split(".")
-    spec = importlib.util.find_spec(top)
-    for i in range(len(rest)):
-        places = spec and spec.submodule_search_locations
-        spec = importlib.machinery.PathFinder.find_spec(".".join([top, *rest[: i + 1]]), places) if places else None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
-
-
-def may_bind(node: ast.AST, name: str) -> bool:
-    """Whether a piece of a module may give the name a value."""
-    match node:
-        case ast.Name(id=found, ctx=ctx):
-            return found in DYNAMIC or (found == name and isinstance(ctx, ast.Store))
-        case ast.alias(name=found, asname=other):
-            return name == (other or found) or found == "*"
-        case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
-            return found in (name, *DYNAMIC)
-    return False
+    source, _, function = name.rpartition(":")
+    path = source_file(source)
+    tree = ast.parse(path.read_bytes() if path.suffix == ".py" else "")  # find_fault has read it, too
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
+    return signature_fault(found[-1], path, arguments) if found else ""
 
 
 def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, arguments: str) -> str:

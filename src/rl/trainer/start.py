@@ -13,8 +13,10 @@ from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.files import move
 from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, Status
+from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.batch_sources import BatchSource, FromOrchestrator, quarantined_steps
 from rl.trainer.fake import FakeBatches, step_line
@@ -214,6 +216,8 @@ def newest_checkpoint(config: RLConfig, log: RunDir, world: World, found: checkp
         at = f"{replay.start:06d}"
         return (log.checkpoints / at, checkpoint.read_manifest(log.checkpoints / at)) if replay.start else None
     sound = checkpoint.newest_sound(log.checkpoints, world, found)
+    if sound is None and (origin := read_origin(log)):
+        raise RunError(f"{log.checkpoints} is empty, and the run begins at step {origin.step}, as a {origin}: branch it again")
     if world.is_main and found and sound:
         for step in found[1]:
             away = log.discarded / time.strftime("%Y%m%d-%H%M%S") / "checkpoints" / f"{step:06d}"
