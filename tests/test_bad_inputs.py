@@ -400,7 +400,7 @@ MODELS_AND_ENVIRONMENTS = [
     model({}, "is not a complete Hugging Face model, it lacks config.json, a tokenizer (one of"),
     model(WHOLE_MODEL | {"model.safetensors.index.json": "{"}, "model.safetensors.index.json: not readable as JSON"),
     model(WHOLE_MODEL | {"tokenizer_config.json": "[]"}, "tokenizer_config.json: is no table but a list; copy the model again"),
-    model(WHOLE_MODEL, "its tokenizer has no chat template; name a file with one: --model.chat_template"),
+    model(WHOLE_MODEL, "its tokenizer has no chat template; name one: --model.chat_template chatml, or a Jinja file"),
     model(WHOLE_MODEL, "model.chat_template = '{tmp}/t.jinja': no such file", chat_template="{tmp}/t.jinja"),
     Case(lambda _: load_function("reward", "here.py"), "reward here.py names no function; write file.py:function or module:function"),
     Case(lambda _: load_function("reward", "/nowhere.py:f"), "reward /nowhere.py:f names no file: there is no file /nowhere.py"),

@@ -8,6 +8,18 @@ from pathlib import Path
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 CODE = "import sys; from rl.main import main; sys.exit(main())"
 
+FAKE_SERVER = """
+import sys, rl.main
+scripts = {"model": "", "inference": SCRIPT}
+rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", scripts[name], str(run_dir.root)]
+sys.exit(rl.main.main())
+"""
+
+
+def with_server(script: str) -> str:
+    """`rl` whose inference server is this program."""
+    return FAKE_SERVER.replace("SCRIPT", repr(script))
+
 
 def start(directory: Path, *args: str, code: str = CODE, **env: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "COLUMNS": "200", **env}

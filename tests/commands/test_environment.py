@@ -1,6 +1,7 @@
 """`rl env`: its arguments, and what it shows."""
 
 import json
+import re
 
 import pytest
 
@@ -40,7 +41,14 @@ def test_a_conversation_in_words():
 def test_shown_without_any_model(tmp_path):
     code, out, err = rl(tmp_path, "env", "say-digit", "--args.tasks", "3", "--export", "t.jsonl", "--limit", "2", "--split", "train")
     assert code == 0, err
-    for text in ("kind: classic", "tasks: train 3, eval 2", "turns: int = 1", "reward: 1.0", "the first train task:\n    user: say 0"):
+    for text in (
+        "kind: classic",
+        "tasks: train 3, eval 2",
+        "tasks: int = 3 (default: 4)",
+        "turns: int = 1",
+        "reward: 1.0",
+        "the first train task:\n    user: say 0",
+    ):
         assert text in out
     lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert [(one["split"], one["task"], one["answer"]) for one in lines] == [("train", 0, "0"), ("train", 1, "1")]
@@ -51,7 +59,7 @@ def test_rollouts_in_full(tmp_path):
     with serving(Endpoint("good")) as server:
         code, out, err = rl(tmp_path, "env", "say-digit", "--rollouts", "2", "--split", "eval", "--policy", server.url, "--args.turns", "2")
     assert code == 0, err
-    assert "--- eval task 1: reward" in out and "user: and again" in out and out.count("assistant: ") == 4
+    assert re.search(r"--- eval task 1: reward 1, .*; finished\n", out) and "user: and again" in out and out.count("assistant: ") == 4
 
 
 def test_faults(tmp_path):

@@ -1,20 +1,25 @@
 """`rl eval`: what it plays, what it says, what it leaves behind."""
 
+import asyncio
 import json
 import signal
+from contextlib import asynccontextmanager
 
 import psutil
 import pytest
 
+from rl.commands import evaluate
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
 from rl.commands.evaluate import evaluations_only, main, num_examples
+from rl.commands.policy_spec import Source
 from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
-from rl.orchestrator.eval_metrics import eval_metrics
+from rl.main import subcommand
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
-from tests.commands.driver import ENVIRONMENTS, rl, start
+from rl.wire.worker_messages import Ready
+from tests.commands.driver import ENVIRONMENTS, rl, start, with_server
 from tests.commands.servers import Endpoint
 from tests.orchestrator.stub_inference import StubInference
 from tests.waiting import until
@@ -26,7 +31,7 @@ SAY_DIGIT = ("--orchestrator.environment.id", "say-digit")
 def part(rewards, **fields):
     """A policy's part of a report from {task: [rewards]}."""
     results = [(task, [Rollout(reward=one, episode=i, **fields) for i, one in enumerate(each)]) for task, each in rewards.items()]
-    return eval_part(EvalConfig(id="e"), {"temperature": 1.0}, results, eval_metrics("e", results))
+    return eval_part(EvalConfig(id="e"), "eval", {"temperature": 1.0}, results)
 
 
 def policy(name, rewards, **fields):
@@ -49,7 +54,7 @@ def test_how_many_examples():
     assert num_examples(EvalConfig(id="e"), 7) == 7
     assert num_examples(EvalConfig(id="e", num_examples=3), 7) == num_examples(EvalConfig(id="e", num_examples=3), None) == 3
     assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
-    for entry, size, said in ((EvalConfig(id="e"), None, "endless"), (EvalConfig(id="e"), 0, "no eval examples"),
+    for entry, size, said in ((EvalConfig(id="e"), None, "endless"), (EvalConfig(id="e"), 0, "no examples"),
                               (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play")):  # fmt: skip
         with pytest.raises(RunError, match=said):
             num_examples(entry, size)
@@ -129,7 +134,6 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "nothing to evaluate"),
         (("--orchestrator.environment.id", "owner/nope"), "`prime env install owner/nope`"),
         ((*SAY_DIGIT, "--policy", "outputs/x/y"), "there is no such run and no such model folder"),
         ((*SAY_DIGIT, "--compare", "x.json"), "not a report"),
@@ -146,23 +150,59 @@ def test_faults_are_told_before_anything_starts(args, said, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_missing_arguments_end_every_command_with_2(capsys):
+    asked = {
+        "eval": "nothing to evaluate",
+        "collect": "where to?",
+        "env": "which environment?",
+        "export": "which run?",
+        "replay": "which run?",
+    }
+    for command, said in asked.items():
+        with pytest.raises(SystemExit) as end:
+            subcommand(command, [*SAY_DIGIT] if command == "collect" else [], Children())
+        assert end.value.code == 2 and capsys.readouterr().err.startswith(f"rl {command}: {said}")
+
+
+def test_without_held_out_examples_training_ones_are_played_and_that_is_said(tmp_path):
+    """As verifiers does. The folder is named by what was played, not by a model that was not."""
+    flags = (*SAY_DIGIT, "--orchestrator.environment.args.held_out", "0", "--limit", "3")
+    with serving(Endpoint("good")) as server:
+        code, out, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
+    assert code == 0 and "warning: eval say-digit: its environment has no eval examples, so its training examples are played" in err, err
+    assert "say-digit (3 x 1, training examples)" in out
+    (report,) = tmp_path.glob("outputs/eval-say-digit-good/*/report.json")
+    assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["split"] == "train"
+
+
+def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
+    """Two of one environment, as different as their sampling."""
+    monkeypatch.setattr(evaluate, "eval_workers", lambda config: dict.fromkeys(("cool", "hot"), "shared"))
+
+    class Place:
+        ready = {"shared": Ready(4, 2)}
+
+        async def play(self, label, jobs, concurrency):
+            for job in jobs:
+                yield job, [Rollout(reward=job.sampling["temperature"], completion_tokens=1)]
+
+    @asynccontextmanager
+    async def arena(*_):
+        yield Place()
+
+    monkeypatch.setattr(evaluate, "arena", arena)
+    evals = '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", sampling = {temperature = 0.75}}]'
+    config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
+    found = asyncio.run(evaluate.evaluate_policy(config, Source("p"), tmp_path, "p", None, Children()))
+    assert {label: part["metrics"]["reward_mean"] for label, part in found["evals"].items()} == {"cool": 0.25, "hot": 0.75}
+    assert [part["num_examples"] for part in found["evals"].values()] == [2, 2]
+
+
 def test_rollouts_that_all_fail_end_it(tmp_path):
     with serving(Endpoint("good")) as server:
         flags = (*SAY_DIGIT, "--orchestrator.environment.args.fail", "always", "--orchestrator.rollout_retries", "0")
         code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
     assert code == 1 and "all of the first 2 rollouts failed" in err and "ZeroDivisionError: broken environment" in err
-
-
-FAKE_SERVER = """
-import sys, rl.main
-scripts = {"model": "", "inference": SCRIPT}
-rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", scripts[name], str(run_dir.root)]
-sys.exit(rl.main.main())
-"""
-
-
-def with_server(script):
-    return FAKE_SERVER.replace("SCRIPT", repr(script))
 
 
 def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):

@@ -32,7 +32,8 @@ def fault(capsys, *args) -> str:
 
 def test_wrong_command_lines(run, tmp_path, capsys):
     assert "which run? Give its directory first: rl export outputs/NAME --to DIR" in fault(capsys, "--to", tmp_path / "x")
-    assert f"where to? Give a directory: rl export {run} --to DIR" in fault(capsys, run)
+    assert f"where to? Give a directory: rl export {run} --to DIR, or a repository: --push OWNER/NAME" in fault(capsys, run)
+    assert "--public: is for a repository; name it with --push" in fault(capsys, run, "--to", tmp_path / "x", "--public")
     assert "--dtype float8: give bfloat16 or float32" in fault(capsys, run, "--to", tmp_path / "x", "--dtype", "float8")
     assert f"--merge: {run} trained the whole model, it has no adapters" in fault(capsys, run, "--to", tmp_path / "x", "--merge")
     assert "did you mean" in fault(capsys, run, "--to", tmp_path / "x", "--model.nam", "y")

@@ -53,6 +53,18 @@ def test_every_fault_is_listed_at_once(file):
         assert fault in said
 
 
+def test_a_missing_environment_is_listed_beside_other_faults(capsys):
+    environments = '[{id = "single-digit-addition"}, {id = "owner/nope"}, {id = "other", python = "python"}]'
+    given = ["--orchestrator.environment", environments, "--orchestrator.eval.id", "gone"]
+    for fault, count in (("--nope", "3 faults"), ("--orchestrator.group_size=99", "3 faults")):
+        with pytest.raises(SystemExit):
+            load_config([*given, fault], variables={})
+        said = capsys.readouterr().err
+        assert said.startswith(f"rl: {count} in the configuration") and said.count("is not installed") == 2
+        assert "`prime env install owner/nope`" in said and "`uv pip install gone`" in said
+    load_config(given, variables={})  # alone it is told when something is about to be played
+
+
 def test_a_forgotten_value_is_one_fault_beside_the_others():
     said = faults(*ENV, "--name", "--max_steps", "0", "--seed")
     assert said.count("\n  ") - said.count("\n    ") == 3 and said.startswith("3 faults")
@@ -177,8 +189,9 @@ def test_the_resolved_configuration_says_the_same(tmp_path):
 
 
 def test_what_truncates_sampling_is_warned_about(capsys):
-    with pytest.warns(UserWarning, match=r"orchestrator.sampling.top_p = 0.9: .* importance ratios come out below 1"):
-        load_config([*ENV, "--orchestrator.sampling.top_p", "0.9"])
+    load_config([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
+    (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
+    assert line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9: ") and "importance ratios come out below 1" in line
 
 
 def test_a_fault_ends_the_program_with_2(capsys):

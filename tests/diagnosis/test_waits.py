@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rl.config.run import RLConfig
+from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.diagnosis.waits import chain, diagnose
 from rl.run_dir.status import LockOwner, Phase, RoleStatus, RunEnd, describe, last_seen, write_status
@@ -509,3 +510,36 @@ def test_last_seen_says_heartbeat_and_the_end_of_the_newest_log(run):
     run.log("trainer-2", "of all ranks")
     run.status("trainer-1", does(Phase.LOADING_MODEL), heartbeat=1)
     assert last_seen(run.dir.status("trainer-1")).endswith("trainer-2.log:\n  | of all ranks")
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "said"),
+    [
+        ([{"reward": 0.0}] * 8, "all rewards 0: nothing to learn"),
+        ([{"reward": 1.0}] * 8, "all rewards 1: nothing to learn any more"),
+        (
+            [{"reward": 0.0, "outcome": "truncated"}] * 8,
+            "all rewards 0: nothing to learn; 8 of 8 answers were cut off (--quick allows 32 tokens)",
+        ),
+        (
+            [{"reward": 1.0, "advantage": 0.5}, {"reward": 0.0, "advantage": -0.5}, *[{"reward": 0.0, "group_id": 2}] * 2],
+            "rewards 0 to 1, mean 0.250: something to learn in 1 of 2 groups",
+        ),
+        ([{"reward": 1.0}, {"reward": 0.0, "group_id": 2}], "rewards 0 to 1, mean 0.500: nothing to learn"),
+        ([{"reward": 0.5}, {"reward": 0.0, "error": "KeyError: x\nat y"}], "all rewards 0.5: nothing to learn; 1 of 2 failed: KeyError: x"),
+        ([{"reward": 0.0, "error": "boom"}] * 2, "all 2 rollouts failed: boom"),
+    ],
+)
+def test_the_verdict_on_a_trial(run, rollouts, said):
+    run.metrics(range(1, 3), **{"loss/mean": 0.0})
+    run.dir.rollouts_dir.mkdir()
+    lines = [{"env": "sums", "group_id": 1, "advantage": 0.0} | rollout for rollout in rollouts]
+    run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
+    assert verdict(read_state(run.dir, run.config)) == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
+
+
+def test_the_verdict_on_fine_tuning_and_on_nothing(tmp_path):
+    run = Run(tmp_path, sft={"dataset": "x"})
+    assert verdict(read_state(run.dir, run.config)) == "trained no steps"
+    run.metrics([1], **{"loss/mean": 2.5})
+    assert verdict(read_state(run.dir, run.config)) == "trained 1 step; loss 2.500 -> 2.500"

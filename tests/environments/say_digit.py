@@ -8,7 +8,9 @@ import verifiers as vf
 from datasets import Dataset
 
 
-def load_environment(tasks: int = 4, fail: str = "", turns: int = 1, constant: float | None = None, delay: float = 0.0) -> vf.Environment:
+def load_environment(
+    tasks: int = 4, fail: str = "", turns: int = 1, constant: float | None = None, delay: float = 0.0, held_out: int = 2
+) -> vf.Environment:
     if fail == "load":
         raise KeyError("SOME_DATA_PATH")
     played: dict[str, int] = {}
@@ -36,6 +38,5 @@ def load_environment(tasks: int = 4, fail: str = "", turns: int = 1, constant: f
             return [{"role": "user", "content": "and again"}]
 
     rows = [{"question": f"say {i % 10}", "answer": str(i % 10)} for i in range(tasks)]
-    return Environment(
-        dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]), rubric=vf.Rubric(funcs=[reward]), max_turns=turns
-    )
+    eval_dataset = Dataset.from_list(rows[:held_out]) if held_out else None
+    return Environment(dataset=Dataset.from_list(rows), eval_dataset=eval_dataset, rubric=vf.Rubric(funcs=[reward]), max_turns=turns)

@@ -251,6 +251,23 @@ def test_one_failure_in_a_scored_group_is_all_of_its():
     assert rollouts[0].error == "not scored, because another rollout of its group failed: SandboxError: gone"
 
 
+def test_an_exit_in_a_scored_group_is_its_failure():
+    """In a task of its own an exit() goes past every `except Exception` and would end the worker."""
+
+    class Leaves(vf.SingleTurnEnv):
+        async def setup_state(self, state):
+            sys.exit(3)
+
+    with pytest.raises(RuntimeError, match=r"called exit\(3\)"):
+        played(made(lambda: Leaves(dataset=rows(), rubric=rubric(relative))), num_episodes=3)
+
+    def leaves(completions) -> list[float]:
+        exit()
+
+    rollouts = played(made(single(leaves, exact)), num_episodes=2)
+    assert [rollout.cause for rollout in rollouts] == ["reward", "reward"] and "leaves raised SystemExit" in rollouts[0].error
+
+
 def test_groups_of_environments_even_nested():
     def zero(completion) -> float:
         return 0.25
@@ -599,9 +616,9 @@ def test_description_and_tasks_are_plain():
     def load_environment(size: int = 3, note=None):
         return calculator(system_prompt="be brief", parser=vf.ThinkParser())
 
-    env = made(load_environment)
+    env = made(load_environment, args={"size": 5})
     about = json.loads(json.dumps(env.describe()))
-    assert env.kind == "classic ToolEnv" and about["arguments"] == {"size": "int = 3", "note": "None"}
+    assert env.kind == "classic ToolEnv" and about["arguments"] == {"size": "int = 5 (default: 3)", "note": "None"}
     assert about["reward functions"] == {"exact": 1.0} and about["metrics"][:2] == ["num_turns", "total_tool_calls"]
     assert [tool["name"] for tool in about["tools"]] == ["add", "fail"] and about["max turns"] == 4 and about["parser"] == "ThinkParser"
     assert (about["train tasks"], about["eval tasks"], about["system prompt"]) == (3, 0, "be brief")

@@ -139,6 +139,7 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
         return datasets.Dataset.from_list([{column: "say 1", "answer": "1"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("rl.models.hub.hub_fault", lambda: "")
     env = made(dataset="owner/name", eval_dataset="owner/name:test[:10]")
     assert asked == [("owner/name", "train"), ("owner/name", "test[:10]")] and played(env)[0].reward == 0.5
     with pytest.raises(RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"):

@@ -371,3 +371,4 @@ def test_sigterm_ends_the_server_and_its_engine(servers):
     server.process.terminate()
     assert server.process.wait(timeout=30) == 0
     until(lambda: not alive(engine))
+    assert "Traceback" not in (server.root / "log").read_text()  # the end of a log is what `rl doctor` shows of a dead run

@@ -82,8 +82,9 @@ class Run:
 
     def start(self, *args: str, **scripts: str) -> subprocess.Popen:
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
-        base = ["--orchestrator.environment.id", "e", "--name", "r", "--max_steps", "3", "--output_dir", str(self.tmp / "outputs")]
-        command_line = [sys.executable, "-c", code, *base, *args]
+        environment = ["--orchestrator.environment.id", "single-digit-addition", "--orchestrator.environment.name", "e"]
+        base = ["--name", "r", "--max_steps", "3", "--output_dir", str(self.tmp / "outputs")]
+        command_line = [sys.executable, "-c", code, *environment, *base, *args]
         process = subprocess.Popen(command_line, cwd=self.tmp, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         return process
@@ -173,6 +174,19 @@ def test_a_server_that_does_not_come_up_in_time(rl):
     code, _, err = rl("--inference.startup_timeout_s", "2", inference=slow, orchestrator=FOREVER, trainer=FOREVER)
     assert code == 1
     assert "inference is not ready after inference.startup_timeout_s = 2 s; it was doing: loading the model" in err
+
+
+def test_a_trial_ends_with_a_verdict(rl):
+    code, out, err = rl("--quick")
+    assert (code, err) == (0, "")
+    root = rl.root.with_name("r-quick")
+    assert out.splitlines()[-1] == f"verdict   trained 2 steps; e: all rewards 1: something to learn in 1 of 1 groups; see {root}/rollouts"
+
+
+def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):
+    code, out, err = rl("--orchestrator.environment.id", "owner/nope")
+    assert (code, out) == (1, "") and err.startswith("rl: environment owner/nope is not installed; `prime env install owner/nope`")
+    assert not rl.root.exists()
 
 
 def test_inference_elsewhere_is_not_started(rl):

@@ -2,11 +2,12 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 
 from rl.config.run import ModelConfig, RendererConfig
-from rl.models.folder import resolve_model
+from rl.models.folder import resolve_model, with_template
 from rl.models.renderer import load_renderer
 from rl.system.errors import RunError
 from tests.tiny_model import make_tokenizer
@@ -74,6 +75,17 @@ def qwen(qwen_path):
     @functools.cache
     def load(**settings):
         return load_renderer(qwen_path, RendererConfig(**settings))
+
+    return load
+
+
+@pytest.fixture
+def templated(tmp_path, monkeypatch):
+    """Loads the renderer of a folder with another template, as model.chat_template gives it one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def load(path, template, **settings):
+        return load_renderer(str(with_template(Path(path), template.encode())), RendererConfig(**settings))
 
     return load
 

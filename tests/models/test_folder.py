@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from rl.config.run import ModelConfig
+from rl.config.run import ModelConfig, RLConfig
 from rl.models import folder as model_folder
 from rl.models.folder import cache_root, resolve_model
 from rl.models.gguf import gguf_of_package
+from rl.models.renderer import load_renderer
 from rl.system.errors import RunError
 from tests.tiny_model import make_tiny_model
 
@@ -65,7 +66,7 @@ def test_chat_template(folder, cache, tmp_path):
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(RunError, match="no chat template; name a file with one"):
+    with pytest.raises(RunError, match=r"no chat template; name one: --model\.chat_template chatml"):
         resolve_model(ModelConfig(name=str(folder)))
     template = tmp_path / "chatml.jinja"
     with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):
@@ -77,6 +78,28 @@ def test_chat_template(folder, cache, tmp_path):
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(resolved).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+
+
+def test_chatml_is_built_in(folder, cache, monkeypatch):
+    """As ChatML's tokens are the model's own; a model without them ends messages as it ends texts, and begins with its own first token."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.chdir(folder)
+    (folder / "chatml").write_text("a file of that name is ./chatml")
+    config = RLConfig.model_validate({"model": {"name": str(folder), "chat_template": "chatml"}}).with_absolute_paths()
+    renderer = load_renderer(resolve_model(config.model), config.renderer)
+    assert renderer.render(CHAT) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.supports_tools and renderer.tokenizer.convert_ids_to_tokens(renderer.stop_token_ids) == ["<|im_end|>"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text().replace("<|im_end|>", "</s>").replace("<|im_start|>", "<s>")
+        (folder / name).unlink()
+        (folder / name).write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model))
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<s><|im_start|>user\nhi</s>\n<|im_start|>assistant\nso</s>\n"
+    assert load_renderer(resolve_model(config.model), config.renderer).stop_token_ids == [tokenizer.eos_token_id]
 
 
 def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monkeypatch, tmp_path):

@@ -1,13 +1,17 @@
 """Rendering and parsing on SmolLM2's own tokenizer, and on a small trained one with a template in the manner of Qwen3."""
 
+import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from rl.config.run import RendererConfig
+from rl.config.run import RendererConfig, RLConfig
+from rl.envs.policy import Policy
 from rl.models.chat import RendererError, assistant_message
 from rl.models.renderer import load_renderer, published_names
+from rl.orchestrator.setups import policy_spec
 from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
 from tests.tiny_model import CHAT_TEMPLATE, make_tokenizer
 
@@ -32,10 +36,10 @@ def test_a_local_copy_of_qwen3_is_known_by_its_template(qwen, qwen_path, caplog)
     assert "equals the model's template on 6 conversations" in caplog.text and caplog.text.count("\n") == 1
 
 
-def test_a_changed_template_is_not_taken_for_qwen3(qwen):
+def test_a_changed_template_is_not_taken_for_qwen3(qwen, qwen_path, templated):
     changed = qwen().tokenizer.chat_template.replace("<tool_response>\n{{", "<tool_response>\nResult: {{")
     assert changed != qwen().tokenizer.chat_template
-    renderer = load_renderer(qwen().tokenizer.name_or_path, RendererConfig(), changed)
+    renderer = templated(qwen_path, changed)
     assert type(renderer).__name__ == "TemplateRenderer" and renderer.supports_tools
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}, {"role": "tool", "content": "3"}]
     assert "<tool_response>\nResult: 3\n" in renderer.text(renderer.prompt_ids(messages, [ADD]))
@@ -46,19 +50,17 @@ def test_a_published_name_is_read_off_the_hubs_cache(smol):
     assert published_names(smol.tokenizer, path) == ("Qwen/Qwen3-0.6B", "")
 
 
-def test_errors_name_the_remedy(tmp_path, plain_path):
+def test_errors_name_the_remedy(tmp_path, plain_path, templated):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(RendererError, match=r"model\.chat_template = file\.jinja"):
-        load_renderer(str(tmp_path), RendererConfig())
-    assert load_renderer(str(tmp_path), RendererConfig(), CHAT_TEMPLATE).supports_tools
+    tokenizer.save_pretrained(tmp_path / "bare")
+    with pytest.raises(RendererError, match=r"model\.chat_template: chatml, or a file"):
+        load_renderer(str(tmp_path / "bare"), RendererConfig())
+    assert templated(tmp_path / "bare", CHAT_TEMPLATE).supports_tools
     for name in ("nonsense", "qwen3"):  # no such renderer; one whose tokens this model lacks
         with pytest.raises(RendererError, match=rf'renderer\.name = "{name}" does not fit.*"auto"'):
             load_renderer(plain_path, RendererConfig(name=name))
-    strict = load_renderer(
-        plain_path, RendererConfig(), CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}"
-    )
+    strict = templated(plain_path, CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}")
     with pytest.raises(RendererError, match=r"user, assistant, user: long; .*model\.chat_template"):
         strict.prompt_ids([QUESTION, {"role": "assistant", "content": "3"}, QUESTION])
     with pytest.raises(RendererError, match="a user message has content of type image_url"):
@@ -196,3 +198,17 @@ def test_thinking_can_be_switched_off(qwen, name):
     ids = renderer.next_prompt_ids(before, [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}], 2)
     assert ids[: len(before)] == before and renderer.text(ids).endswith("assistant\n<think>\n\n</think>\n\n")
     assert renderer.parse(renderer.encode("3<|im_end|>"), prompt_ids=prompt).content == "3"
+
+
+def test_a_tokenizer_that_brings_its_own_code_is_loaded_where_that_is_trusted(plain_path, tmp_path, monkeypatch):
+    """model.trust_remote_code holds for the renderer as it does for the model."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    shutil.copytree(plain_path, folder)
+    (folder / "own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | own))
+    settings = RLConfig.model_validate({"model": {"name": str(folder), "trust_remote_code": True}})
+    policy = Policy(policy_spec(settings, str(folder)), 60.0)
+    assert type(policy.renderer.tokenizer).__name__ == "Own"

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from rl.config.run import RendererConfig
 from rl.models.chat import assistant_message
-from rl.models.renderer import load_renderer
 from tests.models.conversations import ADD, GOOD, QUESTION, call_of
 from tests.tiny_model import CHAT_TEMPLATE
 
@@ -18,16 +16,14 @@ QUOTES_ARGUMENTS = (
 )
 
 
-def test_a_template_that_is_not_chatml(plain_path, tmp_path):
+def test_a_template_that_is_not_chatml(plain_path, templated):
     silent = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    file = tmp_path / "silent.jinja"
-    file.write_text(silent)
-    assert not load_renderer(plain_path, RendererConfig(), str(file)).supports_tools
-    told = load_renderer(plain_path, RendererConfig(name="chatml"), silent)  # where the user insists: tools as text in this template
+    assert not templated(plain_path, silent).supports_tools
+    told = templated(plain_path, silent, name="chatml")  # where the user insists: tools as text in this template
     assert told.text(told.prompt_ids([QUESTION], [ADD])).startswith("[system]# Tools") and told.supports_tools
-    quoting = load_renderer(plain_path, RendererConfig(), QUOTES_ARGUMENTS)
+    quoting = templated(plain_path, QUOTES_ARGUMENTS)
     assert type(quoting).__name__ == "TemplateRenderer" and quoting.supports_tools
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}]
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>' in quoting.render(messages, [ADD])
@@ -89,8 +85,8 @@ def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
         "{{ messages | length }}" + CHAT_TEMPLATE,
     ],
 )
-def test_a_template_that_rewrites_history_is_rendered_anew(plain_path, template):
-    renderer = load_renderer(plain_path, RendererConfig(name="template"), template)
+def test_a_template_that_rewrites_history_is_rendered_anew(plain_path, template, templated):
+    renderer = templated(plain_path, template, name="template")
     history = [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}]
     assert renderer.next_prompt_ids([*renderer.prompt_ids(history[:1]), 5, 2], history, 2) is None
     assert renderer.next_prompt_ids([5, 2], history, 1) is None  # the last old message is not an answer
@@ -102,11 +98,11 @@ def test_ids_of_calls_are_unique_in_a_conversation_and_the_same_in_a_repetition(
     assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 4
 
 
-def test_a_prompt_that_opens_the_thinking(qwen):
+def test_a_prompt_that_opens_the_thinking(qwen, qwen_path, templated):
     own = qwen().tokenizer.chat_template
     opens = own.replace("<|im_start|>assistant\n{% if enable_thinking", "<|im_start|>assistant\n<think>\n{% if enable_thinking")
     assert opens != own
-    renderer = load_renderer(qwen().tokenizer.name_or_path, RendererConfig(), opens)
+    renderer = templated(qwen_path, opens)
     prompt, spoken = renderer.prompt_ids([QUESTION]), renderer.encode("Hm.\n</think>\n\n3<|im_end|>")
     answer = renderer.parse(spoken, prompt_ids=prompt)
     assert type(renderer).__name__ == "TemplateRenderer" and (answer.reasoning, answer.content) == ("Hm.", "3")

@@ -42,6 +42,32 @@ def test_one_record_means_one():
             decode_record(data, "x")
 
 
+def test_files_of_a_directory_have_the_permissions_of_the_umask(tmp_path):
+    """safetensors makes its files for the owner alone; links to other files are left as they are."""
+    other = tmp_path / "other"
+    other.touch(0o600)
+
+    def fill(folder):
+        (folder / "a").mkdir()
+        for name in ("x.safetensors", "a/y"):
+            (folder / name).touch(0o600)
+        (folder / "link").symlink_to(other)
+        (folder / "same").hardlink_to(other)
+
+    for umask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            write_directory(tmp_path / "d", fill)
+        finally:
+            os.umask(before)
+        assert [(tmp_path / "d" / name).stat().st_mode & 0o777 for name in ("x.safetensors", "a/y", "link", "same")] == [
+            mode,
+            mode,
+            0o600,
+            0o600,
+        ]
+
+
 def test_write_file_replaces_and_leaves_no_temporary(tmp_path):
     path = tmp_path / "a" / "file"
     write_file(path, b"1")

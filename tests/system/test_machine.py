@@ -1,6 +1,10 @@
 """GPUs and CPU time that this process may use."""
 
 import math
+import subprocess
+import sys
+
+import pytest
 
 from rl.system.machine import cpu_quota, visible_gpus
 
@@ -20,3 +24,13 @@ def test_a_containers_quota(tmp_path):
     assert cpu_quota(path) == 2.5
     path.write_text("max 100000\n")
     assert cpu_quota(path) == math.inf == cpu_quota(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("platform", "said"), [("win32", "rl runs on Linux; on Windows, install WSL2"), ("darwin", "rl runs on Linux; this is darwin")]
+)
+def test_another_system_is_told_before_anything_is_imported(platform, said):
+    """Whichever of the commands it is; without the standard library's modules that Linux alone has, and without ours."""
+    code = f"import sys; sys.platform = '{platform}'; sys.modules['fcntl'] = None; import rl.trainer.main"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(said) and done.stderr.count("\n") == 1

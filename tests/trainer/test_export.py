@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +20,9 @@ from rl.run_dir.files import write_file
 from rl.trainer.model import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
+from tests.models.hub_stub import TOKEN, HubStub
 from tests.trainer.samples import save_checkpoint
+from tests.web import serving
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
 
@@ -75,6 +78,22 @@ def test_a_checkpoint_gives_the_masters_and_what_was_published(model_folder, wor
         configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / str(step), run_dir.weights(step))]
         assert configs[0] == configs[1] and configs[0]["dtype"] == "bfloat16"
     assert AutoTokenizer.from_pretrained(tmp_path / "3").chat_template
+
+
+def test_the_hub_gets_what_a_directory_gets(adapted, tmp_path, monkeypatch, capsys):
+    run_dir, _ = adapted
+    with serving(HubStub()) as stub:
+        monkeypatch.setattr(constants, "ENDPOINT", stub.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        export(f"{run_dir.root}@4", "--push", "me/adapter", "--to", tmp_path / "adapter")
+        export(f"{run_dir.root}@4", "--push", "me/merged", "--merge", "--public")
+        export(f"{run_dir.root}@4", "--push", "me/merged", code=1)
+    assert stub.files["me/adapter"] == {file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(stub.files["me/merged"])
+    assert stub.private == {"me/adapter": True, "me/merged": False} and stub.commits == ["Step 4 of r"] * 2
+    out, err = capsys.readouterr()
+    assert f"{stub.url}/me/adapter: the adapters of step 4, private" in out and f"{stub.url}/me/merged: the model of step 4, seen by" in out
+    assert "rl export: --push me/merged: there is a model already" in err
 
 
 def test_adapters_and_merged_compute_what_the_trainer_computes(adapted, tied_folder, tmp_path):

@@ -7,14 +7,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.commands.policy_spec import Source
 from rl.config.command_line import to_toml
-from rl.config.installed import check_installed
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
@@ -42,6 +41,8 @@ HOPELESS = 16
 """Rollouts after which playing ends if all of them have failed."""
 PROGRESS_S = 20.0
 """Seconds between two lines that tell how far something is."""
+Wanted = Callable[[dict[str, Ready]], bool]
+"""Whether there is something to play, by the sizes of the environments."""
 
 
 def say(text: str) -> None:
@@ -87,13 +88,6 @@ async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> i
         return 128 + caught[0]
 
 
-def check_environments(config: RLConfig) -> None:
-    """Raises RunError with the command that installs a missing environment, before anything is started."""
-    for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
-        if entry.id and not entry.python:
-            check_installed(entry.id)
-
-
 def task_count(limit: int, size: int | None) -> int | None:
     """Number of tasks to play of `size` (None: endless) under a limit (negative: none). None: endless."""
     return size if limit < 0 else limit if size is None else min(size, limit)
@@ -104,19 +98,29 @@ def task_count(limit: int, size: int | None) -> int | None:
 
 @dataclass
 class Server:
-    """Our inference server as a child of this command."""
+    """Our inference server as a child of this command, in a run directory of its own."""
 
-    child: Child
     children: Children
     config: RLConfig
+    model: str
+    """The model's folder."""
+    share: devices.Share
+    log_dir: Path
+    child: Child | None = None
+    """None before `start`."""
+
+    def start(self) -> None:
+        command = roles.command("inference", self.config.run_dir, 1)
+        self.child = self.children.start("inference", command, {**os.environ, **self.share.env}, self.log_dir, self.share.cores)
 
     def check(self) -> None:
         """Raises RunError when it has ended."""
-        if self.child.exit_code is not None:
+        if self.child and self.child.exit_code is not None:
             raise failure(self.child, self.child.ending())
 
     async def ready(self) -> None:
         """Waits until it serves. Raises RunError when it does not within inference.startup_timeout_s."""
+        assert self.child
         limit, shown = self.config.inference.startup_timeout_s, time.monotonic()
         while not ((status := read_status(self.config.run_dir.status("inference"))) and status.address):
             self.check()
@@ -130,9 +134,10 @@ class Server:
 
     async def end(self) -> None:
         """Ends it and all that it has started: SIGTERM, and SIGKILL after the deadline. Deletes its run directory."""
-        self.child.terminate()
-        await self.child.wait_async(STOP_DEADLINE_S)
-        self.children.kill_tree(self.child)
+        if self.child:
+            self.child.terminate()
+            await self.child.wait_async(STOP_DEADLINE_S)
+            self.children.kill_tree(self.child)
         shutil.rmtree(self.config.run_dir.root, ignore_errors=True)
 
 
@@ -151,10 +156,17 @@ def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -
     return config.with_absolute_paths()
 
 
-async def start_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> tuple[Server, str]:
-    """Finds or downloads the model and starts its server, with the adapters in folder `adapter` if one is given.
+async def start_server(config: RLConfig, model: str, work: Path, children: Children) -> Server:
+    """Finds or downloads the model and starts its server, which need not be ready yet. Raises RunError."""
+    server = await prepare_server(config, model, work, children)
+    server.start()
+    return server
 
-    Returns the server, which need not be ready yet, and the model's folder. Raises RunError.
+
+async def prepare_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> Server:
+    """Finds or downloads the model and makes its server, with the adapters in folder `adapter` if one is given; it is not started.
+
+    Raises RunError.
     """
     config = server_config(config, model, work, adapter)
     division = devices.split(config, machine())
@@ -172,9 +184,7 @@ async def start_server(config: RLConfig, model: str, work: Path, children: Child
     if found.exit_code:
         lines = last_lines(found.log)
         raise RunError(f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: {found.log}")
-    env = {**os.environ, **division.inference.env}
-    child = children.start("inference", roles.command("inference", run_dir, 1), env, logs, division.inference.cores)
-    return Server(child, children, config), resolve_model(config.model)
+    return Server(children, config, resolve_model(config.model), division.inference, logs)
 
 
 # Environments -----------------------------------------------------------------------------------------------------------
@@ -189,6 +199,8 @@ class Job:
     task: int
     num_episodes: int
     sampling: dict[str, Any]
+    label: str = ""
+    """What it is played for, where several share an environment."""
 
 
 @dataclass
@@ -253,32 +265,41 @@ class Arena:
 
 
 @contextlib.asynccontextmanager
-async def arena(config: RLConfig, source: Source | None, work: Path, children: Children) -> AsyncIterator[Arena]:
+async def arena(
+    config: RLConfig, source: Source | None, work: Path, children: Children, *, model: str = "", wanted: Wanted | None = None
+) -> AsyncIterator[Arena]:
     """Starts the configured environments and, if the policy is a model, its server; ends them on exit.
 
-    Without a source the environments can only be described.
+    Without a source the environments can only be described; with the folder of a model, their prompts are measured against its context.
+    The server starts first, or with `wanted` when the environments are ready, if that says of their sizes that there is something to play.
     """
     from rl.orchestrator.pool import WorkerPool  # 0.2 s, which `--help` does not need
 
     server, pool = None, None
     add_metrics = metrics_function(config.orchestrator)  # before anything starts: it may not load
     try:
-        if source is None or source.endpoint:
+        if model:
+            policy = policy_spec(config, model)
+        elif source is None or source.endpoint:
             endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never asked
             policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)
         elif not source.model:
             config = config.with_absolute_paths()
             policy = policy_spec(config, resolve_model(config.model))
         else:
-            server, folder = await start_server(config, source.model, work, children, source.adapter)
-            policy = policy_spec(server.config, folder)
+            server = await prepare_server(config, source.model, work, children, source.adapter)
+            policy = policy_spec(server.config, server.model)
+            if not wanted:
+                server.start()
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
         pool.add_metrics = add_metrics
         for setup in worker_setups(config, policy, pool.address):
             pool.start(setup)
         ready = await pool.sizes(settings.worker_timeout_s)
-        if server:
+        if server and wanted and wanted(ready):
+            server.start()
+        if server and server.child and source:
             say(f"environments are ready; waiting for inference to serve {source.label} (log: {server.child.log})")
             await server.ready()
         yield Arena(pool, ready, config, server)

@@ -10,15 +10,18 @@ from typing import Any
 
 import msgspec
 
-from rl.commands.arena import Arena, Job, arena, check_environments, run, say, task_count
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, usage
+from rl.commands.arena import Arena, Job, arena, run, say, task_count
+from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
 from rl.commands.policy_spec import resolve
+from rl.config.command_line import CommandLine, fail
+from rl.config.installed import check_environments
 from rl.config.quick import EXAMPLES
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.run_dir.files import append_file
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
+from rl.wire.worker_messages import Ready
 
 OPTIONS = (
     Option("output", "FILE", "JSONL file that is appended to; what is in it is not played again"),
@@ -41,10 +44,12 @@ Samples = dict[tuple[str, int], set[int]]
 
 def main(args: list[str], children: Children) -> int:
     config, line, values = load("rl collect", args, OPTIONS, HELP)
+    if not values["output"]:
+        fail("rl collect", "where to? Name the file: --output rollouts.jsonl")
     if "quick" in line.switches:
         values["limit"] = min(values["limit"] or EXAMPLES, EXAMPLES)
     config.orchestrator.eval = []
-    return run("rl collect", children, collect(config, values, children))
+    return run("rl collect", children, collect(config, line, values, children))
 
 
 def task_order(sizes: dict[str, int | None]) -> Iterator[tuple[str, int]]:
@@ -89,23 +94,32 @@ def read_present(path: Path) -> Samples:
     return present
 
 
-async def collect(config: RLConfig, values: dict[str, Any], children: Children) -> int:
+async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays the tasks and samples that the file lacks and appends them to it."""
-    if not values["output"]:
-        raise RunError("where to? Name the file: --output rollouts.jsonl")
-    check_environments(config)
+    check_environments(config.orchestrator)
     path = Path(values["output"]).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     present = read_present(path)
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
-    async with arena(config, source, Path(config.output_dir) / f"collect-{config.name}", children) as place:
-        sizes = {env.label: task_count(env.max_samples, place.ready[env.label].num_train) for env in config.orchestrator.environment}
+
+    def left(ready: dict[str, Ready]) -> list[tuple[str, int, int]]:
+        """What is to be played of environments of these sizes, as `missing` has it. Raises RunError."""
+        sizes = {env.label: task_count(env.max_samples, ready[env.label].num_train) for env in config.orchestrator.environment}
         if None in sizes.values() and not values["limit"]:
             raise RunError("tasks are endless: say how many with --limit")
         order = list(islice(task_order(sizes), values["limit"]))
         if not order:
             raise RunError("the environments have no training tasks; check their arguments (args, dataset) and max_samples")
-        todo = list(missing(iter(order), present, values["samples"] or 1))
+        return list(missing(iter(order), present, values["samples"] or 1))
+
+    name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
+    work = Path(config.output_dir) / f"collect-{name}"
+    wanted = (lambda ready: bool(left(ready))) if present else None  # of what was begun nothing may be left
+    async with arena(config, source, work, children, wanted=wanted) as place:
+        todo = left(place.ready)
+        if not todo:
+            print(f"all {sum(map(len, present.values()))} rollouts are in {path}: nothing is left to play")
+            return 0
         await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
     return 0
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from rl.commands.arena import Arena, Job, arena, check_environments, run
+from rl.commands.arena import Arena, Job, arena, run
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, take, usage
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
+from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import messages_text
 from rl.launch.children import Children
@@ -68,7 +69,7 @@ async def show_environment(config: RLConfig, values: dict[str, Any], children: C
     """Prints the description of the environment, then exports and plays its tasks if asked to."""
     env = config.orchestrator.environment[0]
     env.workers = 1
-    check_environments(config)
+    check_environments(config.orchestrator)
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"]) if values["rollouts"] else None
     split, timeout_s = values["split"], config.orchestrator.worker_timeout_s
     work = Path(tempfile.mkdtemp(prefix=f"rl-env-{env.label}-"))  # what fails names a log in it; else nobody needs it
@@ -145,7 +146,7 @@ async def play(place: Arena, label: str, split: str, size: int | None, values: d
             for rollout in rollouts:
                 agent = "" if len(rollouts) == 1 else f", agent {rollout.agent}"
                 metrics = "".join(f", {key} {value:g}" for key, value in rollout.metrics.items())
-                print(f"--- {split} task {job.task}{agent}: reward {rollout.reward:g}{metrics}; {rollout.outcome}, stop: {rollout.stop}")
+                print(f"--- {split} task {job.task}{agent}: reward {rollout.reward:g}{metrics}; {rollout.outcome}")
                 print(messages_text(rollout.messages))
                 if rollout.error:
                     print(f"error: {rollout.error}")

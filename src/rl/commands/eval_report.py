@@ -9,17 +9,19 @@ from typing import Any
 from rl.commands.arena import say
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
-from rl.orchestrator.eval_metrics import Difference, Results, difference, episodes, example_rewards, pass_at_k
+from rl.orchestrator.eval_metrics import Difference, Results, difference, episodes, eval_metrics, example_rewards, pass_at_k
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.wire.rollouts import Split
 
 Part = dict[str, Any]
 WIDTH = 160
 """Columns of the table where the output is no terminal."""
 
 
-def eval_part(entry: EvalConfig, sampling: dict[str, Any], results: Results, metrics: dict[str, float]) -> Part:
+def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results: Results) -> Part:
     """The report of one policy on one evaluation. `examples` holds all that a later comparison needs."""
+    metrics = eval_metrics(entry.label, results)
     rewards = example_rewards(results)
     examples = {}
     for task, rollouts in results:
@@ -27,6 +29,7 @@ def eval_part(entry: EvalConfig, sampling: dict[str, Any], results: Results, met
         examples[str(task)] = {"reward": rewards[task], "samples": len(played), "solved": sum(play.solved for play in played)}
     return {
         "environment": {key: value for key, value in entry.source.items() if value != EvalConfig.model_fields[key].default},
+        "split": split,
         "sampling": sampling,
         "num_examples": len(results),
         "samples": min(example["samples"] for example in examples.values()),
@@ -90,8 +93,8 @@ def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[s
 
 def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
     """Warns when an earlier report evaluated something else under the same label."""
-    for key in ("environment", "sampling", "samples"):
-        if ours[key] != theirs[key]:
+    for key in ("environment", "split", "sampling", "samples"):
+        if ours[key] != theirs.get(key, ours[key]):  # a report of an older rl does not name the split
             say(f"warning: eval {label}: the two differ in {key}: {ours[key]} and {theirs[key]}")
     if set(ours["examples"]) != set(theirs["examples"]):
         common = len(set(ours["examples"]) & set(theirs["examples"]))
@@ -120,7 +123,7 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
     lines = []
     for label, part in policies[0]["evals"].items():
         parts = [policy["evals"].get(label) for policy in policies]
-        shown = f"{label} ({part['num_examples']} x {part['samples']})"
+        shown = f"{label} ({part['num_examples']} x {part['samples']}{', training examples' if part.get('split') == 'train' else ''})"
         for name in (name for name in part["metrics"] if not name.endswith("_stderr") and not name.startswith("avg@")):
             line = [shown, name, *(value_text(one, name) for one in parts)]
             gap = report["comparison"].get(label, {}).get(name)

@@ -1,6 +1,7 @@
 """`rl export`: a run's weights as files that transformers, vLLM and peft load."""
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ from rl.config.command_line import fail, load_config
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
 from rl.models.folder import resolve_model
+from rl.models.hub import check_push, push
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 
 OPTIONS = (
     Option("to", "DIR", "where the model goes; must not be there yet"),
+    Option("push", "OWNER/NAME", "a repository on the Hugging Face hub that the model goes to as well; without --to, to it alone"),
+    Option("public", "", "with --push: let everybody see it; a new repository is private otherwise"),
     Option("merge", "", "of a run with trainer.lora: the base model with the adapters added to its weights, not the adapters alone"),
     Option("dtype", "bfloat16|float32", "default: model.dtype of the run"),
-    Option("overwrite", "", "replace a model that is at DIR"),
+    Option("overwrite", "", "replace a model that is there already"),
 )
-HELP = f"""usage: rl export RUN[@STEP] --to DIR [--merge] [--dtype TYPE] [--overwrite] [--KEY VALUE] ...
+HELP = f"""usage: rl export RUN[@STEP] --to DIR [--push OWNER/NAME] [--merge] [--dtype TYPE] [--overwrite] [--KEY VALUE] ...
 
 Writes the weights of a run after the batch STEP: outputs/x is the newest, outputs/x@12 step 12, outputs/x@best
 the best in its evaluations. A checkpoint holds the float32 masters and is taken where there is one, else the published
@@ -36,20 +40,23 @@ def main(args: list[str], children: Children) -> int:
     values, rest = take("rl export", args, OPTIONS, HELP)
     if not rest or rest[0].startswith(("-", "@")):
         fail("rl export", "which run? Give its directory first: rl export outputs/NAME --to DIR")
-    if not values["to"]:
-        fail("rl export", f"where to? Give a directory: rl export {rest[0]} --to DIR")
+    if not (values["to"] or values["push"]):
+        fail("rl export", f"where to? Give a directory: rl export {rest[0]} --to DIR, or a repository: --push OWNER/NAME")
+    if values["public"] and not values["push"]:
+        fail("rl export", "--public: is for a repository; name it with --push OWNER/NAME")
     try:
-        return run(rest[0], rest[1:], values)
+        with tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
+            return run(rest[0], rest[1:], values, Path(scratch))
     except RunError as error:
         print(f"rl export: {error}", file=sys.stderr)
         return 1
 
 
-def run(spec: str, flags: list[str], values: dict[str, Any]) -> int:
-    """Exports the weights of a run. All arguments are checked before torch is imported."""
+def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> int:
+    """Exports the weights of a run; by way of `scratch` if they go to the hub alone. All is checked before torch is imported."""
     root, version = find_run(spec)
     config, _ = load_config(["@", str(root / "config.toml"), *flags], "rl export", usage=HELP)
-    target = Path(values["to"]).expanduser().absolute()
+    target = Path(values["to"] or scratch / "model").expanduser().absolute()
     check_target(target, values["overwrite"], root)
     if values["merge"] and not config.trainer.lora:
         raise RunError(f"--merge: {root} trained the whole model, it has no adapters; leave it out")
@@ -57,6 +64,9 @@ def run(spec: str, flags: list[str], values: dict[str, Any]) -> int:
     base = resolve_model(config.model, needs_template=False)
     if target == Path(base):
         raise RunError(f"--to {target}: is the base model of the run; give another directory")
+    repo, public, overwrite = values["push"], bool(values["public"]), bool(values["overwrite"])
+    if repo:
+        check_push(repo, public=public, overwrite=overwrite)
     print(f"step {step} of {root}: reading {checkpoint or published}", file=sys.stderr, flush=True)
     from rl.trainer.export import Origin, export
 
@@ -67,7 +77,12 @@ def run(spec: str, flags: list[str], values: dict[str, Any]) -> int:
         raise RunError(f"{error}; no version of this step was kept, either: give another step, RUN@STEP") from None
     kind = "adapters" if config.trainer.lora and not values["merge"] else "model"
     size = sum(file.stat().st_size for file in target.iterdir()) / 2**20
-    print(f"{target}: the {kind} of step {step}, {size:.1f} MiB")
+    if values["to"]:
+        print(f"{target}: the {kind} of step {step}, {size:.1f} MiB")
+    if repo:
+        print(f"pushing {size:.1f} MiB to {repo}", file=sys.stderr, flush=True)
+        url, visible = push(target, repo, f"Step {step} of {root.resolve().name}", public=public, overwrite=overwrite)
+        print(f"{url}: the {kind} of step {step}, {visible}")
     return 0
 
 

@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rl.commands.policy_spec import split_run
+from rl.commands.policy_spec import Source, split_run
+from rl.config.base import MAX_RUN_NAME
 from rl.config.command_line import CommandLine, fail, load_config
 from rl.config.faults import Spelled
 from rl.config.help import SETTINGS, fit
@@ -91,6 +92,12 @@ def parse(option: Option, text: str) -> Any:
     if len(choices) > 1 and text not in choices:
         raise ConfigError(f"{fault}: give {' or '.join(choices)}")
     return text
+
+
+def name_of_play(config: RLConfig, line: CommandLine, labels: Iterable[str], source: Source, policy: str | None) -> str:
+    """The name of what a command plays: the run's where one is given, or else environments and policy. The default name has the
+    configuration's model, which `policy` may not be."""
+    return config.name if line.gives("name") or not policy else f"{'+'.join(labels)}-{source.slug}"[:MAX_RUN_NAME]
 
 
 def option_lines(options: tuple[Option, ...]) -> str:

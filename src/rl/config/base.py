@@ -93,9 +93,12 @@ def absolute_if_exists(value: str) -> str:
     return absolute(value) if os.path.exists(value) else value
 
 
+BUILT_IN_TEMPLATE = "chatml"
+"""The value of model.chat_template that names no file."""
 ABSOLUTE_PATHS = "absolute paths"
 """The validation context in which paths are made absolute."""
 PATH, OPTIONAL_PATH = path_setting(absolute), path_setting(lambda path: path and absolute(path))
+TEMPLATE = path_setting(lambda path: path if path in ("", BUILT_IN_TEMPLATE) else absolute(path))
 PATH_IF_WRITTEN_AS_ONE = path_setting(absolute_if_written_as_path)
 PATH_IF_FOLDER, PATH_IF_EXISTS = path_setting(absolute_if_folder), path_setting(absolute_if_exists)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from collections.abc import Iterator
 
 from rl.config.base import MAX_LABEL, MAX_RUN_NAME, name_fault, text_fault
@@ -11,7 +10,6 @@ from rl.config.loss import (
     AnyLossConfig,
     CispoConfig,
     ClipConfig,
-    ClippedSettings,
     CrossEntropyConfig,
     GspoConfig,
     PolicyGradientConfig,
@@ -78,7 +76,7 @@ def check(config: RLConfig) -> Iterator[Fault]:
         yield from check_sft(config.sft, config.trainer.loss)
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
-    yield from check_loss(config.trainer.loss)
+    yield from check_loss(config.trainer.loss, several_steps=config.trainer.minibatches * config.trainer.epochs > 1)
     yield from check_minibatches(config)
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
@@ -111,6 +109,11 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
             yield from check_source(f"orchestrator.{kind}.{i}", entry)
             if entry.label in labels[:i]:  # metrics and files bear it
                 yield f"orchestrator.{kind}.{i}.name", entry.label, "is taken by another one; give each its own name"
+    for i, entry in enumerate(settings.eval):
+        same = [env.label for env in settings.environment if env.label == f"eval-{entry.label}" and env.source != entry.source]
+        if same:  # its workers would be that environment's
+            remedy = f"has workers that are named {same[0]}, as those of a training environment are; give it another name"
+            yield f"orchestrator.eval.{i}.name", entry.label, remedy
     yield from check_credit(config)
 
 
@@ -130,24 +133,21 @@ def as_ids(devices: int | list[int] | None) -> list[int]:
     return devices if isinstance(devices, list) else []
 
 
-def warn_about(config: RLConfig) -> None:
-    """Warns of settings that work, but whose effect the user should know."""
+def warnings_of(config: RLConfig) -> Iterator[str]:
+    """Sentences on settings that work, but whose effect the user should know."""
     if config.trainer.lora and config.trainer.optim.lr == OptimConfig().lr:
-        message = (
+        yield (
             f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
             "ten to a hundred times as much (1e-5 to 1e-4) to learn as fast"
         )
-        warnings.warn(message, stacklevel=2)
-    for sentence in exposure(config):
-        warnings.warn(sentence, stacklevel=2)
+    yield from exposure(config)
     for key in ("top_p", "top_k", "min_p"):
         value = getattr(config.orchestrator.sampling, key)
         if value is not None:
-            message = (
+            yield (
                 f"orchestrator.sampling.{key} = {value}: inference samples from a truncated, renormalised distribution that the trainer "
                 "does not model; importance ratios come out below 1 and mismatch_kl above 0 even on-policy"
             )
-            warnings.warn(message, stacklevel=2)
 
 
 def check_credit(config: RLConfig) -> Iterator[Fault]:
@@ -176,8 +176,8 @@ def check_credit(config: RLConfig) -> Iterator[Fault]:
             yield f"{key}.difficulty.easy_above", env.difficulty.easy_above, remedy
 
 
-def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
-    """Faults of the loss: combinations that make no sense."""
+def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Fault]:
+    """Faults of the loss: combinations that make no sense, with one optimizer step a batch or with several."""
     for name in MASKS:
         low, high = getattr(loss, name)
         if not low <= 1 <= high:
@@ -190,7 +190,7 @@ def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
         remedy = "has no effect while trainer.loss.kl_coefficient is 0: set that, or leave this out"
         yield "trainer.loss.kl_reference", loss.kl_reference, remedy
     if isinstance(loss, ClipConfig | CispoConfig | GspoConfig):
-        yield from check_clip(loss)
+        yield from check_clip(loss, several_steps)
     if isinstance(loss, PolicyGradientConfig) and loss.importance == "none" and loss.truncate != PolicyGradientConfig().truncate:
         remedy = 'has no weight to truncate with trainer.loss.importance = "none": set that to "token", or leave this out'
         yield "trainer.loss.truncate", loss.truncate, remedy
@@ -199,7 +199,6 @@ def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
 def check_minibatches(config: RLConfig) -> Iterator[Fault]:
     """Faults of several optimizer steps a batch: fine-tuning has other settings for that, and a minibatch is made of whole groups."""
     settings, played, fake = config.trainer, config.orchestrator, config.trainer.data.fake
-    steps, loss = settings.minibatches * settings.epochs, settings.loss
     if config.sft:
         if settings.minibatches > 1:
             yield "trainer.minibatches", settings.minibatches, "cuts batches of rollouts; of examples lower sft.batch_size instead"
@@ -213,16 +212,21 @@ def check_minibatches(config: RLConfig) -> Iterator[Fault]:
     if settings.minibatches > groups:
         remedy = f"are more than a batch has groups ({groups}), and each has whole ones; lower it, or raise orchestrator.batch_size"
         yield "trainer.minibatches", settings.minibatches, remedy
-    if steps == 1 and isinstance(loss, ClippedSettings) and loss.truncate != type(loss)().truncate:
-        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
-        yield "trainer.loss.truncate", loss.truncate, remedy
 
 
-def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:
-    """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on."""
+def check_clip(loss: ClipConfig | CispoConfig | GspoConfig, several_steps: bool) -> Iterator[Fault]:
+    """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on.
+
+    With several optimizer steps clip and masks act on different ratios, and weights of the sampler are truncated.
+    """
     if loss.clip_low == 0 and loss.clip_high == 0:
         remedy = 'and trainer.loss.clip_low = 0 leave no ratio unclipped; raise one, or use type = "policy_gradient", which has no clip'
         yield "trainer.loss.clip_high", 0.0, remedy
+    if several_steps:
+        return
+    if loss.truncate != type(loss)().truncate:
+        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
+        yield "trainer.loss.truncate", loss.truncate, remedy
     name = "geometric_mask" if isinstance(loss, GspoConfig) else "token_mask"  # of the ratio that is clipped
     low, high = getattr(loss, name)
     if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:

@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel
 
-from rl.config.check import check, warn_about
+from rl.config.check import check, warnings_of
 from rl.config.faults import Spelled, raise_all, setting_text, without_value
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import USAGE, print_help
 from rl.config.hints import ALIASES
+from rl.config.installed import missing_environments
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
@@ -58,6 +59,10 @@ class CommandLine:
     """Step to resume at; -1: the newest; None: no --resume."""
     faults: list[str] = field(default_factory=list)
     """Files that cannot be read, and arguments that are neither a file, a flag nor a switch."""
+
+    def gives(self, key: str) -> bool:
+        """Whether a setting is given anywhere, instead of left to its default."""
+        return any(canonical(name) == key for layer in (self.files, self.variables, self.flags) for name in layer)
 
 
 def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:
@@ -230,7 +235,7 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
 def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
     """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
 
-    `outside`: whether the files and functions that it names must be there.
+    `outside`: whether the files and functions that it names must be there; environments that are missing are told beside other faults.
     """
     nested, settings, faults = merge(line)
     faults |= without_value(settings)
@@ -243,6 +248,8 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         found = chain(check(config), outside_faults(config) if outside else ())
         found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
+    if config and lines and outside and not config.sft:
+        lines += missing_environments(config.orchestrator.env_ids)
     raise_all(lines)
     assert config, "settings without a fault make a configuration"
     return config
@@ -302,7 +309,8 @@ def load_config(
         config = build(line, optional, outside=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
-    warn_about(config)
+    for warning in warnings_of(config):
+        print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         print(to_toml(config), end="")
         raise SystemExit(0)

@@ -4,8 +4,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from rl.config.orchestrator import OrchestratorConfig
 from rl.system.errors import RunError
 
 
@@ -20,7 +22,9 @@ def check_installed(env_id: str) -> str:
     name = path.split("/")[-1]
     install = f"prime env install {env_id}" if "/" in path else f"uv pip install {name}"
     module = module_name(path)
-    if not module.isidentifier() or (importlib.util.find_spec(module) is None and not comes_with_verifiers(module)):
+    # Workers have the current directory on their path, a command may not.
+    here = Path(f"{module}.py").is_file() or Path(module, "__init__.py").is_file()
+    if not module.isidentifier() or not (here or importlib.util.find_spec(module) or comes_with_verifiers(module)):
         own = [folder for folder in (Path("environments") / name, Path("environments") / module) if folder.is_dir()]
         folder = f"./{own[0]}" if own else "FOLDER"
         raise RunError(f"environment {env_id} is not installed; `{install}`, or `uv pip install {folder}` for one of your own")
@@ -32,6 +36,23 @@ def check_installed(env_id: str) -> str:
         if found != version:
             raise RunError(f"environment {env_id}: {found} is installed; `{install}`")
     return path
+
+
+def missing_environments(ids: Iterable[str]) -> list[str]:
+    """Which of these environments cannot be used and why, a sentence each, with the command that installs it."""
+    faults = []
+    for env_id in dict.fromkeys(ids):
+        try:
+            check_installed(env_id)
+        except RunError as error:
+            faults.append(str(error))
+    return faults
+
+
+def check_environments(settings: OrchestratorConfig) -> None:
+    """Raises RunError that names every environment of a configuration that is missing, before anything is started."""
+    if faults := missing_environments(settings.env_ids):
+        raise RunError("\n".join(faults))
 
 
 def use_folder(folder: Path) -> str:

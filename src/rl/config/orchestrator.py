@@ -297,6 +297,11 @@ class OrchestratorConfig(Settings):
     show_rollout_every: int = Field(5, ge=0)
     """Steps between rollouts that are printed in full; 0: none is."""
 
+    @property
+    def env_ids(self) -> list[str]:
+        """The environments that have to be installed beside us: those without an interpreter of their own."""
+        return [entry.id for entry in [*self.environment, *self.eval] if entry.id and not entry.python]
+
     def model_post_init(self, _context: object) -> None:
         for entry in self.eval:
             same = [env for env in self.environment if entry.id and env.id == entry.id and not entry.args]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rl.config.base import ABSOLUTE_PATHS, OPTIONAL_PATH, PATH, PATH_IF_FOLDER, Settings, switch
+from rl.config.base import ABSOLUTE_PATHS, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
 from rl.config.inference import InferenceConfig
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
 from rl.config.sft import SftConfig, with_sft_defaults
@@ -62,8 +62,8 @@ class ModelConfig(Settings):
     """Number format of inference's and the trainer's computation. Master weights, optimizer state and reductions are always float32."""
     max_model_len: int = Field(2048, ge=2)
     """Longest sequence in tokens, prompt and answer together."""
-    chat_template: Annotated[str | None, OPTIONAL_PATH] = None
-    """A file with a Jinja chat template, for a model that has none."""
+    chat_template: Annotated[str | None, TEMPLATE] = None
+    """A chat template for a model that has none, or in place of its own: a Jinja file, or `chatml`, which is built in."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
 

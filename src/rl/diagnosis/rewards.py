@@ -1,9 +1,15 @@
-"""Why a reward does not rise, by the metrics of the run."""
+"""What rewards say: why one does not rise, by the metrics of the run, and what a trial showed, by its rollouts."""
 
+import json
 import math
 import statistics
+from collections import defaultdict
+from contextlib import suppress
+from typing import Any
 
+from rl.config.quick import TOKENS
 from rl.diagnosis.state import RunState
+from rl.run_dir.paths import numbered
 from rl.wire.agreement import RUN_LIMITS
 
 ENOUGH_STEPS = 8
@@ -29,6 +35,52 @@ def reward_lines(state: RunState) -> list[str]:
     if not found:
         return [f"{head} No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"]
     return [f"{head} To see why it does not:", *(f"  - {hint}" for hint in found)]
+
+
+def verdict(state: RunState) -> str:
+    """What a trial (`--quick`) that ended well showed: how many steps were trained, and whether there is something to learn."""
+    steps = len({step for step, source in state.lines if source == "trainer"} - {*state.quarantined})
+    head = f"trained {steps or 'no'} step{'' if steps == 1 else 's'}"
+    if state.config.sft:
+        losses = state.values("trainer", "loss/mean")
+        return f"{head}; loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else head
+    rollouts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in numbered(state.run_dir.rollouts_dir, ".jsonl").values():
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError, KeyError):  # damaged: what is left counts
+                rollout = json.loads(line)
+                rollouts[rollout["env"]].append(rollout)
+    with_teacher = {env.label for env in state.config.orchestrator.environment if env.teacher or state.config.orchestrator.teacher}
+    found = [f"{env}: {what_rollouts_say(each, env in with_teacher)}" for env, each in sorted(rollouts.items())]
+    return "; ".join([head, *found, *([f"see {state.run_dir.rollouts_dir}"] if found else [])])
+
+
+def what_rollouts_say(rollouts: list[dict[str, Any]], has_teacher: bool) -> str:
+    """The rewards of an environment's rollouts, what can be learned from them, and how many failed or were cut off."""
+    count, failed = len(rollouts), [rollout["error"] for rollout in rollouts if rollout.get("error")]
+    if len(failed) == count:
+        return f"all {count} rollouts failed: {failed[0].splitlines()[0]}"
+    scored = [rollout for rollout in rollouts if not rollout.get("error") and rollout.get("why") != "not_trainable"]
+    rewards = [rollout["reward"] for rollout in scored]
+    signal = {rollout["group_id"] for rollout in scored if rollout.get("advantage")}
+    groups = {rollout["group_id"] for rollout in rollouts}
+    if not rewards:
+        text = "no rollout is of an agent that is trained"
+    elif min(rewards) == max(rewards):
+        text = f"all rewards {rewards[0]:g}"
+    else:
+        text = f"rewards {min(rewards):g} to {max(rewards):g}, mean {statistics.mean(rewards):.3f}"
+    if signal:
+        text += f": something to learn in {len(signal)} of {len(groups)} groups"
+    elif has_teacher:
+        text += ": what is learned is the teacher's"
+    else:
+        text += ": nothing to learn" + (" any more" if rewards and min(rewards) >= SOLVED else "")
+    if failed:
+        text += f"; {len(failed)} of {count} failed: {failed[0].splitlines()[0]}"
+    if (cut := sum(rollout.get("outcome") == "truncated" for rollout in rollouts)) > count / 5:
+        text += f"; {cut} of {count} answers were cut off (--quick allows {TOKENS} tokens)"
+    return text
 
 
 def mean_of(state: RunState, source: str, metric: str) -> float:

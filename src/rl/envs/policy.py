@@ -32,7 +32,8 @@ class Policy:
         self.spec = spec
         self.endpoint: Endpoint | None = spec.endpoint
         if spec.endpoint is None:
-            self.renderer: Renderer = load_renderer(spec.model_path, RendererConfig(**spec.renderer), spec.chat_template)
+            config = RendererConfig(**spec.renderer)
+            self.renderer: Renderer = load_renderer(spec.model_path, config, trust_remote_code=spec.trust_remote_code)
             self.servers = InferenceServers(spec.inference_urls, Path(spec.inference_status), timeout_s)
 
     async def sample(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:

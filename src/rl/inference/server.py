@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 PORT_WAIT_S = 10.0
 """For a port that a predecessor, or a child of one, has not yet let go."""
+SHUTDOWN_S = 2.0
+"""For vLLM's app to end by itself."""
 
 KEEP_ALIVE_S = 600
 """Idle HTTP connections stay open longer than any client keeps them, so that no request meets a connection that is being closed."""
@@ -207,6 +209,9 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
     server.should_exit = server.force_exit = True
     await serving
+    # uvicorn leaves that out then, and reports the task that waits for it as an error when the loop ends.
+    with suppress(TimeoutError):
+        await asyncio.wait_for(server.lifespan.shutdown(), SHUTDOWN_S)
     if stopped.done():
         return ""
     await asyncio.wait([death], timeout=1.0)  # vLLM's handlers end the server too when they meet a dead engine
@@ -237,7 +242,6 @@ def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> in
         "dtype": model.dtype,
         "seed": config.seed,
         "trust_remote_code": model.trust_remote_code,
-        "chat_template": model.chat_template,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
         "generation_config": "vllm",

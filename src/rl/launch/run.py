@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import CommandLine
+from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.ending import nothing_trained
+from rl.diagnosis.rewards import verdict
+from rl.diagnosis.state import read_state
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.picture import Picture
@@ -152,7 +155,12 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     config = config.with_absolute_paths()
+    if not config.sft:
+        check_environments(config.orchestrator)
     division = devices.split(config, machine())
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
-    return run(config, prepared, division, children, again)
+    code = run(config, prepared, division, children, again)
+    if code == 0 and "quick" in line.switches:
+        print(f"verdict   {verdict(read_state(prepared.run_dir, config))}", flush=True)
+    return code

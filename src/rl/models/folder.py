@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl.config.base import BUILT_IN_TEMPLATE
 from rl.config.run import ModelConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.run_dir.files import write_directory
@@ -20,6 +21,13 @@ from rl.system.errors import RunError
 HUB_TIMEOUT_S = 10.0
 """Time-out for an unreachable hub, so that it does not delay a start for long."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+VOCABULARIES = (*TOKENIZER_FILES, "added_tokens.json")
+CHATML = (
+    "{% if bos_token and bos_token not in ('<|im_start|>', eos_token) %}{{ bos_token }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + END + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Begins, as pretraining did, with the tokenizer's token for that if it has one of its own."""
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
@@ -35,10 +43,10 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
     if faults:
         raise RunError(f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}")
     if model.chat_template:
-        return str(with_template(folder, Path(model.chat_template)))
+        return str(with_template(folder, template_text(folder, model.chat_template)))
     if needs_template and not has_template(folder):
         raise RunError(
-            f"model.name = {model.name!r}: its tokenizer has no chat template; name a file with one: --model.chat_template chatml.jinja"
+            f"model.name = {model.name!r}: its tokenizer has no chat template; name one: --model.chat_template chatml, or a Jinja file"
         )
     return str(folder)
 
@@ -79,11 +87,22 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "models"
 
 
-def with_template(folder: Path, template: Path) -> Path:
-    """A folder of links to the files of `folder`, with `template` as its chat template. The same inputs give the same folder."""
+def template_text(folder: Path, given: str) -> bytes:
+    """The chat template that model.chat_template means for the model in `folder`. Raises RunError.
+
+    The built-in one is ChatML, where the tokenizer has no `<|im_end|>` with the token that ends its texts: a message needs one to end.
+    """
+    if given == BUILT_IN_TEMPLATE:
+        known = any(b"<|im_end|>" in (folder / name).read_bytes() for name in VOCABULARIES if (folder / name).is_file())
+        return CHATML.replace("END", "'<|im_end|>'" if known else "eos_token").encode()
+    template = Path(given)
     if not template.is_file():
-        raise RunError(f"model.chat_template = {str(template)!r}: no such file; give a file with a Jinja chat template")
-    text = template.read_bytes()
+        raise RunError(f"model.chat_template = {given!r}: no such file; give one with a Jinja chat template, or chatml, which is built in")
+    return template.read_bytes()
+
+
+def with_template(folder: Path, text: bytes) -> Path:
+    """A folder of links to the files of `folder`, with `text` as its chat template. The same inputs give the same folder."""
     target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + str(folder).encode(), digest_size=6).hexdigest()}"
 
     def fill(temporary: Path) -> None:

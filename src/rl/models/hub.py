@@ -1,8 +1,115 @@
-"""`python -m rl.models.hub NAME` prints how many bytes of a model's files a start downloads from the Hugging Face hub."""
+"""What is asked of the Hugging Face hub, and models that are pushed to it.
+
+`python -m rl.models.hub NAME` prints how many bytes of a model's files a start downloads.
+"""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl.system.errors import RunError
+from rl.system.functions import Blame
 
 TIMEOUT_S = 10.0
+SILENCE_S = 60.0
+"""Longest silence of the hub in an upload; the upload as a whole takes what it takes."""
+MODEL_FILES = ["*.safetensors", "*.bin", "*.index.json", "config.json", "adapter_config.json"]
+"""Files of a model that must not stay beside those of another one."""
+
+
+@contextmanager
+def hub_or_cache(name: str) -> Iterator[str]:
+    """Yields why the hub, which the data set `name` comes from, is out of reach; an empty text if it answers, or if `name` is here.
+
+    While it is out of reach `datasets` reads from the cache alone, at once: by itself it would ask again and again, for half a minute.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    fault = "" if Path(name).expanduser().exists() else hub_fault()
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    if fault:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield fault
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def hub_fault() -> str:
+    """Why the hub is out of reach; empty if it answers, whatever it says, within TIMEOUT_S."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        httpx.head(constants.ENDPOINT, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        return f"{constants.ENDPOINT} does not answer ({error or type(error).__name__})"
+    return ""
+
+
+def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
+    """Raises RunError unless a model may be pushed to `owner/name`, which need not be there: without a token, over another model, and
+    into a repository that everybody sees, unless these are wanted."""
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    what = f"--push {repo}"
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RunError(f"{what}: no name of a repository ({error}); give owner/name") from None
+    if repo.count("/") != 1:
+        raise RunError(f"{what}: give owner/name, where the owner is you or an organisation of yours")
+    if fault := hub_fault():
+        raise RunError(f"{what}: {fault}; check the network, or export with --to alone")
+    if not get_token():
+        raise RunError(f"{what}: there is no token for {constants.ENDPOINT}; `hf auth login`, or set HF_TOKEN to one that may write")
+    with asking(what):
+        try:
+            there = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=TIMEOUT_S)
+        except RepositoryNotFoundError:  # the hub says the same of another's private one, and refuses to make that
+            return
+    files = [file.rfilename for file in there.siblings or []]
+    if not overwrite and any(name.endswith((".safetensors", ".bin")) for name in files):
+        raise RunError(f"{what}: there is a model already; give another name, or --overwrite")
+    if not there.private and not public:
+        raise RunError(f"{what}: everybody sees this repository; give --public if they are to see the model, or another name")
+
+
+def push(folder: Path, repo: str, message: str, *, public: bool, overwrite: bool) -> tuple[str, str]:
+    """Uploads a model's folder in one commit, into a repository that is made private, or `public`, if it is new. Returns its address, and
+    who sees it. Raises RunError."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import get_session
+
+    api = HfApi(endpoint=constants.ENDPOINT)
+    get_session().timeout = SILENCE_S  # the client's own is none
+    with asking(f"--push {repo}"):
+        url = api.create_repo(repo, private=not public, exist_ok=True)
+        stale = MODEL_FILES if overwrite else None
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale)
+        private = api.model_info(repo, timeout=TIMEOUT_S).private
+    return str(url), "private" if private else "seen by everybody"
+
+
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Turns what the hub's client raises into a RunError."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with Blame(what, f"check the network and {constants.ENDPOINT}, then try again"):
+        try:
+            yield
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            remedy = "your token may not write there: `hf auth login` with one that may" if status in (401, 403) else "try again later"
+            raise RunError(f"{what}: the hub answered {status} ({error.server_message or 'without a reason'}); {remedy}") from None
 
 
 def main() -> None:
@@ -10,6 +117,8 @@ def main() -> None:
     from huggingface_hub import model_info
     from huggingface_hub.errors import HfHubHTTPError
 
+    if fault := hub_fault():
+        raise SystemExit(fault)
     try:
         files = model_info(sys.argv[1], files_metadata=True, timeout=TIMEOUT_S).siblings or []
     except (HfHubHTTPError, OSError) as error:

@@ -95,14 +95,12 @@ CANDIDATES = {
 """Token of the vocabulary -> the package's renderers for models that have it."""
 
 
-def load_renderer(model_path: str, config: RendererConfig, chat_template: str | None = None) -> Renderer:
-    """The renderer for a model folder. `chat_template`: a Jinja text or a file to use instead of the model's. Raises RendererError."""
+def load_renderer(model_path: str, config: RendererConfig, *, trust_remote_code: bool = False) -> Renderer:
+    """The renderer for a model folder, which has the template that model.chat_template names. Raises RendererError."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    if chat_template:
-        tokenizer.chat_template = chat_template if "{" in chat_template else Path(chat_template).read_text()
-    name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path, bool(chat_template))
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path)
     renderer = build(tokenizer, config, name)
     log.info("renderer %s: %s; tools %s", name, why, "can be used" if renderer.supports_tools else "cannot be shown to the model")
     return renderer
@@ -112,16 +110,16 @@ def build(tokenizer: Any, config: RendererConfig, name: str) -> Renderer:
     if name not in ("template", "chatml"):
         return PackageRenderer(tokenizer, config, name)
     if not tokenizer.chat_template:
-        raise RendererError("the model's tokenizer has no chat template; give one with model.chat_template = file.jinja")
+        raise RendererError("the model's tokenizer has no chat template; give one with model.chat_template: chatml, or a file")
     return (TemplateRenderer if name == "template" else ChatMLRenderer)(tokenizer, config)
 
 
-def choose(tokenizer: Any, model_path: str, other_template: bool) -> tuple[str, str]:
+def choose(tokenizer: Any, model_path: str) -> tuple[str, str]:
     """(renderer's name, reason): by the model's published name if its template is unchanged, else by what its template does."""
     from renderers.base import MODEL_RENDERER_MAP
 
     published, inherited = published_names(tokenizer, model_path)
-    if published in MODEL_RENDERER_MAP and not other_template:
+    if published in MODEL_RENDERER_MAP:  # a folder with another template lies outside of the hub's cache
         return MODEL_RENDERER_MAP[published], f"known for {published}"
     template = build(tokenizer, RendererConfig(), "template")
     vocabulary = tokenizer.get_vocab()

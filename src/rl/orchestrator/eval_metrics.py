@@ -92,7 +92,8 @@ def eval_metrics(label: str, results: Results) -> dict[str, float]:
     """The numbers of one evaluation. A failed rollout counts as reward 0, and in `errored`.
 
     `reward_mean` is the mean over examples; `avg@k` the same under a name that gives the number k of samples of each; `pass@k` for
-    k = 1, 2, 4, ... and the number of samples. The environment's own metrics are means over the rollouts that have them.
+    k = 1, 2, 4, ... and the number of samples; `agent_<name>` the mean of one agent, where there are several. The environment's own
+    metrics are means over the rollouts that have them.
     """
     assert results and all(rollouts for _, rollouts in results), f"eval {label} has no rollouts"
     played = [episodes(rollouts) for _, rollouts in results]
@@ -106,8 +107,22 @@ def eval_metrics(label: str, results: Results) -> dict[str, float]:
     metrics["length_mean"] = statistics.fmean(rollout.num_tokens for rollout in rollouts)
     metrics["errored"] = statistics.fmean(play.failed for group in played for play in group)
     metrics["truncated"] = statistics.fmean(rollout.truncated for rollout in rollouts)
+    metrics |= agent_rewards(results)
     own = {name: statistics.fmean(values) for name, values in metric_values(rollouts).items() if name not in metrics}
     return {f"eval/{label}/{name}": float(value) for name, value in (metrics | own).items()}
+
+
+def agent_rewards(results: Results) -> dict[str, float]:
+    """`agent_<name>`: the mean reward of each agent over the examples in which it plays, where there are several; a failed rollout
+    counts as 0. In a zero-sum game the mean over all of them says nothing."""
+    by_agent: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for task, rollouts in results:
+        for rollout in rollouts:
+            by_agent[rollout.agent][task].append(0.0 if rollout.error else rollout.reward)
+    metrics: dict[str, float] = {}
+    for agent, examples in sorted(by_agent.items()) if len(by_agent) > 1 else ():
+        metrics |= with_error(f"agent_{agent}", [statistics.fmean(rewards) for rewards in examples.values()])
+    return metrics
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float], seed: int) -> Difference:
@@ -130,8 +145,7 @@ def rollout_line(env: str, task: int, rollout: Rollout) -> dict[str, Any]:
     return {"env": env, "task": task, "rollout": rollout.episode, **rollout.as_record()}
 
 
-def write_eval(path: Path, version: int | None, label: str, results: Results) -> dict[str, float]:
-    """Writes one evaluation's rollouts, a line each, and returns its metrics. `version` is the policy's; None: it has none."""
+def write_eval(path: Path, version: int | None, label: str, results: Results) -> None:
+    """Writes one evaluation's rollouts, a line each. `version` is the policy's; None: it has none."""
     lines = [{"policy_version": version} | rollout_line(label, task, rollout) for task, rollouts in results for rollout in rollouts]
     write_file(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    return eval_metrics(label, results)

@@ -6,17 +6,16 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
 from rl.orchestrator.eval_metrics import Results, eval_metrics, write_eval
 from rl.orchestrator.pool import EnvLostError, WorkerPool
+from rl.orchestrator.setups import EvalEnv
 from rl.orchestrator.step_clock import StepClock
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir
-from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
 
@@ -24,15 +23,6 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 20
 """So often what another version sampled is played again before the evaluation gives up: enough for a server that dies once a minute."""
-
-
-@dataclass(frozen=True)
-class EvalEnv:
-    """The workers that play an evaluation: a training environment's if they hold the same environment, else its own."""
-
-    worker_env: str
-    size: int | None
-    """Tasks; None: endless."""
 
 
 class Evaluator:
@@ -49,20 +39,10 @@ class Evaluator:
         """By label: (mean reward, policy version); of equal ones the first."""
         self.skipped: set[int] = set()
         """Versions that inference cannot hold any more."""
-        for entry in config.orchestrator.eval:
-            if self.num_tasks(entry) == 0:
-                raise RunError(f"eval {entry.label} has no examples: its environment has no eval dataset, or num_examples is 0")
         for (version, source), values in sorted(read_metrics(self.run_dir.metrics).items()):
             for entry in config.orchestrator.eval:
                 if source == "eval" and (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
                     self._update_best(entry.label, version, reward)
-
-    def num_tasks(self, entry: EvalConfig) -> int:
-        """How many tasks an evaluation plays. Raises RunError if they are endless and not limited."""
-        limits = [limit for limit in (self.envs[entry.label].size, entry.num_examples) if limit is not None and limit >= 0]
-        if not limits:
-            raise RunError(f"eval {entry.label}: its tasks are endless; say how many with num_examples")
-        return min(limits)
 
     def _update_best(self, label: str, version: int, reward: float) -> None:
         if label not in self.best or reward > self.best[label][0]:
@@ -121,7 +101,7 @@ class Evaluator:
             return task, await self.pool.play(self.envs[entry.label].worker_env, "eval", task, entry.samples, sampling, task)
 
         results: dict[int, list[Rollout]] = {}
-        todo = list(range(self.num_tasks(entry)))
+        todo = list(range(self.envs[entry.label].num_tasks))
         for _ in range(MAX_ATTEMPTS):
             await settle()
             results |= dict(await asyncio.gather(*(one(task) for task in todo)))

@@ -12,15 +12,15 @@ import msgspec
 from rl.config.check import bound_wider
 from rl.config.command_line import load_config, to_toml
 from rl.config.help import PROCESS_USAGE
-from rl.config.installed import check_installed
+from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
-from rl.orchestrator.evaluator import EvalEnv, Evaluator
+from rl.orchestrator.evaluator import Evaluator
 from rl.orchestrator.functions import load_functions, metrics_function
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.pool import WorkerPool
 from rl.orchestrator.served_policy import ServedPolicy
-from rl.orchestrator.setups import eval_workers, policy_spec, task_source, worker_setups
+from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_source, worker_setups
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
 from rl.run_dir.files import clean_leftovers, write_file
@@ -51,12 +51,13 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
             pool.start(setup)
         ready = await pool.sizes(settings.worker_timeout_s)
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
+        if faults := task_faults(config, ready):
+            raise RunError("\n".join(faults))
         for teacher in dict.fromkeys(teachers.values()):
             status.enter(Phase.WAITING_FOR_TEACHER, detail=teacher.url)
             await teacher.check(model_path, config.model.max_model_len)
         status.enter(Phase.WAITING_FOR_INFERENCE)
-        evals = {label: EvalEnv(env, ready[env].num_eval) for label, env in eval_workers(config).items()}
-        evaluator = Evaluator(config, pool, evals, StepClock())
+        evaluator = Evaluator(config, pool, eval_envs(config, ready), StepClock())
         policy = ServedPolicy(servers, config.run_dir, model_path, evaluator)
         orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
         status.gauges["playing"] = lambda: sum(play.episodes for play in list(orchestrator.admission.in_flight.values()))
@@ -89,9 +90,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     code, status = 0, None
     try:
-        for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
-            if entry.id and not entry.python:
-                check_installed(entry.id)
+        check_environments(config.orchestrator)
         load_functions(config)
         run_dir = config.run_dir
         _lock = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)

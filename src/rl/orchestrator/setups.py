@@ -1,14 +1,23 @@
 """From the configuration to the setup of each environment worker, and to the source of training tasks."""
 
 import logging
+from dataclasses import dataclass
 
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
 from rl.orchestrator.tasks import EnvTasks, TaskSource
-from rl.system.errors import RunError
 from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
 
 log = logging.getLogger("rl.orchestrator")
+
+
+@dataclass(frozen=True)
+class EvalEnv:
+    """The workers that play an evaluation: a training environment's if they hold the same environment, else its own."""
+
+    worker_env: str
+    num_tasks: int
+    """Tasks that are played."""
 
 
 def eval_workers(config: RLConfig) -> dict[str, str]:
@@ -33,7 +42,7 @@ def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
     return PolicySpec(
         model_path=model_path,
         max_model_len=config.model.max_model_len,
-        chat_template=config.model.chat_template,
+        trust_remote_code=config.model.trust_remote_code,
         renderer=config.renderer.model_dump(),
         inference_urls=config.orchestrator.inference_urls,
         inference_status=str(config.run_dir.status("inference").absolute()),
@@ -61,14 +70,42 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
     ]
 
 
+def smallest(*limits: int | None) -> int | None:
+    """The smallest of some numbers of tasks. None and negative ones bound nothing; None: nothing does."""
+    return min((limit for limit in limits if limit is not None and limit >= 0), default=None)
+
+
+def task_faults(config: RLConfig, ready: dict[str, Ready]) -> list[str]:
+    """What a run refuses about the tasks of its environments, a sentence each."""
+    faults, workers = [], eval_workers(config)
+    for env in config.orchestrator.environment:
+        if smallest(ready[env.label].num_train, env.max_samples) == 0:
+            faults.append(f"environment {env.label} has no training examples; check its arguments (args) and max_samples")
+    for entry in config.orchestrator.eval:
+        held_out = ready[workers[entry.label]].num_eval
+        size = smallest(held_out, entry.num_examples)
+        if held_out == 0:
+            remedy = "give it some (its args, eval_dataset), evaluate on another environment, or leave the evaluation out"
+            faults.append(f"eval {entry.label} has no examples, for its environment holds none out: {remedy}")
+        elif size == 0:
+            faults.append(f"eval {entry.label} has no examples, for its num_examples is 0: raise it, or leave the evaluation out")
+        elif size is None:
+            faults.append(f"eval {entry.label}: its tasks are endless; say how many with num_examples")
+    return faults
+
+
+def eval_envs(config: RLConfig, ready: dict[str, Ready]) -> dict[str, EvalEnv]:
+    """Who plays each evaluation, by its label, and how many of its tasks; `task_faults` finds none in them."""
+    workers = eval_workers(config)
+    sizes = {entry.label: smallest(ready[workers[entry.label]].num_eval, entry.num_examples) for entry in config.orchestrator.eval}
+    return {label: EvalEnv(workers[label], size) for label, size in sizes.items() if size}
+
+
 def task_source(config: RLConfig, ready: dict[str, Ready]) -> TaskSource:
-    """The source of training tasks. Raises RunError for an environment without any."""
+    """The source of training tasks, in which `task_faults` finds none."""
     envs = {}
     for env in config.orchestrator.environment:
-        sizes = [size for size in (ready[env.label].num_train, env.max_samples) if size is not None and size >= 0]
-        size = min(sizes, default=None)
-        if size == 0:
-            raise RunError(f"environment {env.label} has no training examples; check its arguments (args) and max_samples")
+        size = smallest(ready[env.label].num_train, env.max_samples)
         if size is None and env.difficulty:
             log.warning("environment %s makes ever new tasks: difficulty has no effect, for none comes twice; set max_samples", env.label)
         envs[env.label] = EnvTasks(size, env.weight, env.group_size or config.orchestrator.group_size, env.difficulty)

@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import shutil
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -175,6 +176,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
 def commit_directory(temporary: Path, path: Path) -> None:
     """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced in one step where the kernel can."""
     kind = faults.kind_of(path)
+    share(temporary)
     for file in [*temporary.rglob("*"), temporary]:
         faults.point(f"{kind}.fsync")
         fsync_path(file)
@@ -187,6 +189,16 @@ def commit_directory(temporary: Path, path: Path) -> None:
     fsync_path(path.parent)
     shutil.rmtree(temporary, ignore_errors=True)  # what was replaced
     faults.point(f"{kind}.done")
+
+
+def share(folder: Path) -> None:
+    """Gives files the permissions that the umask gave the folder: safetensors writes for the owner alone. Leaves links as they are."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for file in folder.rglob("*"):
+        there = file.lstat()
+        if stat.S_ISREG(there.st_mode) and there.st_nlink == 1 and stat.S_IMODE(there.st_mode) != mode:
+            with contextlib.suppress(PermissionError):  # a file system that has no permissions
+                file.chmod(mode)
 
 
 def exchange(one: Path, other: Path) -> bool:

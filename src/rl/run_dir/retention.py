@@ -15,7 +15,7 @@ def delete_old(
 
     What stays: the newest `keep_last` (None: all), multiples of `keep_every`, those `needed`, all from `needed_from` on.
     """
-    newest = entries.keys() if keep_last is None else sorted(entries)[-keep_last:]
+    newest = entries.keys() if keep_last is None else sorted(entries)[max(0, len(entries) - keep_last) :]
     for number, path in entries.items():
         if number in newest or number in needed or number >= needed_from or (keep_every and number % keep_every == 0):
             continue

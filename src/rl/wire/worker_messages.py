@@ -41,7 +41,7 @@ class PolicySpec(msgspec.Struct, kw_only=True):
 
     model_path: str = ""
     max_model_len: int = 2048
-    chat_template: str | None = None
+    trust_remote_code: bool = False
     renderer: dict[str, Any] = {}
     """A RendererConfig."""
     inference_urls: list[str] = []
@@ -125,7 +125,7 @@ class Description(msgspec.Struct, tag=True):
     """The description of an environment, for `rl env`."""
 
     about: dict[str, Any]
-    """kind, arguments with defaults, reward functions, tools, ... in the order in which they are shown."""
+    """kind, arguments with values and defaults, reward functions, tools, ... in the order in which they are shown."""
     tasks: list[dict[str, Any]]
 
 

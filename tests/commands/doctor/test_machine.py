@@ -142,7 +142,6 @@ def config_of(tmp_path, *flags) -> RLConfig:
     return load_config(["--output_dir", str(tmp_path), "--name", "x", "--orchestrator.environment.id", "none", *flags])[0]
 
 
-@pytest.mark.filterwarnings("ignore:inference.host")
 def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     assert configuration.run_directory(config).level == "ok"

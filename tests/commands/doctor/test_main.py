@@ -6,18 +6,23 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
+from rl.commands.arena import Arena
 from rl.commands.doctor import configuration, smoke
+from rl.commands.doctor.agreement import report
 from rl.commands.doctor.main import main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model as make_own_tiny_model
 from rl.run_dir.files import write_file
+from rl.wire.agreement import Scored
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from rl.wire.worker_messages import Ready
 from tests.commands.driver import ENVIRONMENTS
 from tests.tiny_model import make_tiny_model
 
@@ -64,6 +69,26 @@ def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
     assert found["vllm"].text == "inference.vllm.x = 1: no such argument"
     assert found["environment"].text.startswith("environment no-such-env is not installed; `uv pip install no-such-env`")
     assert set(found) == {"model", "vllm", "environment"}
+
+
+def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
+    """Prompts that do not fit the context, as a worker of the run measures them; an evaluation without held-out tasks."""
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    model = make_own_tiny_model(tmp_path / "tiny")
+    entry = {"id": "say-digit", "args": {"held_out": 0}}
+    orchestrator = {"environment": [entry], "eval": [entry | {"name": "held"}], "sampling": {"max_tokens": 8}}
+    config = RLConfig.model_validate({"model": {"name": str(model), "max_model_len": 24}, "orchestrator": orchestrator})
+    (found,) = configuration.environments(config, model, tmp_path / "work", children)
+    assert found.level == "FAIL" and "orchestrator.sampling.max_tokens = 8 exceed model.max_model_len = 24" in found.text
+
+    @asynccontextmanager
+    async def loaded(*_args, **_options):
+        yield Arena(None, {"say-digit": Ready(4, 0)}, config, None)
+
+    monkeypatch.setattr(configuration, "arena", loaded)
+    found = [(check.level, check.name) for check in configuration.environments(config, None, tmp_path / "work", children)]
+    assert found == [("ok", "environment"), ("FAIL", "tasks"), ("warn", "prompts")]
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
@@ -118,8 +143,19 @@ def test_parity_of_a_model(tmp_path):
     lines = found.stdout.splitlines()
     assert lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)" and lines[-1] == "  trainer and inference agree"
     for line, temperature in zip(lines[2:4], (1.0, 0.7), strict=True):
-        cells = [float(cell) for cell in line.split()]
+        cells = [float(cell) for cell in line.split()[:5]]
         assert cells[0] == temperature and cells[1] > 50 and cells[2] <= cells[3] < 1e-4 and cells[4] < 1e-8
+
+
+def test_a_parity_that_passes_above_its_limit_says_why(capsys):
+    """exp(0.1) - 1.1 = 0.00517 on one of two tokens: a mean of 0.00259 whose standard error is as large."""
+    assert report("bfloat16", [Scored(0, 1.0, 0.1), Scored(1, 0.7, 0.0)], None) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[4].split() == ["both", "2", "0.05", "0.1", "0.00259", "±", "0.003"]
+    assert said[5].startswith("  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard errors, which so few tokens")
+    assert report("bfloat16", [Scored(0, 1.0, 0.05), Scored(1, 0.7, 0.0)], None) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "  trainer and inference agree"
+    assert report("bfloat16", [Scored(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1
 
 
 def test_parity_of_a_model_that_is_not_there():

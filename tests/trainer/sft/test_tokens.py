@@ -179,7 +179,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}], {}, "leaves out the thinking"),
         ("thinks", THINKS, {"renderer": {"enable_thinking": False, "name": "template"}}, "behind the prompt .* renderer.enable_thinking"),
         ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}], {}, "the template's own special tokens"),
-        ("base", TWO_TURNS, {}, "needs a chat template, .* --model.chat_template chatml.jinja"),
+        ("base", TWO_TURNS, {}, "needs a chat template, .* --model.chat_template chatml, or a file"),
     ],
 )
 def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messages, settings, said):
@@ -211,7 +211,7 @@ def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkey
     base = make_tiny_model(tmp_path / "base")
     (base / "chat_template.jinja").unlink()
     (tmp_path / "chatml.jinja").write_text(CHAT_TEMPLATE)
-    with pytest.raises(RunError, match=r"no chat template; name a file with one: --model.chat_template chatml.jinja"):
+    with pytest.raises(RunError, match=r"no chat template; name one: --model.chat_template chatml"):
         resolve_model(ModelConfig(name=str(base)))
     assert resolve_model(ModelConfig(name=str(base)), needs_template=False) == str(base)
     folder = resolve_model(ModelConfig(name=str(base), chat_template=str(tmp_path / "chatml.jinja")))

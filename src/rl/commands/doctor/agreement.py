@@ -9,13 +9,13 @@ from typing import Any
 from rl.commands.arena import say, start_server
 from rl.commands.doctor.check import output, start_module
 from rl.config.command_line import to_toml
-from rl.config.run import RLConfig
+from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.orchestrator.probe import complete
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
-from rl.wire.agreement import LIMITS, Scored, agreement, likely_cause
+from rl.wire.agreement import LIMITS, Agreement, Limit, Scored, agreement, likely_cause
 from rl.wire.batch_file import write_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
@@ -55,12 +55,12 @@ async def parity(config: RLConfig, num_tokens: int, work: Path, children: Childr
     sliding window in tokens, None without one)."""
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
-    server, model = await start_server(config, config.model.name, work, children)
+    server = await start_server(config, config.model.name, work, children)
     write_file(work / f"{dtype}.toml", to_toml(server.config).encode())
     servers = InferenceServers([], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s)
     try:
         await server.ready()
-        cases = [(ids, temperature) for ids in prompts(model, config.model.max_model_len, num_tokens) for temperature in TEMPERATURES]
+        cases = [(ids, temperature) for ids in prompts(server.model, config.model, num_tokens) for temperature in TEMPERATURES]
         samples = await asyncio.gather(*(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases)))
     finally:
         await servers.close()
@@ -77,12 +77,12 @@ async def parity(config: RLConfig, num_tokens: int, work: Path, children: Childr
     return [Scored(*token) for token in found["tokens"]], found["sliding_window"]
 
 
-def prompts(model: str, max_model_len: int, num_tokens: int) -> list[list[int]]:
+def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]:
     """Token ids of the texts, and of a long one, which shows positions that are computed differently."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    room = min(1024, max_model_len - num_tokens - 1)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    room = min(1024, model.max_model_len - num_tokens - 1)
     texts = [*TEXTS, LONG_TEXT * (1 + room // 16)]
     return [tokenizer.encode(text, add_special_tokens=False)[:room] for text in texts]
 
@@ -90,12 +90,25 @@ def prompts(model: str, max_model_len: int, num_tokens: int) -> list[list[int]]:
 def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 when trainer and inference disagree."""
     limit = LIMITS[dtype]
-    print(f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} {'max |d|':>10} {'kl':>10}")
-    for temperature in TEMPERATURES:
-        found = agreement([token.difference for token in scored if token.temperature == temperature])
-        print(f"  {temperature:<12} {found.tokens:>6} {found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.2g}")
-    if agreement([token.difference for token in scored]).within(limit):
-        print("  trainer and inference agree", flush=True)
+    print(f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} {'max |d|':>10} {'kl':>10}  ± its error")
+    rows = {temperature: [token.difference for token in scored if token.temperature == temperature] for temperature in TEMPERATURES}
+    whole = agreement([token.difference for token in scored])
+    for name, found in [*((name, agreement(differences)) for name, differences in rows.items()), ("both", whole)]:
+        figures = f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.3g}  ± {found.kl_error:.1g}"
+        print(f"  {name:<12} {found.tokens:>6} {figures}")
+    if whole.within(limit):
+        print(f"  trainer and inference agree{reservation(whole, limit)}", flush=True)
         return 0
     print(f"  they DISAGREE: {likely_cause(scored, limit, sliding_window)}", flush=True)
     return 1
+
+
+def reservation(found: Agreement, limit: Limit) -> str:
+    """Why a mean KL that is above its limit passes; empty for one that is not."""
+    if found.kl <= limit.kl:
+        return ""
+    excess = (found.kl - limit.kl) / found.kl_error
+    return (
+        f": kl {found.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, which so few tokens may do by chance "
+        "(3 are too many); a higher --tokens tells"
+    )

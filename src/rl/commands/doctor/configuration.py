@@ -9,16 +9,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl.commands.arena import arena, check_environments
+from rl.commands.arena import arena
 from rl.commands.doctor.check import GIB, Check, fault_of, memory_bytes, needed_gib, output, start_module
 from rl.config.check import bound_wider, exposure
 from rl.config.command_line import to_toml
+from rl.config.installed import missing_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import REMEDY as DISK_REMEDY
 from rl.diagnosis.disk import needs, tensor_shapes
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY
+from rl.orchestrator.setups import task_faults
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
 from rl.run_dir.token import run_token
@@ -52,7 +54,7 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
         if config.inference.vllm and not config.sft and not config.orchestrator.inference_urls:
             yield engine_arguments(config, work, children)
         if not config.sft:
-            yield from environments(config, work, children)
+            yield from environments(config, model, work, children)
 
 
 def run_directory(config: RLConfig) -> Check:
@@ -163,26 +165,30 @@ def engine_arguments(config: RLConfig, work: Path, children: Children) -> Check:
     return Check("FAIL", "vllm", "; ".join(lines) or f"reading inference.vllm {fault}")
 
 
-def environments(config: RLConfig, work: Path, children: Children) -> Iterable[Check]:
-    """Whether each is installed, and loads in a process as a run would have it."""
+def environments(config: RLConfig, model: Path | None, work: Path, children: Children) -> Iterable[Check]:
+    """Whether each is installed, loads in a process as a run would have it, and has the tasks that the run needs.
+
+    model: the folder of the model whose context prompts have to fit; None: they are not measured.
+    """
     config = config.model_copy(deep=True)
     for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
         entry.workers = 1
 
     async def load() -> dict[str, Ready]:
-        async with arena(config, None, work, children) as ground:
+        async with arena(config, None, work, children, model=str(model or "")) as ground:
             return ground.ready
 
+    if missing := missing_environments(config.orchestrator.env_ids):
+        yield from (Check("FAIL", "environment", fault) for fault in missing)
+        return
     try:
-        check_environments(config)
         loaded = asyncio.run(load())
     except RunError as error:
         yield Check("FAIL", "environment", str(error))
         return
     for name, ready in loaded.items():
         train = "ever new tasks" if ready.num_train is None else f"{ready.num_train} training examples"
-        text = f"{name}: {train}" + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation")
-        if ready.num_train == 0 and name in [env.label for env in config.orchestrator.environment]:
-            yield Check("FAIL", "environment", f"{text}; check its arguments (args)")
-        else:
-            yield Check("ok", "environment", text)
+        yield Check("ok", "environment", f"{name}: {train}" + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation"))
+    yield from (Check("FAIL", "tasks", fault) for fault in task_faults(config, loaded))
+    if not model:
+        yield Check("warn", "prompts", "not measured against model.max_model_len: that needs the model, which is not here")

@@ -34,8 +34,8 @@ HELP = usage(
     "Exit code 0: all is well; 1: something is wrong, and the output says what to do.",
     OPTIONS,
 )
-NO_ENVIRONMENT = {"orchestrator.environment.id": ("none", "rl doctor")}
-"""Without a configuration nothing is played."""
+NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")
+"""Keys that may be missing, or not fit the others, without a configuration: then nothing is played."""
 
 
 def main(args: list[str], children: Children) -> int:
@@ -48,16 +48,13 @@ def main(args: list[str], children: Children) -> int:
         if len(rest) > 1:
             fail("rl doctor", f"{rest[1]}: a run has its own configuration; give RUN alone, with --json or --verify")
         return run(rest[0], verify=bool(values["verify"]), as_json=bool(values["json"]))
-    given = {} if rest else NO_ENVIRONMENT
-    config, _ = load_config(
-        rest, "rl doctor", variables=os.environ, usage=HELP, given=given, optional=() if rest else ("orchestrator.sampling.max_tokens",)
-    )
+    config, _ = load_config(rest, "rl doctor", variables=os.environ, usage=HELP, optional=() if rest else NOT_PLAYED)
     return examine(config, children, with_config=bool(rest), smoke=not values["no_smoke"], as_json=bool(values["json"]))
 
 
 def parity(args: list[str], children: Children) -> int:
     """The comparison of trainer and inference."""
-    config, _, values = load("rl doctor", args, OPTIONS, HELP, given=NO_ENVIRONMENT, optional=("orchestrator.sampling.max_tokens",))
+    config, _, values = load("rl doctor", args, OPTIONS, HELP, optional=NOT_PLAYED)
     from rl.commands.arena import run as play
     from rl.commands.doctor.agreement import examine
 

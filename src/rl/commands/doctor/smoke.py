@@ -101,7 +101,7 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
         "orchestrator": {"environment": [{"id": "none"}]},
     }
     async with asyncio.timeout(SMOKE_TIMEOUT_S):
-        server, _ = await start_server(RLConfig.model_validate(settings), str(model), work, children)
+        server = await start_server(RLConfig.model_validate(settings), str(model), work, children)
         servers = InferenceServers([], server.config.run_dir.status("inference"), SMOKE_TIMEOUT_S)
         try:
             await server.ready()

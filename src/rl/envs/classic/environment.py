@@ -165,7 +165,7 @@ class ClassicEnvironment:
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {"class": f"{type(self.env).__module__}.{type(self.env).__qualname__}"}
         if self.spec.id:
-            about["arguments"] = load_arguments(self.spec.id)
+            about["arguments"] = load_arguments(self.spec.id, self.spec.args)
         about |= {"train tasks": self.num_tasks("train"), "eval tasks": self.num_tasks("eval")}
         about["scores groups"] = self.scores_groups
         if isinstance(self.env, vf.EnvGroup):
@@ -330,10 +330,18 @@ async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
         return [await plays[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(play) for play in plays]
+            tasks = [group.create_task(without_exit(play)) for play in plays]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def without_exit(play: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has a task of its own, where an exit() of the environment's code would end the event loop."""
+    try:
+        return await play
+    except SystemExit as end:
+        raise RuntimeError(f"the environment's code called exit({'' if end.code is None else repr(end.code)})") from end
 
 
 async def no_teardown() -> None:

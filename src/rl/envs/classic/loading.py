@@ -50,14 +50,16 @@ def load_package(spec: EnvSpec, what: str) -> vf.Environment:
     return env
 
 
-def load_arguments(env_id: str) -> dict[str, str]:
-    """The arguments of load_environment: name to `type = default`."""
-    arguments = {}
+def load_arguments(env_id: str, given: dict[str, Any] | None = None) -> dict[str, str]:
+    """The arguments of load_environment: name to `type = default`, or, of those that are given, to `type = value (default: ...)`."""
+    arguments, given = {}, dict(given or {})
     for name, parameter in inspect.signature(import_env_module(check_installed(env_id)).load_environment).parameters.items():
         kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation)
         default = "required" if parameter.default is parameter.empty else f"{parameter.default!r}"
+        if name in given:
+            default = f"{given.pop(name)!r} ({default if default == 'required' else f'default: {default}'})"
         arguments[f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name] = f"{kind} = {default}" if kind else default
-    return arguments
+    return arguments | {name: repr(value) for name, value in given.items()}  # what **kwargs took
 
 
 def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environment]]:

@@ -71,7 +71,8 @@ def watched(func: Callable[..., Any], weight: float, is_group: bool) -> Callable
             return await maybe_await(func, *args, **kwargs)
         try:
             value = await maybe_await(func, *args, **kwargs)
-        except Exception as error:  # broad, for the caller's is as well: what is not caught here ends as a reward of 0.0 there
+        # Broad, for the caller's is as well: what is not caught here ends as a reward of 0.0 there, and an exit() ends the event loop.
+        except (Exception, SystemExit) as error:
             problem = f"raised {error_text(error)}"
         else:
             result = as_numbers(value, scoring.num_rollouts) if is_group else as_number(value)

@@ -10,6 +10,7 @@ import datasets
 import verifiers as vf
 
 from rl.config.outside import rows_fault
+from rl.models.hub import hub_or_cache
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
 from rl.wire.worker_messages import EnvSpec
@@ -48,8 +49,10 @@ def read(source: str) -> datasets.Dataset:
     if fault := rows_fault(source):
         raise RunError(f"dataset {source} {fault}")
     name, _, split = source.partition(":")
-    with Blame(f"dataset {source}", f"check name and split (owner/name:split), and the network; {path.absolute()} is no file either"):
-        data = datasets.load_dataset(name, split=split or "train")
+    with hub_or_cache(name) as unreachable:
+        remedy = f"{unreachable}: check the network, or give a JSONL file" if unreachable else "check name and split (owner/name:split)"
+        with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is no file either"):
+            data = datasets.load_dataset(name, split=split or "train")
     if not {"prompt", "question"} & set(data.column_names):
         raise RunError(f"dataset {source} has no column prompt or question, but {', '.join(data.column_names)}")
     with Blame(f"dataset {source}", "prompts must be text or a list of messages"):

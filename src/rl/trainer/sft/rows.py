@@ -11,6 +11,7 @@ from typing import Any
 from rl.config.command_line import without_none
 from rl.config.sft import SftConfig
 from rl.models.chat import Message, Tool
+from rl.models.hub import hub_or_cache
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
@@ -131,7 +132,7 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    path = Path(source.dataset).expanduser()
+    path, unreachable = Path(source.dataset).expanduser(), ""
     try:
         if path.is_file():
             kind = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(path.suffix)
@@ -141,11 +142,14 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
             return saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
-        return datasets.load_dataset(source.dataset, config.subset, split=source.split)
+        with hub_or_cache(source.dataset) as unreachable:
+            return datasets.load_dataset(source.dataset, config.subset, split=source.split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetGenerationError) as error:
         where = "" if path.exists() else f"; {path.absolute()} is no file or folder either"
         reason = str(error).strip().splitlines()[0]
-        remedy = "check name, sft.split and sft.subset, and the network"
+        remedy = "check name, sft.split and sft.subset"
+        if unreachable:
+            reason, remedy = f"not in the cache of this machine, and {unreachable}", "check the network, or give a file"
         raise RunError(f"{source.key} = {source.dataset!r} (split {source.split}): {reason}; {remedy}{where}") from None
 
 

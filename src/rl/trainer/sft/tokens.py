@@ -26,7 +26,7 @@ from rl.run_dir.checksums import checksum
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
-from rl.trainer.sft.rows import Example, read_examples, sources
+from rl.trainer.sft.rows import Example, files_of, read_examples, sources
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which data sets keep what an assistant thought."""
@@ -65,8 +65,11 @@ class Tokenizer:
         self.max_length = config.model.max_model_len
         self.has_template = bool(config.model.chat_template) or has_template(model)
         self.chat = self.sft.style == "chat" or (self.sft.style == "auto" and self.has_template)
-        self.renderer: Renderer | None = load_renderer(str(model), config.renderer) if self.has_template else None
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        trusted = config.model.trust_remote_code
+        self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trusted)
+        self.renderer: Renderer | None = None
+        if self.has_template:
+            self.renderer = load_renderer(str(model), config.renderer, trust_remote_code=trusted)
         self.warnings: set[str] = set()
 
     def samples(self, example: Example, counts: Counter[str]) -> list[Tokens]:
@@ -104,8 +107,8 @@ class Tokenizer:
         """The trained turns of a chat, each behind exactly the ids that it would be sampled after in a rollout. Raises RunError."""
         if self.renderer is None:
             raise RunError(
-                f"{example.place}: a list of messages needs a chat template, and the model's tokenizer has none; name a file with one: "
-                "--model.chat_template chatml.jinja (or give prompt and completion as text)"
+                f"{example.place}: a list of messages needs a chat template, and the model's tokenizer has none; name one: "
+                "--model.chat_template chatml, or a file (or give prompt and completion as text)"
             )
         messages = [without_reasoning(message) for message in example.messages] if self.sft.drop_reasoning else example.messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= example.num_context]
@@ -211,6 +214,8 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
         manifest: dict[str, Any] = {"style": "chat" if tokenizer.chat else "completion"}
         for name, source in sources(sft).items():
             counts, tasks = Counter[str](), dict[str, int]()
+            there = files_of(source) or Path(source.dataset).expanduser().exists()
+            report(Phase.READING_DATA, None, source.dataset if there else f"{source.dataset} from the Hugging Face hub")
 
             def samples(source=source, counts=counts, tasks=tasks) -> Iterator[tuple[Tokens, int]]:
                 for example in read_examples(source, sft, counts):

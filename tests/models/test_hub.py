@@ -1,0 +1,97 @@
+"""A hub that does not answer: told at once, with what to do; data sets then come from the cache."""
+
+import socket
+import time
+
+import datasets
+import pytest
+from huggingface_hub import constants
+
+from rl.config.sft import SftConfig
+from rl.envs.classic.rows import read
+from rl.models import hub
+from rl.system.errors import RunError
+from rl.trainer.sft.rows import Source, hub_rows
+from tests.models.hub_stub import TOKEN, HubStub
+from tests.web import serving
+
+
+@pytest.mark.parametrize("listens", [False, True])  # nobody is there; somebody is and is silent
+def test_a_hub_out_of_reach_is_told_at_once(listens, monkeypatch):
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        began = time.monotonic()
+        with pytest.raises(RunError, match=f"not in the cache of this machine, and {endpoint} does not answer .*network, or give a file"):
+            hub_rows(Source("nobody/nothing", "train", "sft.dataset"), SftConfig(dataset="nobody/nothing"))
+        with pytest.raises(RunError, match=f"{endpoint} does not answer .*: check the network, or give a JSONL file"):
+            read("nobody/nothing")
+        assert time.monotonic() - began < 10
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+
+
+def test_what_is_here_needs_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "hub_fault", lambda: pytest.fail("was asked"))
+    with hub.hub_or_cache(str(tmp_path)) as unreachable:
+        assert unreachable == "" and not datasets.config.HF_HUB_OFFLINE
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    with serving(HubStub()) as stub:
+        monkeypatch.setattr(constants, "ENDPOINT", stub.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield stub
+
+
+def model(folder, **files):
+    folder.mkdir()
+    for name, data in ({"config.json": b"{}", "model.safetensors": b"weights"} | files).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_a_model_is_pushed_to_a_repository_that_is_private_unless_wanted_otherwise(stub, tmp_path):
+    folder = model(tmp_path / "m")
+    for repo, public, seen in (("me/mine", False, "private"), ("me/ours", True, "seen by everybody")):
+        hub.check_push(repo, public=public, overwrite=False)
+        assert hub.push(folder, repo, "Step 3 of x", public=public, overwrite=False) == (f"{stub.url}/{repo}", seen)
+        assert stub.files[repo] == {"config.json": b"{}", "model.safetensors": b"weights"} and stub.private[repo] != public
+    assert stub.commits == ["Step 3 of x"] * 2
+
+
+def test_a_model_that_is_there_is_replaced_whole_where_that_is_wanted(stub, tmp_path):
+    stub.private["me/mine"] = True
+    stub.files["me/mine"] = {"README.md": b"mine", "model-00001.safetensors": b"old", "adapter_config.json": b"{}"}
+    with pytest.raises(RunError, match="--push me/mine: there is a model already; give another name, or --overwrite"):
+        hub.check_push("me/mine", public=False, overwrite=False)
+    hub.check_push("me/mine", public=False, overwrite=True)
+    hub.push(model(tmp_path / "m"), "me/mine", "again", public=False, overwrite=True)
+    assert sorted(stub.files["me/mine"]) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_what_may_not_be_pushed(stub, tmp_path, monkeypatch):
+    stub.files["me/open"], stub.private["me/open"] = {}, False
+    for repo, said in (
+        ("me/open", "everybody sees this repository; give --public"),
+        ("alone", "give owner/name"),
+        ("a b/c", "no name of a repository"),
+        ("a/b/c", "no name of a repository"),
+    ):
+        with pytest.raises(RunError, match=said):
+            hub.check_push(repo, public=False, overwrite=False)
+    hub.check_push("me/open", public=True, overwrite=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else_12345")
+    with pytest.raises(RunError, match=r"the hub answered 401 \(.*\); your token may not write there: `hf auth login`"):
+        hub.push(model(tmp_path / "m"), "me/open", "x", public=True, overwrite=False)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(RunError, match=r"there is no token for .*; `hf auth login`, or set HF_TOKEN"):
+        hub.check_push("me/new", public=False, overwrite=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RunError, match=r"127\.0\.0\.1:9 does not answer .*; check the network, or export with --to alone"):
+        hub.check_push("me/new", public=False, overwrite=False)
