@@ -154,6 +154,9 @@ def rl(args: list[str]) -> None:
     if command == "replay":
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
         replay.open_run(run)
+    elif command in ("show", "compare"):
+        _, runs = take(f"rl {command}", rest, module.OPTIONS)
+        assert len(runs) == (2 if command == "compare" else 1)
     elif command == "doctor" and (not rest or not rest[0].startswith(("-", "@"))):
         _, run = take("rl doctor", rest, module.OPTIONS)
         assert not run or module.find_run(run[0]).is_dir()

@@ -53,7 +53,7 @@ def own_path(monkeypatch):
 
 @pytest.fixture
 def mine(tmp_path):
-    path = tmp_path / "mine.py"
+    path = tmp_path / "plugged.py"
     path.write_text(MINE)
     return path
 
@@ -105,8 +105,8 @@ def test_its_own_line_is_named_whatever_it_raises(mine):
 
 def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_anew(tmp_path):
     path = tmp_path / "shared.py"
-    path.write_text("1 / 0\ndef add(a, b): ...\n")
-    with pytest.raises(RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:1\); correct it"):
+    path.write_text("def add(a, b): ...\n1 / 0\n")
+    with pytest.raises(RunError, match=r"importing the file raised ZeroDivisionError: .*shared\.py:2\); correct it"):
         UserFunction("credit", f"{path}:add", "group, config")
     path.write_text("seen = []\ndef add(a, b): seen.append(a)\ndef count(a, b): return len(seen)\n")
     UserFunction("credit", f"{path}:add", "group, config")(1, 2)

@@ -11,18 +11,16 @@ from rl.config.loss import (
     CispoConfig,
     ClipConfig,
     CrossEntropyConfig,
-    CustomConfig,
     GspoConfig,
     PolicyGradientConfig,
 )
-from rl.config.orchestrator import CustomCreditConfig, EnvSource, NoCreditConfig
+from rl.config.orchestrator import EnvSource, NoCreditConfig
 from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
 from rl.config.trainer import OptimConfig
 from rl.run_dir.token import REMEDY, VARIABLE, given_token, is_loopback, token_file
 from rl.system.credentials import secret_faults, strings
 from rl.system.errors import RunError
-from rl.system.user_function import find_call_fault
 
 Fault = tuple[str, object, str]
 """(key of a setting, its value, what to do about it)."""
@@ -196,28 +194,6 @@ def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Fau
     if isinstance(loss, PolicyGradientConfig) and loss.importance == "none" and loss.truncate != PolicyGradientConfig().truncate:
         remedy = 'has no weight to truncate with trainer.loss.importance = "none": set that to "token", or leave this out'
         yield "trainer.loss.truncate", loss.truncate, remedy
-
-
-def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, name, arguments of a call) of the user's functions for loss, credit, filter and metrics."""
-    if isinstance(config.trainer.loss, CustomConfig):
-        yield "trainer.loss.function", config.trainer.loss.function, "inputs, config"
-    settings = config.orchestrator
-    environments = {f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)}
-    for key, place in {"orchestrator": settings, **environments}.items():
-        if isinstance(place.credit, CustomCreditConfig):
-            yield f"{key}.credit.function", place.credit.function, "group, config"
-    if settings.filter:
-        yield "orchestrator.filter.function", settings.filter.function, "group, config"
-    if settings.metrics:
-        yield "orchestrator.metrics.function", settings.metrics.function, "rollout, config"
-
-
-def check_functions(config: RLConfig) -> Iterator[Fault]:
-    """Faults of the user's functions, as far as they show without importing anything."""
-    for key, name, arguments in own_functions(config):
-        if fault := find_call_fault(name, arguments):
-            yield key, name, fault
 
 
 def check_minibatches(config: RLConfig) -> Iterator[Fault]:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import BaseModel
 
-from rl.config.check import check, check_functions, warnings_of
+from rl.config.check import check, warnings_of
 from rl.config.faults import Spelled, raise_all, setting_text, without_value
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import USAGE, print_help
@@ -245,7 +245,7 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         config = shrink(config)
     if config and not line.faults:  # what could not be read may have had the rest
         doubtful = in_doubt(faults)
-        found = chain(check(config), *((outside_faults(config), check_functions(config)) if outside else ()))
+        found = chain(check(config), outside_faults(config) if outside else ())
         found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
     if config and lines and outside and not config.sft:

@@ -1,4 +1,4 @@
-"""Faults of what a configuration names outside of itself: data sets and reward functions of environments. Nothing is imported.
+"""Faults of what a configuration names outside of itself: data sets, and the user's functions. Nothing is imported.
 
 They are looked for where a configuration is made, not where that of a run is read: a run can be replayed and exported without them.
 """
@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl.config.check import Fault
+from rl.config.loss import CustomConfig
+from rl.config.orchestrator import CustomCreditConfig
 from rl.config.run import RLConfig
 from rl.system.functions import find_fault
+from rl.system.user_function import find_call_fault
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
-    """Every data set and reward function that is not there; one that several environments or evaluations name, once."""
+    """Every data set and function that is not there, or takes other arguments; one that several environments or evaluations name, once."""
     seen = set()
     for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
         for i, entry in enumerate(entries if not config.sft else ()):
@@ -28,6 +31,9 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 if value and value not in seen and (fault := find(value)):
                     yield f"orchestrator.{kind}.{i}.{key}", value, fault
                 seen.add(value)
+    for key, name, arguments in own_functions(config):
+        if fault := find_call_fault(name, arguments):
+            yield key, name, fault
 
 
 def rows_fault(source: str) -> str:
@@ -38,3 +44,18 @@ def rows_fault(source: str) -> str:
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
         return f"is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset"
     return ""
+
+
+def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, name, arguments of a call) of the user's functions for loss, credit, filter and metrics."""
+    if isinstance(config.trainer.loss, CustomConfig):
+        yield "trainer.loss.function", config.trainer.loss.function, "inputs, config"
+    settings = config.orchestrator
+    environments = {f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)}
+    for key, place in {"orchestrator": settings, **environments}.items():
+        if isinstance(place.credit, CustomCreditConfig):
+            yield f"{key}.credit.function", place.credit.function, "group, config"
+    if settings.filter:
+        yield "orchestrator.filter.function", settings.filter.function, "group, config"
+    if settings.metrics:
+        yield "orchestrator.metrics.function", settings.metrics.function, "rollout, config"

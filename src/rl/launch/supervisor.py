@@ -207,12 +207,12 @@ class Supervisor:
         state.streak = 0 if state.progressed else state.streak + 1
         self._forget_statuses(state)
         state.recent.append(self.clock)
+        if state.name == "trainer" and self.quarantine.repeats(death):
+            raise self._no_poison(child, death)
         said = ""
         if not state.was_ready and code not in (-signal.SIGKILL, DAMAGED):
             state.failed_starts += 1
             said = f", saying: {words.rstrip('.')}" if words else ""
-        if state.name == "trainer" and self.quarantine.repeats(death):
-            raise self._no_poison(child, death)
         delay = self.restarts.delay_s(state.streak, state.recent)
         if delay is None or state.failed_starts >= MAX_FAILED_STARTS:
             raise self._surrender(state, child, reason, said)

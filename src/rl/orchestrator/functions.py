@@ -7,8 +7,8 @@ from functools import cache, partial
 import msgspec
 
 from rl.config.base import FunctionConfig
-from rl.config.check import own_functions
 from rl.config.orchestrator import CustomCreditConfig, OrchestratorConfig
+from rl.config.outside import own_functions
 from rl.config.run import RLConfig
 from rl.system.user_function import UserFunction, as_bools, as_number, as_numbers, returned
 from rl.wire.rollouts import Group, Rollout

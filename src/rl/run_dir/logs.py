@@ -4,12 +4,13 @@ import os
 import re
 from pathlib import Path
 
-LAST_LINES, MANY_LINES = 20, 1000
+LAST_LINES = 20
 POINTS_UP = re.compile(r"\babove\b")
 ERROR = re.compile(r"(?:\(\w+ pid=\d+\) +)?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)")
 """The last line of a traceback, behind the mark that vLLM puts before the lines of its engine."""
-END = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception|Interrupt|Exit)(?:: |$)).*)")
-"""A line that ends a traceback, or that a trainer ended with."""
+RAISED = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception|Exit)(?:: |$)).*)")
+"""A line that ends a traceback of the trainer, or that it ended with."""
+MANY_LINES = 1000
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
 
 
@@ -44,6 +45,15 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     return [line for line in lines[:end] if line.strip()][-count:]
 
 
+def error_line(log: Path | None) -> str:
+    """The first error in the end of a log, its numbers as `#`: the same in every step. Empty if there is none.
+
+    The first, for what other ranks say of a death comes later.
+    """
+    found = (match[1] for line in last_lines(log, MANY_LINES) if (match := RAISED.match(line)))
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?|\b(nan|inf)\b", "#", next(found, ""))
+
+
 def last_words(log: Path | None) -> str:
     """What a process said last; where that only points to an error above, as vLLM's server does for its engine, that error. Empty without
     a readable log."""
@@ -51,12 +61,3 @@ def last_words(log: Path | None) -> str:
     if not POINTS_UP.search(lines[-1]):
         return lines[-1]
     return next((match[1] for line in reversed(lines[:-1]) if (match := ERROR.fullmatch(line))), lines[-1])
-
-
-def error_line(log: Path | None) -> str:
-    """The first error in the end of a log, its numbers as `#`: the same in every step. Empty if there is none.
-
-    The first, for what other ranks say of a death comes later.
-    """
-    found = (match[1] for line in last_lines(log, MANY_LINES) if (match := END.match(line)))
-    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?|\b(nan|inf)\b", "#", next(found, ""))

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -46,48 +46,41 @@ def find_fault(name: str) -> str:
     source, colon, function = name.rpartition(":")
     if not colon or not function.isidentifier():
         return "names no function; write file.py:function or module:function"
-    path = source_file(name)
-    if source.endswith(".py") and path and not path.is_file():
-        return f"names no file: there is no file {path}"
-    if not source.endswith(".py") and not (source.replace(".", "").isidentifier() and find_spec(source.partition(".")[0])):
+    if source.endswith(".py"):
+        path = source_file(source)
+        return missing_in(path, function) if path.is_file() else f"names no file: there is no file {path}"
+    if not all(part.isidentifier() for part in source.split(".")) or not first_place(source.partition(".")[0]):
         return f"names no module that is installed: install {source}, or name a file: file.py:function"
-    try:
-        return missing_in(path, function) if path else ""
-    except SyntaxError as error:
-        return f"cannot be read: {path}:{error.lineno}: {error.msg}; correct it"
+    path = source_file(source)
+    return missing_in(path, function) if path.suffix == ".py" else ""
 
 
-def find_spec(package: str) -> ModuleSpec | None:
-    """Where a package or module is imported from, without importing it. The processes of a run also find those in the directory that `rl`
-    is called in."""
-    return importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
-
-
-def source_file(name: str) -> Path | None:
-    """The Python file of `file.py:function` or `package.module:function`; None where only an import would tell."""
-    source = name.rpartition(":")[0]
+def source_file(source: str) -> Path:
+    """The Python file of `file.py` or `package.module`; a path without `.py` where only an import would tell."""
     if source.endswith(".py"):
         return Path(source).expanduser().absolute()
     top, *rest = source.split(".")
-    spec = find_spec(top)
-    for i in range(len(rest)):
-        places = spec and spec.submodule_search_locations
-        spec = PathFinder.find_spec(".".join([top, *rest[: i + 1]]), places) if places else None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+    place = first_place(top) or Path()
+    for part in rest:
+        place = next((path for path in (place.parent / f"{part}.py", place.parent / part / "__init__.py") if path.is_file()), Path())
+    return place
 
 
-def read_tree(path: Path) -> ast.Module | None:
-    """The syntax tree of a file; None where it cannot be read: whoever loads it says more. Raises SyntaxError."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        return ast.parse(path.read_bytes(), str(path))
-    return None
+def first_place(package: str) -> Path | None:
+    """The file that a package or module is imported from, without importing it; None where there is none. The processes of a run also
+    find those in the directory that `rl` is called in."""
+    spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+    return Path(spec.origin or "") if spec else None
 
 
 def missing_in(path: Path, function: str) -> str:
-    """What is wrong with the name of a function in a file: it is bound nowhere there; empty if it is, or if that cannot be told. Raises
-    SyntaxError."""
-    if (tree := read_tree(path)) is None:
-        return ""
+    """What is wrong with the name of a function in a file: it is bound nowhere there; empty if it is, or if that cannot be told."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        return f"cannot be read: {path}:{error.lineno}: {error.msg}; correct it"
+    except (OSError, ValueError, RecursionError):
+        return ""  # whoever loads it says more
     nodes = list(ast.walk(tree))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.system.errors import RunError
-from rl.system.functions import Blame, find_fault, load_function, read_tree, source_file
+from rl.system.functions import Blame, find_fault, load_function, source_file
 
 
 class UserFunction:
@@ -22,7 +22,7 @@ class UserFunction:
         self.function = load_function(setting, name)
         inner = inspect.unwrap(self.function)
         code = getattr(inner, "__code__", None)
-        self.file = Path(code.co_filename) if code else source_file(name) or Path(name)
+        self.file = Path(code.co_filename) if code else source_file(name.rpartition(":")[0])
         self.place = f"{self.file}:{code.co_firstlineno}" if code else str(self.file)
         if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
             raise RunError(f"{self.what} is async (at {self.place}); write a plain def")
@@ -58,11 +58,11 @@ def find_call_fault(name: str, arguments: str) -> str:
     """What is wrong with a function, as far as its source text shows: it is not there, or takes other arguments. Empty if nothing is."""
     if fault := find_fault(name):
         return fault
-    path, function = source_file(name), name.rpartition(":")[2]
-    tree = read_tree(path) if path else None
-    definitions = (node for node in (tree.body if tree else ()) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    node = next((node for node in definitions if node.name == function), None)
-    return signature_fault(node, path, arguments) if node and path else ""
+    source, _, function = name.rpartition(":")
+    path = source_file(source)
+    tree = ast.parse(path.read_bytes() if path.suffix == ".py" else "")  # find_fault has read it, too
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
+    return signature_fault(found[-1], path, arguments) if found else ""
 
 
 def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, arguments: str) -> str:
