@@ -134,7 +134,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
         {"role": "tool", "content": [{"type": "text", "text": "2"}]},
     ]
-    shown = skipped | {"rollout_id": 3, "messages": messages, "reward": 1.0, "advantage": 0.5, "outcome": "finished", "trained": True}
+    shown = skipped | {"rollout_id": 3, "messages": messages, "reward": 1.0, "advantage": 0.5, "stop": "stop", "trained": True}
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
         screen.run_dir.rollouts(step).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown)))
@@ -143,7 +143,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     said = screen.look()
     assert said.count("--- a rollout of step") == 2 and "step 3 (" not in said
     assert said.endswith(
-        "  --- a rollout of step 2 (e, group 7, rollout 3): reward 1.000, advantage +0.500, finished\n"
+        "  --- a rollout of step 2 (e, group 7, rollout 3): reward 1.000, advantage +0.500, stop: stop\n"
         "  user: 1+1?\n      Be brief. [bold]\n"
         '  assistant: [{"name": "add"}]\n'
         '  tool: [{"type": "text", "text": "2"}]\n'

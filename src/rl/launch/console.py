@@ -92,7 +92,7 @@ def rollout_text(step: int, rollout: Line) -> str:
     """One rollout in full."""
     reward, advantage = number(rollout.get("reward"), ".3f"), number(rollout.get("advantage"), "+.3f")
     place = f"{rollout['env']}, group {rollout['group_id']}, rollout {rollout['rollout_id']}"
-    lines = [f"  --- a rollout of step {step} ({place}): reward {reward}, advantage {advantage}, {rollout.get('outcome')}"]
+    lines = [f"  --- a rollout of step {step} ({place}): reward {reward}, advantage {advantage}, stop: {rollout.get('stop')}"]
     for message in rollout.get("messages", []):
         content = message.get("content")
         text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
