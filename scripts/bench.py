@@ -1,4 +1,4 @@
-"""The benchmarks: `python scripts/bench.py NAME [flags]`, or `NAME --help`. Each prints JSON; what they showed is in docs/benchmarks.md."""
+"""The benchmarks: `uv run scripts/bench.py NAME [flags]`, or `NAME --help`. Each prints JSON; what they showed is in docs/benchmarks.md."""
 
 import os
 import sys

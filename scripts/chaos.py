@@ -1,6 +1,6 @@
 """A real run under a kill schedule, and then the promise checked.
 
-    python scripts/chaos.py @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
+    uv run scripts/chaos.py @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
 
 The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
 back. At the end: exactly once, equal to `rl replay` bit for bit, no orphan, nothing left behind, lag bounds; and a table.

@@ -1,6 +1,6 @@
 """Compares our losses with those of TRL's GRPOTrainer: the same random log-probabilities, the loss and its gradient, in float64.
 
-python scripts/compare_with_trl.py [--python /path/to/an/environment/with/trl/bin/python]
+uv run scripts/compare_with_trl.py [--python /path/to/an/environment/with/trl/bin/python]
 
 TRL runs in an environment of its own (by default one that `uv` makes for this: trl==1.16.0), as this same file with --trl; tensors go
 there and back as safetensors. TRL's code is called, not copied: `_compute_loss` on a stand-in for the trainer, and, of the method that
@@ -40,6 +40,13 @@ class Case:
     mismatch: dict[str, Any] = field(default_factory=dict)
     """TRL's correction for vLLM, in place of a ratio in the loss. The gradients are to agree; the values are defined differently: ours has
     w A log p, TRL's w A."""
+    decoupled: bool = False
+    """Several optimizer steps a batch: the policy that the batch began with is a third one, between trainer and sampler."""
+
+    @property
+    def old(self) -> str:
+        """The log-probabilities that TRL's ratio compares with."""
+        return "old" if self.decoupled else "trainer" if self.mismatch else "sampler"
 
 
 WIDE = [0.0, math.inf]
@@ -54,6 +61,14 @@ CASES = [
         "gspo",
         {"type": "gspo", "clip_low": 0.05, "clip_high": 0.08},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.08},
+    ),
+    Case("clip, decoupled", {"type": "clip"}, {"loss_type": "dapo"}, {"mode": "token_truncate", "clip_max": 2.0}, decoupled=True),
+    Case(
+        "cispo, decoupled",
+        {"type": "cispo", "clip_high": 1.0},
+        {"loss_type": "cispo", "epsilon_high": 2.0},
+        {"mode": "token_truncate", "clip_max": 2.0},
+        decoupled=True,
     ),
     Case("policy_gradient, truncated (TIS)", {"token_mask": WIDE}, mismatch={"mode": "token_truncate", "clip_max": 2.0}),
     Case(
@@ -88,6 +103,7 @@ def make_tensors() -> dict[str, Tensor]:
         "mask": (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).long(),
         "trainer": trainer,
         "sampler": trainer - (normal(*shape) * spread).clamp(-4, 4),
+        "old": trainer + 0.3 * normal(*shape),
         "reference": trainer + normal(*shape),
         "entropies": normal(*shape).square(),
         "advantages": normal(shape[0]),
@@ -114,7 +130,7 @@ def stand_in(case: Case, trainer: Tensor, tensors: dict[str, Tensor]) -> SimpleN
     """What `_compute_loss` reads of a GRPOTrainer: one process, one micro batch, a model that gives `trainer`."""
     itself = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, sync_gradients=False)
     settings = {
-        "args": SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        "args": SimpleNamespace(delta=3.0, use_bias_correction_kl=False, steps_per_generation=1),
         "accelerator": itself,
         "model": SimpleNamespace(training=True),
         "_metrics": defaultdict(lambda: defaultdict(list)),
@@ -143,7 +159,7 @@ def trl_inputs(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         "completion_ids": torch.ones_like(tensors["mask"]),
         "completion_mask": tensors["mask"],
         "advantages": tensors["advantages"],
-        "old_per_token_logps": tensors["trainer" if case.mismatch else "sampler"],
+        "old_per_token_logps": tensors[case.old],
         "ref_per_token_logps": tensors["reference"],
         "num_items_in_batch": tensors["mask"].sum(),
     }
@@ -169,7 +185,7 @@ def trl_ratios(case: Case, tensors: dict[str, Tensor]) -> Tensor:
         "self": stand_in(case, tensors["trainer"], tensors),
         "completion_mask": tensors["mask"],
         "tool_mask": None,
-        "old_per_token_logps": tensors["trainer"],
+        "old_per_token_logps": tensors[case.old],
         "sampling_per_token_logps": tensors["sampler"],
     }
     exec(compile(ast.Module([branch], []), "trl", "exec"), names)
@@ -190,7 +206,7 @@ def our_loss(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype) -> tupl
     config = TypeAdapter(LossConfig).validate_python(case.ours)
     mask, lengths = tensors["mask"].bool(), torch.tensor(LENGTHS)
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
-    flat = {key: tensors[key][mask].to(dtype) for key in ("trainer", "sampler", "reference", "entropies")}
+    flat = {key: tensors[key][mask].to(dtype) for key in ("trainer", "sampler", "old", "reference", "entropies")}
     trainer, entropies = flat["trainer"].requires_grad_(), flat["entropies"].requires_grad_()
     count = torch.full((len(LENGTHS),), float(len(LENGTHS)), dtype=torch.float64)
     per_token = {"token": 1.0 / lengths.double().sum().expand(len(LENGTHS)), "sequence": 1.0 / (count * lengths)}
@@ -204,6 +220,7 @@ def our_loss(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype) -> tupl
         sequences=sequences,
         sequence_sum=lambda values: values.new_zeros(len(LENGTHS)).index_add(0, sequences, values),
         reference_logprobs=flat["reference"],
+        old_logprobs=flat["old"] if case.decoupled else None,
     )
     loss = (compute_loss(inputs, config, loss_function(config)).loss * inputs.weights).sum()
     loss.backward()

@@ -1,6 +1,6 @@
 """Feeds mutated messages and files to everything that decodes them, and to what then uses them: only the errors foreseen may come.
 
-    python scripts/fuzz.py --seconds 600 --seed 1 [--targets request,batch] [--save]
+    uv run scripts/fuzz.py --seconds 600 --seed 1 [--targets request,batch] [--save]
 
 Starts from real examples and from what it kept earlier in tests/corpus/. An input that ends in another exception is a fault: it is printed
 and, with --save, kept in the corpus; so are the few that ended in a message that none did before. tests/test_fuzz.py replays all of them.

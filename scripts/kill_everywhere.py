@@ -1,6 +1,6 @@
 """A real run (vLLM, workers, trainer) in which each process dies at every fault point that it comes by; then the promise is checked.
 
-    python scripts/kill_everywhere.py @ CONFIG [rl's flags] [--processes trainer,orchestrator,worker]
+    uv run scripts/kill_everywhere.py @ CONFIG [rl's flags] [--processes trainer,orchestrator,worker]
 
 First a short run is traced, to learn the points. Then one run goes through all of them: a process that died is started again by whoever
 watches over it, and dies at its next point. tests/test_kill_everywhere.py does the same with an inference stub in a minute.

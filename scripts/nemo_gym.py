@@ -1,8 +1,8 @@
 """NeMo Gym beside a run: makes its virtual environment, rows to train on, and starts it so that it asks our inference server.
 
-python scripts/nemo_gym.py install
-python scripts/nemo_gym.py rows --task chain_sum --shots 3 rows.jsonl
-python scripts/nemo_gym.py start --policy http://127.0.0.1:8000/v1 --model HuggingFaceTB/SmolLM2-135M-Instruct reasoning_gym
+uv run scripts/nemo_gym.py install
+uv run scripts/nemo_gym.py rows --task chain_sum --shots 3 rows.jsonl
+uv run scripts/nemo_gym.py start --policy http://127.0.0.1:8000/v1 --model HuggingFaceTB/SmolLM2-135M-Instruct reasoning_gym
 
 It needs nothing but Python and uv, and stays out of our own environment: nemo-gym and verifiers want different versions of openai.
 """

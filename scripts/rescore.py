@@ -1,7 +1,7 @@
 """Proves that a run trained on exactly what was sampled: scores every trained token again, with transformers, under the version that
 sampled it, and compares with the logprob in the batch. A token that had been tokenised anew, or moved, would show at once.
 
-python scripts/rescore.py outputs/NAME [--steps 1-5]
+uv run scripts/rescore.py outputs/NAME [--steps 1-5]
 
 Needs the weights of the versions (trainer.weights.keep_last). Prints JSON: for each environment the number of samples, of sampled tokens
 and of stretches of them (the turns of a multi-turn sample), mean and largest difference of the logprobs in nats, and the KL estimate

@@ -1,6 +1,6 @@
 """Does anything grow? A real run, and memory, file descriptors, threads and shared memory of each of its processes over its steps.
 
-    python scripts/soak.py @ CONFIG [rl's flags] --max_steps 1200
+    uv run scripts/soak.py @ CONFIG [rl's flags] --max_steps 1200
 
 Prints a slope per 100 steps for each process and a verdict. Exit code 1 if something grows.
 """

@@ -1,6 +1,6 @@
 """A real job on two nodes, on one machine: each node is a network namespace with its own address and host name, joined by a cable (veth).
 
-    python scripts/two_nodes.py          # as root; a few minutes on two cores
+    uv run scripts/two_nodes.py          # as root; a few minutes on two cores
 
 Node a runs inference, the orchestrator and one trainer rank, node b the other trainer rank: the commands of docs/multi_node.md. Then one
 rank on this host trains the same batches, and the final weights of the two are compared.
@@ -176,7 +176,11 @@ def main() -> None:
         stack.callback(children.stop)
         run_on_two_nodes(config, children)
         for (step, source), line in read_metrics(config.run_dir.metrics).items():
-            names = [name for name in ("reward/mean", "loss/mean", "optim/grad_norm", "mismatch_kl/mean", "time/step") if name in line]
+            names = [
+                name
+                for name in ("reward/mean", "loss/mean", "optim/grad_norm", "mismatch_kl/mean", "lag_kl/mean", "time/step")
+                if name in line
+            ]
             print(f"step {step} {source}: " + "  ".join(f"{name} {line[name]:.5g}" for name in names))
         alone = config.model_copy(update={"name": "one-rank"})
         replay_on_one(alone, config.run_dir, children)

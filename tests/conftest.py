@@ -11,9 +11,10 @@ from tests.tiny_model import make_tiny_model
 MOST_WORKERS = 4
 """Each may hold a vLLM server or two of about 2 GiB."""
 LONGEST = (
+    "models/test_chat.py",
+    "orchestrator/test_orchestrator.py",
     "inference/test_server.py",
     "launch/test_run.py",
-    "orchestrator/test_orchestrator.py",
     "test_integration.py",
     "launch/test_supervisor.py",
     "trainer/test_main.py",
@@ -25,7 +26,8 @@ LONGEST = (
     "envs/test_v1.py",
     "system/test_children.py",
 )
-"""Files of more than half a minute. Begun last, one of them would keep a single worker busy while the others have nothing left."""
+"""Files of more than half a minute, which, begun last, would keep a single worker busy while the others have nothing left; before them the
+one that converts a real model, for which others wait."""
 
 mend_vllm_cpu()
 

@@ -1,6 +1,6 @@
-"""Samples from several small models with vLLM, one after another in this process: `python -m tests.sample_families DTYPE FOLDER...`.
+"""Samples from several small models with vLLM, one after another in this process, whose arguments are their folders: DTYPE/FAMILY.
 
-Writes FOLDER/parity.batch for each model folder. vLLM's arguments are those of our server (rl/inference/server.py).
+Writes parity.batch into each. vLLM's arguments are those of our server (rl/inference/server.py).
 """
 
 import os
@@ -9,25 +9,23 @@ from pathlib import Path
 
 from rl.inference.server import common_environment, cpu_defaults, cpu_environment
 
-os.environ.update(common_environment() | cpu_environment(2))
-
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 40, 200)]
 TEMPERATURES = (1.0, 0.7)
 TOKENS = 24
 
 
 def main() -> None:
+    os.environ.update(common_environment() | cpu_environment(1))
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from rl.wire.batch_file import write_batch
     from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
-    dtype, *folders = sys.argv[1:]
-    for folder in folders:
+    for folder in sys.argv[1:]:
         llm = LLM(
             folder,
-            dtype=dtype,
+            dtype=Path(folder).parent.name,
             max_model_len=512,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
@@ -58,7 +56,3 @@ def main() -> None:
         write_batch(Path(folder) / "parity.batch", TrainBatch(step=1, samples=samples), None)
         del llm
         cleanup_dist_env_and_memory()  # an engine of experts needs process groups that the one before did not make
-
-
-if __name__ == "__main__":
-    main()

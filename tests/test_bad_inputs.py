@@ -50,6 +50,20 @@ def run_args(*given: str, message: str) -> Case:
     return Case(lambda _: load_config([*ENV, *given]), message)
 
 
+def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Case:
+    """Rows with a reward function beside `rewards.py`, in a dry run."""
+
+    def do(tmp: Path) -> None:
+        (tmp / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+        (tmp / "empty.jsonl").touch()
+        (tmp / "rewards.py").write_text("def exact(completion):\n    return 1.0\n")
+        (tmp / "broken.py").write_text("def exact(:\n")
+        keys = ["--orchestrator.environment.dataset", f"{tmp}/{dataset}", "--orchestrator.environment.reward", f"{tmp}/{reward}"]
+        load_config([*keys, *given, "--dry-run"], variables={})
+
+    return Case(do, message)
+
+
 def toml(content: str | bytes, *given: str, message: str) -> Case:
     """A configuration file."""
 
@@ -69,7 +83,7 @@ def start(tmp: Path, *given: str, resume: int | None = None, clean: bool = False
     os.close(prepare(the_run(tmp, *given), resume=resume, clean=clean).lock)
 
 
-def second_start(*given: str, resume: int | None = None, clean: bool = False, batches: tuple[int, ...] = (), message: str) -> Case:
+def second_start(*given: str, resume: int | None = None, clean: bool = False, batches: tuple[int, ...] = (1,), message: str) -> Case:
     """A run that exists, of so many batches, and what is asked of it."""
 
     def do(tmp: Path) -> None:
@@ -166,7 +180,7 @@ def of_another_run(tmp: Path) -> None:
 
 
 def old_configuration(tmp: Path) -> None:
-    (tmp / "r").mkdir()
+    (tmp / "r" / "status").mkdir(parents=True)
     (tmp / "r" / "config.toml").write_text("a_key_of_the_past = 1\n")
 
 
@@ -211,7 +225,14 @@ VALUES = [
     args("--learning_rate", "-1", message="trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0"),
     args("--model.dtype", "int4", message="model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'"),
     args("--trainer.optim.schedule", "step", message="Input should be 'constant', 'linear' or 'cosine'"),
-    args("--trainer.optim.betas", "[0.9]", message="trainer.optim.betas.1 (--trainer.optim.betas)\n    is missing; set it"),
+    args("--trainer.optim.betas", "[0.9]", message="trainer.optim.betas = [0.9] (--trainer.optim.betas)\n    give two numbers: [0.5, 0.9]"),
+    args("--trainer.loss.token_mask", "0.5", message="trainer.loss.token_mask = 0.5 (--trainer.loss.token_mask)\n    give two numbers"),
+    args("--trainer.optim.betas", "0.9,1", message="trainer.optim.betas.1 = '1' (--trainer.optim.betas)\n    Input should be less than 1"),
+    args(
+        "--trainer.loss.token_mask", "0.5,nan", message="trainer.loss.token_mask.1 = 'nan' (--trainer.loss.token_mask)\n    give a number"
+    ),
+    args("--trainer-gpus", "[0, 'a']", message="trainer.gpus.1 = 'a' (--trainer-gpus)\n    Input should be a valid integer"),
+    args("--orchestrator.environment.args", "3", message="give a table, { key = value }, or its keys one by one: --orchestrator."),
     args("--orchestrator.group_size", "1", message="orchestrator.group_size = 1 (--orchestrator.group_size)"),
     args("--orchestrator.sampling.temperature", "0", message="orchestrator.sampling.temperature = 0"),
     args("--orchestrator.sampling.top_p", "1.5", message="orchestrator.sampling.top_p = 1.5"),
@@ -223,7 +244,7 @@ VALUES = [
     args(
         "--orchestrator.environment",
         "3",
-        message="orchestrator.environment = 3 (--orchestrator.environment.id)\n    Input should be a valid list",
+        message="orchestrator.environment = 3 (--orchestrator.environment.id)\n    give a list: [a, b]",
     ),
     args("--output_dir", "a\0b", message="output_dir = 'a\\x00b'\n    has a NUL character in it; remove it"),
     args("--output_dir", "a\udcffb", message="output_dir = 'a\\udcffb'\n    is not valid UTF-8; spell it in UTF-8"),
@@ -253,6 +274,16 @@ COMBINATIONS = [
         message="orchestrator.inference_urls = '10.0.0.1:8000'\n    give addresses like",
     ),
 ]
+OUTSIDE = [
+    rows_and_reward("rows.jsonl", "reward.py:exact", "reward.py:exact'\n    names no file: there is no file {tmp}/reward.py"),
+    rows_and_reward("rows.jsonl", "rewards.py:exat", "names no function: {tmp}/rewards.py has no function exat; did you mean exact?"),
+    rows_and_reward("rows.jsonl", "broken.py:exact", "cannot be read: {tmp}/broken.py:1: invalid syntax; correct it"),
+    rows_and_reward("row.jsonl", "rewards.py:exact", "dataset = '{tmp}/row.jsonl'\n    is no file ({tmp}/row.jsonl); give a JSONL file"),
+    rows_and_reward("empty.jsonl", "rewards.py:exact", "empty.jsonl'\n    is empty; write one JSON object a line"),
+    rows_and_reward("row.jsonl", "reward.py:exact", "rl: 2 faults in the configuration"),
+    rows_and_reward("rows.jsonl", "rewards.py:exact", "rl: 1 fault in the configuration\n  orchestrator.eval.0.reward = 'math.py:f'",
+                    "--orchestrator.eval.dataset", "owner/rows", "--orchestrator.eval.reward", "math.py:f"),
+]  # fmt: skip
 NAMES = [
     args("--name", "a/b", message="name = 'a/b'\n    is a directory's name: no slash, no leading dot; use output_dir for the place"),
     args("--name", "..", message="name = '..'\n    is a directory's name"),
@@ -297,6 +328,7 @@ COMMAND_LINES = [
     Case(lambda _: subcommand("trian", [], Children()), "rl: trian: no such command; "),
     Case(lambda _: subcommand("evl", [], Children()), "did you mean `rl eval`? "),
     Case(lambda _: subcommand("run.toml", [], Children()), "did you mean `rl @ run.toml`?"),
+    Case(lambda _: subcommand("trainer.optim.lr=1e-6", [], Children()), "did you mean `rl --trainer.optim.lr 1e-6`?"),
     Case(lambda _: take("rl eval", ["--concurrency", "0"], (CONCURRENCY,)), "rl eval: --concurrency 0: needs a number from 1"),
     Case(lambda _: take("rl eval", ["--concurrency", "²"], (CONCURRENCY,)), "rl eval: --concurrency ²: needs a number from 1"),
     Case(lambda _: take("rl eval", ["--concurrency"], (CONCURRENCY,)), "rl eval: --concurrency needs a value: N"),
@@ -313,7 +345,7 @@ FILES = [
     toml("a = 1\na = 2", message="{tmp}/run.toml: not readable as TOML: Cannot overwrite a value"),
     toml("a = " + "[" * 20000, message="{tmp}/run.toml: not readable as TOML: nested too deep"),
     toml("seed = " + "1" * 5000, message="{tmp}/run.toml: not readable as TOML: Exceeds the limit"),
-    toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    Input should be a valid dictionary"),
+    toml("trainer = 3\n", message="trainer = 3 ({tmp}/run.toml)\n    is a section; give its keys: --trainer.KEY VALUE"),
     toml("", message="orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name"),
     toml('[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
          message="orchestrator.environment.1.name = 'x'\n    is taken by another one"),
@@ -336,8 +368,9 @@ RUNS = [
         "--trainer.weights.dir",
         "{tmp}/memory",
     ),
+    first_start(lambda _: None, "--resume: there is no run in {tmp}/r. Leave it out to start one, or name the one meant", resume=-1),
     first_start(locked, "{tmp}/r: rl of this run is already running (pid "),
-    first_start(old_configuration, "{tmp}/r/config.toml was not written by this version of rl:\n1 fault", resume=-1),
+    first_start(old_configuration, "{tmp}/r/config.toml was not written by this version of rl:\n2 faults", resume=-1),
 ]
 RECORDS = [
     batch(lambda data: data[:-1], "batches/000003.batch: damaged record at byte 0 (magic, length or checksum does not fit)"),
@@ -383,7 +416,7 @@ MODELS_AND_ENVIRONMENTS = [
     run_with({"evals/best.json": '{"e": {"policy_version": "x"}}'}, "@best", "{tmp}/r/evals/best.json: names no version"),
     written("adapter_config.json", "[]", lambda path: resolve(str(path.parent), RLConfig(), None, None), "is no table but a list"),
 ]
-CASES = [*KEYS, *VALUES, *COMBINATIONS, *NAMES, *COMMAND_LINES, *FILES, *RUNS, *RECORDS, *MODELS_AND_ENVIRONMENTS]
+CASES = [*KEYS, *VALUES, *COMBINATIONS, *OUTSIDE, *NAMES, *COMMAND_LINES, *FILES, *RUNS, *RECORDS, *MODELS_AND_ENVIRONMENTS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.message[:60].splitlines()[0])
@@ -403,6 +436,18 @@ def test_what_is_said_about(case, tmp_path, capsys, monkeypatch):
         assert type(error).__module__.startswith("rl.") or isinstance(error, RemarkError), repr(error)
         said = str(error)
     assert case.message.replace("{tmp}", str(tmp_path)) in said
+
+
+def test_what_cannot_be_told_without_an_import_passes(tmp_path, capsys, monkeypatch):
+    """A function out of a star import, a module beside `rl`, and what a run that was made already names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from os.path import *\n")
+    for reward in ("mine.py:star", "mine:star", "json.decoder:scanner"):
+        keys = ["--orchestrator.environment.dataset", "owner/rows", "--orchestrator.environment.reward", reward]
+        with pytest.raises(SystemExit) as end:
+            load_config([*keys, "--dry-run"], variables={})
+        assert end.value.code == 0
+    assert build(parse_args([*keys[:3], "gone.py:f"])).orchestrator.environment[0].reward == "gone.py:f"
 
 
 def test_there_are_many_and_they_differ():

@@ -17,6 +17,7 @@ from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, Status
 from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, Published
 from rl.wire.transport import TrainerServer
+from tests.test_reference import in_the_table
 from tests.tiny_model import make_tiny_model
 
 STEPS = 14
@@ -155,6 +156,8 @@ def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
         max(metrics[step, "trainer"]["mismatch_kl/mean"] for step in range(1, STEPS + 1) if metrics[step, "orchestrator"]["lag/max"] == 0)
         < 1e-3
     )
+    named = {name for line in metrics.values() for name in line} - {"step", "time", "source"}
+    assert len(named) > 60 and not [name for name in named if not in_the_table(name)]
     lags = [metrics[step, "orchestrator"]["lag/mean"] for step in range(1, STEPS + 1)]
     assert sum(lags) / STEPS <= 1 and max(lags) < 1.5  # a group that newer ones overtake lags more than max_lag
     assert (run / "curves.png").stat().st_size > 10_000

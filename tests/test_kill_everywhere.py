@@ -27,7 +27,7 @@ from rl.wire.transport import OrchestratorClient, Wait
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.web import WebServer, serving
-from tests.zygote import Zygote
+from tests.zygote import ORCHESTRATOR, TRAINER, Zygote
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(300)]
 KILLED = -9
@@ -38,7 +38,7 @@ SILENT = ("ask.GetProbe", "answer.Probe")
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory):
     temporary = str(tmp_path_factory.mktemp("t"))  # of what a killed one leaves there
-    zygote = Zygote(TMPDIR=temporary, PYTHONPATH=str(Path(__file__).parent / "environments"), HF_HUB_OFFLINE="1")
+    zygote = Zygote(*TRAINER, *ORCHESTRATOR, TMPDIR=temporary, PYTHONPATH=str(Path(__file__).parent / "environments"), HF_HUB_OFFLINE="1")
     yield zygote
     zygote.close()
 

@@ -1,90 +1,158 @@
-"""A warm process that forks: what costs seconds to import is imported once, and a trainer or orchestrator starts in hundredths of one.
+"""Warm processes that fork: what costs seconds to import is imported once, and a process of ours starts in hundredths of one.
 
-One thread, and torch with one thread, or a fork would copy locks that nobody opens any more.
+Each has one thread, and torch is told so by variables, or a fork would copy locks that nobody opens any more.
 """
 
 import contextlib
+import importlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+
+NUMBER = 12
+"""Bytes of a pid or an exit code on its way to the test."""
+
+TRAINER = (
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "rl.trainer.start",
+    "rl.trainer.store.checkpoint",
+    "rl.trainer.sft.source",
+)
+ORCHESTRATOR = ("rl.launch.prepare", "rl.orchestrator.main", "tests.stub_pool")
+
+
+class Forked:
+    """A process that a zygote forked, with the part of Popen's interface that tests use. What it prints is in the file `log`."""
+
+    def __init__(self, pid: int, answers: int, log: Path):
+        self.pid, self.answers, self.log = pid, answers, log
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, negative for the signal that ended it."""
+        if self.returncode is None:
+            if not select.select([self.answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.log), timeout or 0.0)
+            self.returncode = int(os.read(self.answers, NUMBER))
+            os.close(self.answers)
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Zygote:
-    """The test's side: `live` is one process from its start to its end."""
+    """The test's side of a process that has imported `modules`."""
 
-    def __init__(self, **environment: str):
-        root = Path(__file__).parent.parent
+    def __init__(self, *modules: str, **environment: str):
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote"],
-            cwd=root,
-            env=os.environ | threads | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.zygote", *modules]
+        env = os.environ | threads | environment
+        self.process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, env=env, stdin=subprocess.PIPE, text=True)
+        self.environment = threads | environment
+        self.fifos = tempfile.TemporaryDirectory(prefix="zygote-")
+        self.num_forked = 0
+
+    def fork(
+        self, role: str, *arguments: str, log: Path, env: Mapping[str, str] = os.environ, setup: str = "", fault: str = "", trace: str = ""
+    ) -> Forked:
+        """Runs `python -m rl.ROLE.main ARGUMENTS` in a fork, in a session of its own; before that it calls `setup`, "module:function".
+
+        A role with a dot is a module whose `main` is called.
+        """
+        assert self.process.stdin
+        self.num_forked += 1
+        fifo = f"{self.fifos.name}/{self.num_forked}"
+        os.mkfifo(fifo)
+        answers = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        order = {"role": role, "argv": [role, *arguments], "log": str(log), "env": self.environment | dict(env), "setup": setup}
+        self.process.stdin.write(json.dumps(order | {"fifo": fifo, "fault": fault, "trace": trace}) + "\n")
+        self.process.stdin.flush()
+        if not select.select([answers], [], [], 120)[0]:
+            raise TimeoutError(f"the zygote of {role} did not fork within 120 s")
+        return Forked(int(os.read(answers, NUMBER)), answers, log)
 
     def live(self, role: str, config: Path, log: Path, fault: str = "", trace: str = "") -> int:
-        """Runs `role` in a fork; returns its exit code, negative for the signal that ended it."""
-        assert self.process.stdin and self.process.stdout
-        order = {"role": role, "config": str(config), "log": str(log), "fault": fault, "trace": trace}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        """One process from its start to its end; returns its exit code."""
+        return self.fork(role, "@", str(config), log=log, fault=fault, trace=trace).wait(200)
 
     def close(self) -> None:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(30)
-        self.process.stdout.close()
+        self.fifos.cleanup()
 
 
-def preload() -> None:
+@cache
+def trainer_zygote() -> Zygote:
+    """The zygote of all trainers that this process of pytest starts; it ends with it."""
+    return Zygote(*TRAINER)
+
+
+@cache
+def inference_zygote() -> Zygote:
+    """The zygote of all vLLM servers that this process of pytest starts; it ends with it."""
+    return Zygote("rl.inference.main")
+
+
+def preload(modules: list[str]) -> None:
     """Everything that the roles import, and what is slow the first time."""
-    import torch
-    import torch.distributed.checkpoint
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    for module in modules:
+        importlib.import_module(module)
+    if "rl.inference.main" in modules:
+        from rl.config.run import RLConfig
+        from rl.inference.main import preload as preload_inference
 
-    import rl.launch.prepare
-    import rl.orchestrator.main
-    import rl.trainer.main
-    import rl.trainer.sft.source
-    import rl.trainer.store.checkpoint
-    import rl.trainer.train  # noqa: F401
-    import tests.stub_pool  # noqa: F401
-
-    torch.set_num_threads(1)
+        preload_inference(RLConfig())
 
 
-def run(role: str, config: str) -> None:
+def run(role: str) -> None:
     """The process itself."""
     if role == "prepare":
         from rl.config.command_line import from_toml
         from rl.launch.prepare import prepare
 
-        settings = from_toml(Path(config))
+        settings = from_toml(Path(sys.argv[-1]))
         prepare(settings, resume=int(os.environ.get("RESUME", "2")), clean=False)
-        return
-    sys.argv = [role, "@", config]
-    if role == "orchestrator":
+    elif role == "orchestrator":
         import rl.orchestrator.main
         from tests.stub_pool import StubPool
 
         rl.orchestrator.main.WorkerPool = StubPool  # type: ignore[misc]
         rl.orchestrator.main.main()
     else:
-        import rl.trainer.main
-
-        rl.trainer.main.main()
+        importlib.import_module(role if "." in role else f"rl.{role}.main").main()
 
 
-def child(order: dict[str, str]) -> None:
+def live(order: dict) -> None:
     """After the fork: never returns."""
     from rl.system import faults
 
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv = order["argv"]
     with open(order["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -93,7 +161,10 @@ def child(order: dict[str, str]) -> None:
         faults.plan = faults.Plan(order["fault"], order["trace"], process=order["role"])
     code = 0
     try:
-        run(order["role"], order["config"])
+        if order["setup"]:
+            module, _, function = order["setup"].partition(":")
+            getattr(importlib.import_module(module), function)()
+        run(order["role"])
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:
@@ -105,13 +176,27 @@ def child(order: dict[str, str]) -> None:
     os._exit(code)
 
 
+def keep(order: dict) -> None:
+    """In the first fork: the parent of the process, which tells its pid and how it ended. Never returns."""
+    answers = os.open(order["fifo"], os.O_WRONLY)
+    if (pid := os.fork()) == 0:
+        os.close(answers)
+        live(order)
+    os.write(answers, f"{pid:{NUMBER}}".encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):  # who asked may be gone
+        os.write(answers, f"{code:{NUMBER}}".encode())
+    os._exit(0)
+
+
 def main() -> None:
-    preload()
+    preload(sys.argv[1:])
     for line in sys.stdin:
-        if (pid := os.fork()) == 0:
-            child(json.loads(line))
-        status = os.waitpid(pid, 0)[1]
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if os.fork() == 0:
+            keep(json.loads(line))
 
 
 if __name__ == "__main__":

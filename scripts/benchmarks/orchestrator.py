@@ -1,4 +1,4 @@
-"""Measures what our own code costs, beside stubs for the model and the trainer. `python scripts/bench.py orchestrator` prints JSON."""
+"""Measures what our own code costs, beside stubs for the model and the trainer. `uv run scripts/bench.py orchestrator` prints JSON."""
 
 import argparse
 import asyncio
@@ -179,28 +179,17 @@ def orchestrator(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["stub-server"]:
+        return asyncio.run(stub_server(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    if sys.argv[1:2] == ["stub-trainer"]:
+        return stub_trainer(Path(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser("orchestrator", help="rollouts per CPU second, event-loop lag, memory")
-    bench.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
-    bench.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
-    bench.add_argument("--workers", type=int, default=1)
-    bench.add_argument("--tokens", type=int, default=16, help="of an answer")
-    bench.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")
-    server = commands.add_parser("stub-server")
-    server.add_argument("status", type=Path)
-    server.add_argument("tokens", type=int)
-    server.add_argument("delay", type=float)
-    trainer = commands.add_parser("stub-trainer")
-    trainer.add_argument("run_dir", type=Path)
-    trainer.add_argument("steps", type=int)
-    args = parser.parse_args()
-    if args.command == "stub-server":
-        asyncio.run(stub_server(args.status, args.tokens, args.delay))
-    elif args.command == "stub-trainer":
-        stub_trainer(args.run_dir, args.steps)
-    else:
-        orchestrator(args)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
+    parser.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")
+    return orchestrator(parser.parse_args())
 
 
 if __name__ == "__main__":

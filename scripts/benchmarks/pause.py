@@ -1,4 +1,4 @@
-"""Measures what a weight update costs generation: `python scripts/bench.py pause` prints JSON. Seconds are medians over all updates.
+"""Measures what a weight update costs generation: `uv run scripts/bench.py pause` prints JSON. Seconds are medians over all updates.
 
 A real server, requests in flight all the time, and versions that differ by small noise. `--against DIR` measures the code in another
 checkout as well, in turn with this one, so that both see the same machine.

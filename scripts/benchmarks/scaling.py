@@ -1,7 +1,7 @@
 """The trainer alone on random samples (`trainer --trainer.data.fake`), a process for each size: tokens a second and peak memory against the
 number of samples in a batch, and against their length at a constant number of tokens. Prints JSON.
 
-`python scripts/bench.py scaling`. The model is random: --layers and --hidden say how large; the default is small enough for two CPU cores
+`uv run scripts/bench.py scaling`. The model is random: --layers and --hidden say how large; the default is small enough for two CPU cores
 to train 4,096 samples in a minute.
 """
 

@@ -1,4 +1,4 @@
-"""Measures what our training step costs over a bare one in PyTorch. `python scripts/bench.py trainer --model FOLDER` prints JSON.
+"""Measures what our training step costs over a bare one in PyTorch. `uv run scripts/bench.py trainer --model FOLDER` prints JSON.
 
 Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
 masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics. They take turns in one

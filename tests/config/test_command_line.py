@@ -76,6 +76,21 @@ def test_faults_between_settings_are_listed_at_once():
     assert "orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name" in said
 
 
+def test_minibatches_that_cannot_be_cut_are_faults():
+    sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
+    assert config(*sizes, "--trainer.minibatches", "8").trainer.minibatches == 8  # the last group of a batch is whole
+    said = faults(*ENV, *sizes, "--trainer.minibatches", "9", "--trainer.loss.type", "clip")
+    assert "trainer.minibatches = 9\n    are more than a batch has groups (8), and each has whole ones; lower it, or raise" in said
+    assert "trainer.loss.truncate = 4.0\n    truncates only with" in faults(
+        *ENV, "--trainer.loss.type", "clip", "--trainer.loss.truncate", "4"
+    )
+    assert config("--trainer.loss.type", "gspo", "--trainer.loss.truncate", "4", "--trainer.epochs", "2").trainer.loss.truncate == 4
+    said = faults("--trainer.data.fake.samples", "8", "--trainer.data.fake.group_size", "4", "--trainer.minibatches", "3")
+    assert "groups (2)" in said
+    said = faults("--sft.dataset", "x.jsonl", "--trainer.minibatches", "2", "--trainer.epochs", "2")
+    assert "lower sft.batch_size instead" in said and "those over examples are sft.epochs" in said and said.startswith("2 faults")
+
+
 def test_a_flag_and_a_variable_into_one_of_several_environments(file):
     args = ["--orchestrator", "@", file("o.toml", '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\n')]
     flags = ["--orchestrator.environment.1.weight", "2"]
@@ -225,9 +240,17 @@ def test_help_on_a_section_and_on_a_key(capsys):
     assert section.startswith("\n[trainer.optim]  AdamW") and "  --trainer.optim.betas" in section and "trainer.loss" not in section
     union = help_on(capsys, "trainer.loss", "--seed", "1")
     assert union.count("--trainer.loss.kl_coefficient") == 1 and union.count("--trainer.loss.clip_high") == 3 and "type = 'gspo'" in union
-    assert "--trainer.loss.token_mask tuple[float, float] = (0.125, 8.0)" in union  # of one class, which has its own default
+    assert (
+        "token_mask [float, float] = [0.125, 8.0]  (policy_gradient)\n" in union
+        and "token_mask [float, float] = [0.0, inf]  (clip" in union
+    )
+    assert "aggregation token|sequence|constant = sequence  (gspo)\n" in union
+    clip_low = help_on(capsys, "trainer.loss.clip_low")
+    assert all(f"--trainer.loss.clip_low float = {value}\n" in clip_low for value in ("0.2  (clip)", "1.0  (cispo)", "0.0003  (gspo)"))
     assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed of the order of tasks")
-    assert "--sft.dataset" in help_on(capsys, program="rl sft")
+    of_sft = help_on(capsys, program="rl sft")
+    assert "--sft.dataset str  " in of_sft and "--trainer.optim.lr float = 2e-05 " in of_sft and "--orchestrator." not in of_sft
+    assert "perf/mfu  Model FLOP/s utilisation" in help_on(capsys, "metrics")
 
 
 def test_help_on_what_there_is_not(capsys):
@@ -318,5 +341,7 @@ def test_a_variable_that_names_a_setting_is_no_secret(monkeypatch):
 def test_schema_is_json_with_the_docstrings():
     done, _ = command("--schema")
     schema = json.loads(done.stdout)
-    assert schema["properties"]["max_steps"]["description"] == "Optimizer steps. `steps` is an alias."
+    assert (
+        schema["properties"]["max_steps"]["description"] == "Batches that are trained; batch N makes policy version N. `steps` is an alias."
+    )
     assert schema["additionalProperties"] is False and "OptimConfig" in schema["$defs"]

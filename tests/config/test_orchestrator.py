@@ -32,7 +32,10 @@ def test_difficulty_is_a_switch():
     ("flags", "texts"),
     [
         (["--orchestrator.credit.type", "grop"], ["orchestrator.credit.type = 'grop'", "give one of dr_grpo, grpo"]),
-        (["--orchestrator.environment.credit.epsilon", "1"], ["orchestrator.environment.0.credit.epsilon", "unknown key"]),
+        (
+            ["--orchestrator.environment.credit.epsilon", "1"],
+            ["orchestrator.environment.0.credit.epsilon", "goes with orchestrator.environment.credit.type = grpo"],
+        ),
         (["--orchestrator.credit.type", "none"], ["orchestrator.credit.type = 'none'", "nothing to learn from without a teacher"]),
         (
             [*TEACHER, "--orchestrator.environment.sampling.temperature", "0.7"],

@@ -467,16 +467,17 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
             {},
             "45% of the answers were cut off (rollouts/truncated): raise orchestrator.sampling.max_tokens = 256",
         ),
-        ({"rollouts/errored": 0.3}, {}, "30% of the rollouts failed (rollouts/errored): `error` in rollouts/*.jsonl says why"),
+        ({"rollouts/errored": 0.3}, {}, "30% of the rollouts failed (rollouts/errored): `rl show "),
         ({"lag/mean": 5.5}, {}, "tokens are 5.5 versions old (lag/mean): lower max_lag = 1"),
         ({}, {"optim/lr": 0.0}, "the learning rate is 0 (optim/lr): raise trainer.optim.lr = "),
         ({}, {"optim/grad_norm": 0.0}, "all gradients are 0 (optim/grad_norm)"),
         ({}, {"masked_fraction": 0.5}, "50% of the tokens are masked (masked_fraction)"),
         (
-            {"lag/mean": 0.0},
+            {"lag/mean": 0.9},
             {"mismatch_kl/mean": 0.02},
-            "trainer and inference disagree: mismatch_kl/mean 0.02 is over 0.006 though no token",
+            "trainer and inference disagree: mismatch_kl/mean 0.02 is over 0.006; `rl doctor",
         ),
+        ({}, {"lag_kl/mean": 0.1}, "rollouts are far from what is trained: lag_kl/mean 0.1; a lower learning rate or max_lag"),
         ({}, {"parity/agrees": 0.0}, "trainer and inference disagree on the same tokens (parity/agrees): `rl doctor --parity MODEL`"),
         ({}, {"entropy/mean": 0.001}, "the policy is nearly certain of each token (entropy/mean 0.001)"),
     ],
@@ -532,7 +533,7 @@ def test_last_seen_says_heartbeat_and_the_end_of_the_newest_log(run):
 def test_the_verdict_on_a_trial(run, rollouts, said):
     run.metrics(range(1, 3), **{"loss/mean": 0.0})
     run.dir.rollouts_dir.mkdir()
-    lines = [{"env": "sums", "group_id": 1, "advantage": 0.0} | rollout for rollout in rollouts]
+    lines = [{"env": "sums", "group_id": 1, "advantage": 0.0, "messages": []} | rollout for rollout in rollouts]
     run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
     assert verdict(read_state(run.dir, run.config)) == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
 

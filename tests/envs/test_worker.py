@@ -1,8 +1,17 @@
+import asyncio
+import math
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
-from rl.envs.worker import MAX_ERROR, encode_result
-from rl.wire.rollouts import Rollout
+from rl.envs import worker
+from rl.envs.worker import MAX_ERROR, Worker, encode_result
+from rl.orchestrator.batches import rollout_line
+from rl.orchestrator.judge import Rules, judge
+from rl.wire.inference_client import Generation
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
 from rl.wire.worker_messages import FromWorker, PlayGroup
 
 ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, server=0)
@@ -43,3 +52,48 @@ def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
 
 def test_what_can_be_written_comes_through():
     assert msgspec.msgpack.decode(encode_result(ORDER, [Rollout(reward=0.5)]), type=FromWorker).rollouts[0].reward == 0.5
+
+
+class SometimesNan:
+    """An environment whose second rollout has such a log-probability in its second turn, in the first `faults` plays."""
+
+    def __init__(self, value, faults):
+        self.value, self.faults = value, faults
+
+    async def play(self, order, num_episodes):
+        self.faults -= 1
+        values = [-1.0, self.value if self.faults >= 0 else -2.0]
+        spans = [VersionSpan(0, 2)]
+
+        def turn(logprobs):
+            return Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=logprobs, policy_versions=spans, finish_reason="stop")
+
+        return [[Rollout(turns=[turn([-1.0, -1.0])], reward=1.0)], [Rollout(turns=[turn([-1.0, -1.0]), turn(values)])]]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, None])
+def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypatch):
+    """It is played again; if that does not help, its line in rollouts/ says why it is not trained. An evaluation does not mind."""
+    monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
+    setup = SimpleNamespace(retries=1)
+
+    def play(faults, order=ORDER):
+        self = SimpleNamespace(setup=setup, env=SometimesNan(value, faults))
+        self.play_once = lambda *args: Worker.play_once(self, *args)
+        (sound,), (broken,) = asyncio.run(Worker.play_with_retries(self, order, 2))
+        return sound, broken
+
+    assert [rollout.error for rollout in play(1)] == [None, None] and play(1)[1].retries == 1
+    sound, broken = play(2)
+    assert (sound.error, broken.cause, broken.retries) == (None, "logprobs", 1)
+    group = judge(Group(group_id=1, env="e", task=0, rollouts=[sound, broken]), Rules())
+    lines = [rollout_line(group, i, 1) for i in range(2)]
+    assert [line["why"] for line in lines] == ["error", "logprobs"] and not any(line["trained"] for line in lines)
+    assert lines[1]["error"] == f"inference gave token 2 of turn 2 the log-probability {value}, which cannot be trained"
+    assert play(2, msgspec.structs.replace(ORDER, split="eval"))[1].error is None
+
+
+def test_a_log_probability_that_json_cannot_say_arrives():
+    sent = msgspec.json.encode(Generation([5, 6], [-1.0, math.nan], [VersionSpan(0, 2)], "stop"))
+    first, second = msgspec.json.decode(sent, type=Generation).logprobs
+    assert b"null" in sent and first == -1.0 and math.isnan(second)

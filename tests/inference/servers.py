@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl.run_dir.checksums import DIGESTS
 from rl.run_dir.hashes import sha256
 from rl.run_dir.safetensors import read_tensors
+from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
 TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
@@ -26,7 +25,7 @@ TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
 
 @dataclass
 class Server:
-    process: subprocess.Popen
+    process: Forked
     weights: list[Path]  # index: policy version; a model, or an adapter of the first
     root: Path
     token: str = ""
@@ -98,9 +97,8 @@ def start_server(root: Path, weights: list[Path], token: str = "", **settings: o
     flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
     flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
     flags |= {key.replace("__", "."): value for key, value in settings.items()}
-    command = [sys.executable, "-m", "rl.inference.main", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+    arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    process = inference_zygote().fork("inference", *arguments, log=root / "log", env=env)
     return Server(process, weights, root, token)
 
 

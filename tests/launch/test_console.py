@@ -3,6 +3,10 @@
 import io
 import json
 import os
+import re
+import time
+
+import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.launch.console import Console
@@ -13,6 +17,7 @@ TRAINER = {
     "loss/mean": -0.01234,
     "entropy/mean": 1.25,
     "mismatch_kl/mean": 1.2e-5,
+    "lag_kl/mean": 3.4e-3,
     "optim/grad_norm": 0.4567,
     "perf/tokens_per_s": 1234.4,
     "time/step": 12.34,
@@ -53,13 +58,13 @@ def test_a_step_appears_when_both_sides_have_reported(tmp_path):
     assert screen.look() == ""
     screen.write(1, "trainer", TRAINER)
     assert screen.look() == (
-        "  step  reward    eval      loss  entropy  mismatch    grad   lag   tok/s    time  of that waiting\n"
-        "     1   0.219       -   -0.0123    1.250   1.2e-05   0.457  0.50    1234    12.3  4.1 wait_for_batch\n"
+        "  step  reward    eval      loss  entropy  mismatch    grad   lag   lag kl   tok/s    time    left  of that waiting\n"
+        "     1   0.219       -   -0.0123    1.250   1.2e-05   0.457  0.50  3.4e-03    1234    12.3       -  4.1 wait_for_batch\n"
     )
     screen.write(2, "trainer", {"loss/mean": float("nan")})
     screen.write(0, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(2, "orchestrator", {"reward/mean": 1.0, "lag/mean": 0})
-    assert screen.look().endswith("     2   1.000   0.250         -        -         -       -  0.00       -       -\n")
+    assert screen.look().endswith("     2   1.000   0.250         -        -         -       -  0.00        -       -       -       -\n")
     assert screen.look() == ""
 
 
@@ -131,29 +136,146 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     }
     messages = [
         {"role": "user", "content": "1+1?\nBe brief. [bold]"},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
-        {"role": "tool", "content": [{"type": "text", "text": "2"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": [{"type": "text", "text": "\x1b]0;title\x07\r2\u202e"}]},
+        {"role": "assistant", "content": "x" * 20_000},
     ]
-    shown = skipped | {"rollout_id": 3, "messages": messages, "reward": 1.0, "advantage": 0.5, "stop": "stop", "trained": True}
+    shown = skipped | {"rollout_id": 3, "messages": messages, "reward": 1.0, "advantage": 0.5, "trained": True, "why": None}
+    shown |= {
+        "metrics": {"right": 1.0},
+        "task": 5,
+        "outcome": "truncated",
+        "stop": "length",
+        "num_tokens": 3900,
+        "num_turns": 1,
+        "versions": [1],
+    }
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
         screen.run_dir.rollouts(step).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown)))
         screen.write(step, "orchestrator", {"reward/mean": 0.5})
         screen.write(step, "trainer", TRAINER)
     said = screen.look()
-    assert said.count("--- a rollout of step") == 2 and "step 3 (" not in said
+    assert said.count("--- a rollout of step") == 2 and "step 3," not in said
     assert said.endswith(
-        "  --- a rollout of step 2 (e, group 7, rollout 3): reward 1.000, advantage +0.500, stop: stop\n"
+        "  --- a rollout of step 2, e, task 5, group 7, rollout 3\n"
+        "    reward 1.000 (right 1), advantage +0.500, trained\n"
+        "    truncated, 3,900 tokens, sampled by version 1\n"
         "  user: 1+1?\n      Be brief. [bold]\n"
-        '  assistant: [{"name": "add"}]\n'
-        '  tool: [{"type": "text", "text": "2"}]\n'
+        '  assistant: calls add({"a": 1})\n'
+        "  tool: \\x1b]0;title\\x07\\r2\\u202e\n"
+        f"  assistant: {'x' * 489}[... 19,011 characters ...]{'x' * 500}\n"
         "  ---\n" + said.splitlines(keepends=True)[-1]
     )
+
+
+def test_a_rollout_that_cannot_be_read_is_a_warning(tmp_path):
+    screen = Screen(tmp_path)
+    screen.run_dir.rollouts(1).parent.mkdir(parents=True)
+    screen.run_dir.rollouts(1).write_text("no JSON\n")
+    screen.write(1, "orchestrator", {"reward/mean": 0.5})
+    screen.write(1, "trainer", TRAINER)
+    assert f"warning: {screen.run_dir.rollouts(1)}:1: not JSON" in screen.look()
+
+
+def test_a_short_batch_is_said_on_its_line_and_explained_once(tmp_path):
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--orchestrator.batch_size", "64")
+    for step, missing in ((1, 0), (2, 48), (3, 8)):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/missing": missing, "rollouts/finished": 192})
+        screen.write(step, "trainer", TRAINER)
+    lines = screen.look().splitlines()
+    assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  short: 16 of 64") and lines[4].endswith("  short: 56 of 64")
+    assert lines[3].startswith("  step 2 trained a short batch: too few of the 192 rollouts") and "orchestrator.max_refill = 3" in lines[3]
+    assert len(lines) == 5
+
+
+def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
+    def said(*args: str) -> list[str]:
+        screen = Screen(tmp_path, *args)
+        screen.console.introduce()
+        return screen.out.getvalue().splitlines()
+
+    monkeypatch.chdir(tmp_path)
+    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert said() == [f"r: {model} on e", "  9 steps of 64 rollouts (8 groups of 8), max_lag 1, in r"]
+    assert said("--orchestrator.batch_size", "60")[1] == (
+        "  9 steps of 64 rollouts (8 groups of 8; batch_size = 60 is rounded up to whole groups), max_lag 1, in r"
+    )
+    monkeypatch.chdir("/")
+    envs = "[{id = 'e'}, {id = 'f', group_size = 4}]"
+    assert said("--orchestrator.environment", envs) == [
+        f"r: {model} on e, f",
+        "  9 steps of 64 rollouts or a few more (groups of 4, 8; batch_size = 64 is rounded up to whole groups), max_lag 1, in "
+        + str(tmp_path / "r").removeprefix("/"),
+    ]
+    assert said("--sft.dataset", "x.jsonl", "--sft.epochs", "2")[1].startswith("  2 epochs of 64 examples a step, in ")
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def terminal(tmp_path, monkeypatch, width: int, height: int = 24, *args: str) -> Screen:
+    monkeypatch.setitem(os.environ, "COLUMNS", str(width))
+    monkeypatch.setitem(os.environ, "LINES", str(height))
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", *args, out=Terminal())
+    since = time.time() - 90
+    statuses = {
+        "inference": RoleStatus(phase=Phase.SERVING, since=since),
+        "orchestrator": RoleStatus(phase=Phase.FILLING_BATCH, step=13, since=since, batch=13, batch_done=24, batch_size=64),
+        "trainer": RoleStatus(phase=Phase.WAITING_FOR_BATCH, step=13, detail="filling\x1b batch 13", since=since),
+    }
+    for name, status in statuses.items():
+        write_status(screen.run_dir.status(name), status)
+    return screen
+
+
+@pytest.mark.parametrize("width", range(60, 201, 7))
+def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
+    screen = terminal(tmp_path, monkeypatch, width, 24, "--max_steps", "40")
+    screen.console.introduce()
+    for step in (11, 12):
+        rewards = {f"reward/environment-{name}/mean": 0.25 for name in "abc"}
+        screen.write(step, "orchestrator", {"reward/mean": 0.5, "lag/mean": 1.5, "rollouts/missing": 48, **rewards})
+        screen.write(step, "trainer", TRAINER)
+    screen.write(12, "eval", {f"eval/environment-{name}/reward_mean": 0.5 for name in "abcdefgh"})
+    said = ANSI.sub("", screen.look())
+    table = [line for line in said.splitlines() if line != "  " + str(tmp_path / "r")]  # a path is not cut
+    assert all(len(line) <= width for line in table), max(table, key=len)
+    heading, row = (next(line for line in table if line.startswith(start)) for start in ("  step", "    12"))
+    shown = heading.removesuffix("of that waiting").split()
+    assert shown[:3] == ["step", "reward", "eval"] and {"time", "left"} <= set(shown) and len(row.split()) >= len(shown)
+    assert ("mismatch" in shown) == (width >= 82) and ("loss" in shown) == (width >= 109)
+    assert "  4.1 wait_for_batch" in row and "short: 16 of 64" in said and "environment-c 0.25" in said and "…" not in said
+    assert "batch 13 24/64" in said and "orchestrator: filling batch 13 (90 s)" in said
+    assert "trainer: waiting for batch 13: filling\\x1b batch 13 (90 s)" in said
+    assert "━" in said  # the bar
+
+
+def test_the_heading_comes_again_with_every_screen_and_with_another_width(tmp_path, monkeypatch):
+    screen = terminal(tmp_path, monkeypatch, 120, 13, "--max_steps", "99")
+    for step in range(1, 26):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5})
+        screen.write(step, "trainer", TRAINER)
+    lines = [line for line in ANSI.sub("", screen.look()).splitlines() if re.match(" +(step  reward|[0-9]+ )", line)]
+    assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 11, 22]
+    screen.console.bar.console.width = 70
+    screen.write(26, "orchestrator", {"reward/mean": 0.5})
+    screen.write(26, "trainer", TRAINER)
+    assert "  step  reward    eval   lag    time    left  of that" in screen.look()
+
+
+def test_the_time_that_is_left_is_by_the_pace_without_the_first_step(tmp_path):
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000")
+    for step, seconds in enumerate([300.0, 10.0, 10.0, 40.0], start=1):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5})
+        screen.write(step, "trainer", {"time/step": seconds})
+    ends = [line.split()[-3:] for line in screen.look().splitlines()[1:]]
+    assert [" ".join(words) for words in ends[1:]] == ["10.0 2.8 h", "10.0 2.8 h", "40.0 2.8 h"] and ends[0][1:] == ["300.0", "-"]
 
 
 def test_on_a_terminal_lines_scroll_above_a_bar(tmp_path, monkeypatch):
@@ -168,3 +290,13 @@ def test_on_a_terminal_lines_scroll_above_a_bar(tmp_path, monkeypatch):
     screen.console.close()
     screen.console.say("plain again")
     assert screen.out.getvalue().endswith("plain again\n") and "\x1b[?25h" in screen.out.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 7, 20, 40])
+def test_a_tiny_terminal_does_not_end_the_run(tmp_path, monkeypatch, width):
+    screen = terminal(tmp_path, monkeypatch, width, 2)
+    screen.console.introduce()
+    for step in (1, 2):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/missing": 8})
+        screen.write(step, "trainer", TRAINER)
+    assert "     2" in screen.look()

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+from matplotlib.figure import Figure
+
 from rl.launch.curves import draw_curves, duration, final_report, inference_idle, report_lines
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir
@@ -52,7 +55,7 @@ def test_golden_report(tmp_path):
         "8 steps in 1 min 20 s; trainer waited for batches 25%, inference was idle 22% of the time",
         "reward    0.200 -> 0.700   (mean of the first and of the last steps)",
         "eval      0.050 -> 0.700   (e, version 0 and version 8)",
-        "mismatch  2.0e-04   (mean KL between inference and trainer on the same tokens)",
+        "mismatch  2.0e-04   (mean KL between inference and trainer on tokens of the trained version)",
         f"weights   {tmp_path}/weights/000008",
         f"curves    {tmp_path}/curves.png",
         f"metrics   {tmp_path}/metrics.jsonl",
@@ -89,3 +92,24 @@ def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
 
 def test_duration():
     assert [duration(seconds) for seconds in (3.21, 75, 3725)] == ["3.2 s", "1 min 15 s", "1 h 02 min"]
+
+
+def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path, monkeypatch):
+    """What matplotlib is given, from numbers of two steps."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    lines = read_metrics(synthetic(tmp_path, steps=2).metrics)
+    lines[0, "eval"]["eval/e/reward_mean_stderr"] = 0.1
+    for step in (1, 2):
+        lines[step, "orchestrator"] |= {"rollouts/zero_advantage": step / 4, "rollouts/truncated": 0.5, "lag/max": 2.0, "lag/mean": 1.0}
+    draw_curves(lines, tmp_path / "curves.png", "r")
+    panels = {panel.get_title(): panel for panel in drawn[0].axes}
+    assert [title.split(",")[0] for title in panels] == [
+        "reward", "share of the rollouts", "tokens a rollout", "entropy", "lag", "trainer-inference mismatch", "gradient norm",
+        "rollouts a step", "seconds a step",
+    ]  # fmt: skip
+    (bars,) = (container for container in panels["reward"].containers if container.has_yerr)
+    ends = [segment[:, 1].tolist() for segment in bars.lines[2][0].get_segments()]
+    assert ends == [pytest.approx([0.05 - 0.196, 0.05 + 0.196]), [0.7, 0.7]]
+    shares = {line.get_label(): line.get_ydata().tolist() for line in panels["share of the rollouts"].get_lines()}
+    assert shares == {"without signal": [0.25, 0.5], "truncated": [0.5, 0.5], "failed": []}

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from rl.commands.policy_spec import run_dir_of, stored_config
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
 from rl.launch.prepare import Prepared, prepare, ranges
@@ -49,6 +51,7 @@ class Place:
         for step in checkpoints:
             self.run_dir.checkpoint(step).mkdir(parents=True)
         self.run_dir.pending.touch()
+        self.run_dir.pending_rollouts.touch()
 
 
 @pytest.fixture
@@ -64,13 +67,100 @@ def test_a_new_run_has_its_resolved_configuration(place):
 
 def test_an_existing_run_needs_resume_or_clean(place):
     place()
+    place.fill(1)
     assert place.fails() == f"{place.root} exists: continue that run with --resume, delete it with --clean, or choose another --name"
     assert "give one of them" in place.fails(resume=-1, clean=True)
 
 
-def test_resume_of_a_run_that_is_not_there_starts_it(place):
-    assert place(resume=-1).notes == []
-    assert place.run_dir.config.exists()
+def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
+    assert place.fails(resume=4).startswith(f"--resume: there is no run in {place.root}. Leave it out to start one")
+    assert not place.root.exists()
+    place("--name", "r2")
+    assert f"there is no run in {place.root}; in {place.tmp}/outputs there are r2. Leave" in place.fails(resume=-1)
+    place.root.mkdir()
+    (place.root / "config.toml").write_text("max_steps = 3\n")  # the user's own
+    for how in ({"resume": -1}, {}, {}):
+        assert place.fails(**how) and (place.root / "config.toml").read_text() == "max_steps = 3\n"
+
+
+def test_a_directory_in_which_nothing_was_made_is_used_again(place):
+    """After a misspelt model, or an environment that does not load: the settings may be others now."""
+    place("--model.name", "misspelt")
+    place.run_dir.pending.parent.mkdir()
+    place.run_dir.pending.touch()
+    MetricsLog(place.run_dir.metrics, "eval").write(0, {"eval/e/reward_mean": 1.0})
+    place.run_dir.eval(0, "e").parent.mkdir(parents=True)
+    place.run_dir.logs.mkdir()
+    assert place(resume=-1).notes == [f"{place.root} is used again: the run in it had made nothing yet"]
+    assert from_toml(place.run_dir.config) == place.config()
+    assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "logs", "status"]
+    place.run_dir.evals.mkdir()
+    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch none"] and place.run_dir.evals.exists()
+    assert place("--max_lag", "0").notes and from_toml(place.run_dir.config).max_lag == 0 and not place.run_dir.evals.exists()
+    assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag", "0", resume=3)
+    for made in (place.run_dir.batch(1), place.run_dir.pending, place.run_dir.digests(1), place.run_dir.checkpoint(1) / "x"):
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text("x")
+        assert " exists: continue that run with --resume" in place.fails()
+        shutil.rmtree(made.parent if made.parent.name != "000001" else made.parent.parent)
+
+
+def test_a_run_lives_where_its_config_toml_lies(place):
+    """Moved and renamed: all that reads it, and a resume, are in the new place."""
+    place()
+    place.fill(2, (1,))
+    there = place.tmp / "elsewhere" / "moved"
+    there.parent.mkdir()
+    place.root.rename(there)
+    config = build(parse_args(["@", str(there / "config.toml"), "--max_steps", "7"]))
+    assert config.run_dir.root == there and from_toml(there / "config.toml").name == "moved"
+    prepared = prepare(config.with_absolute_paths(), resume=-1, clean=False)
+    os.close(prepared.lock)
+    assert prepared.notes == [
+        f"resuming {there}: checkpoint 1, newest batch 2",
+        "changed: name: 'r' -> 'moved'",
+        f"changed: output_dir: '{place.tmp}/outputs' -> '{there.parent}'",
+        "changed: max_steps: 100 -> 7",
+    ]
+    assert not place.root.exists() and 'name = "moved"' in (there / "config.toml").read_text()
+    assert build(parse_args(["@", str(there / "config.toml"), "--name", "new"])).run_dir.root == there.parent / "new"
+    (there.parent / "link").symlink_to(there)
+    assert build(parse_args(["@", str(there.parent / "link" / "config.toml")])).run_dir.root == there
+    (place.tmp / "config.toml").write_bytes((there / "config.toml").read_bytes())  # a copy of the settings is no run
+    assert build(parse_args(["@", str(place.tmp / "config.toml")])).run_dir.root == there
+
+
+def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one_it_was_copied_from(place):
+    args = ("--trainer.weights.dir", str(place.tmp / "memory"))
+    place(*args)
+    place.fill(1, (1,))
+    (place.tmp / "memory" / "r" / "000001").mkdir(parents=True)
+    renamed = place.root.with_name("s")
+    place.root.rename(renamed)
+    assert run_dir_of(renamed, stored_config(renamed)).weights_dir == place.tmp / "memory" / "r"  # of a run that was not resumed yet
+    place(*args, "--name", "s", resume=-1)
+    assert [path.name for path in (place.tmp / "memory").iterdir()] == ["s"]
+    assert run_dir_of(renamed, stored_config(renamed)).weights(1).is_dir()
+    copy = place.tmp / "backup" / "s"
+    shutil.copytree(renamed, copy)
+    same = build(parse_args(["@", str(copy / "config.toml")]))
+    for how in ({"resume": -1, "clean": False}, {"resume": None, "clean": True}):
+        with pytest.raises(RunError, match=f"memory/s holds the versions of {renamed}, of which {copy} is a copy: rename that directory"):
+            prepare(same, **how)
+    place("--name", "t", *args, "--output_dir", str(copy.rename(copy.with_name("t")).parent), resume=-1)
+    assert (place.tmp / "memory" / "s" / "000001").is_dir()
+
+
+def test_a_path_that_has_moved_is_no_other_setting(place):
+    for name in ("old", "new", "other"):
+        (place.tmp / name).mkdir()
+        (place.tmp / name / "model").mkdir()
+    place("--model.name", str(place.tmp / "old" / "model"))
+    place.fill(1, (1,))
+    assert "model.name: " in place.fails("--model.name", str(place.tmp / "new" / "model"), resume=-1)  # both are there
+    shutil.rmtree(place.tmp / "old")
+    assert "model.name: " in place.fails("--model.name", str(place.tmp / "new"), resume=-1)
+    assert any("changed: model.name" in note for note in place("--model.name", str(place.tmp / "new" / "model"), resume=-1).notes)
 
 
 def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):
@@ -115,6 +205,7 @@ def test_weights_elsewhere_belong_to_the_run(place):
 
 def test_another_configuration_is_refused_with_every_difference(place):
     place()
+    place.fill(1)
     before = place.run_dir.config.read_bytes()
     said = place.fails("--seed", "1", "--max_lag", "0", "--orchestrator.environment.args.n", "5", "--max_steps", "9", resume=-1)
     assert said.splitlines()[:4] == [
@@ -174,6 +265,7 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
 )
 def test_what_may_not_change(place, args):
     place()
+    place.fill(1)
     assert "was made with another configuration" in place.fails(*args, resume=-1)
 
 
@@ -201,7 +293,7 @@ def test_resume_at_a_step_moves_the_rest_away(place):
     ]  # fmt: skip
     assert sorted(str(path.relative_to(away)) for path in away.rglob("*") if path.suffix or path.name.isdigit()) == [
         "batches/000003.batch", "batches/000004.batch", "batches/pending.log", "checkpoints/000003", "metrics.jsonl",
-        "rollouts/000003.jsonl", "rollouts/000004.jsonl", "wandb.json", "weights/000003", "weights/000004",
+        "rollouts/000003.jsonl", "rollouts/000004.jsonl", "rollouts/pending.jsonl", "wandb.json", "weights/000003", "weights/000004",
     ]  # fmt: skip
     assert [json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()] == [1, 2]
     assert [json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()] == [3, 4]
@@ -241,6 +333,7 @@ def test_resume_at_a_step_needs_the_batches_after_the_checkpoint(place, step, me
 
 def test_a_changed_variable_is_a_changed_setting_of_a_resume(place):
     place()
+    place.fill(1)
     with pytest.raises(RunError, match=r"made with another configuration, 1 setting differs:\n  seed: 0 -> 1\n"):
         prepare(place.config(RL__SEED="1"), resume=-1, clean=False)
     prepared = prepare(place.config("--max_steps", "7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"), resume=-1, clean=False)

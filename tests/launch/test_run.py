@@ -137,9 +137,9 @@ def test_with_no_restarts_a_child_that_fails_ends_the_run(rl, name):
     began = time.monotonic()
     code, _, err = rl("--supervisor.max_restarts", "0", **(waiting | {name: dying}))
     assert code == 1 and time.monotonic() - began < 15
-    assert f"rl: {name} ended with exit code 7. The end of its log:\n  | line 11\n" in err
+    assert f"rl: {name} ended with exit code 7, saying: out of luck. The end of its log:\n  | line 11\n" in err
     assert f"  | line 29\n  | out of luck\n  the whole log: {rl.run_dir.logs}/{name}-1.log\n" in err
-    assert err.endswith(f"--output_dir {rl.tmp}/outputs --supervisor.max_restarts 0 --resume\n")
+    assert err.endswith("\nnothing was made yet: a start with other settings uses the directory again\n")
     assert rl.nobody_left()
 
 

@@ -1,13 +1,13 @@
 from collections import Counter
 
-from rl.orchestrator.admission import MAX_REFILL, Pace, Places, eligible
+from rl.orchestrator.admission import Pace, Places, eligible
 
 ONE = {"a": 1.0}
 TWO = {"a": 0.5, "b": 0.5}
 
 
-def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000):
-    return eligible(shares, places, batch_size, ahead, cap)
+def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3):
+    return eligible(shares, places, batch_size, ahead, cap, max_refill)
 
 
 def test_as_much_as_the_batches_ahead_lack():
@@ -20,9 +20,11 @@ def test_as_much_as_the_batches_ahead_lack():
 
 def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=7))) == ["a"]
-    assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=MAX_REFILL * 8 - 8))) == []
-    assert room(Places(usable=Counter(a=1), dropped=Counter(a=MAX_REFILL * 8 - 1))) == []
-    assert room(Places(dropped=Counter(a=MAX_REFILL * 8 + 50))) == ["a"]  # nothing to train on yet
+    assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8))) == []
+    assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
+    assert room(Places(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
+    assert room(Places(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
+    assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
 
 
 def test_an_environment_has_its_share_of_the_places():

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.orchestrator.admission import MAX_REFILL
 from rl.orchestrator.batch_metrics import batch_metrics
 from rl.orchestrator.batches import OrchestratorState, choose, commit, decode_state, form, rollout_line
 from rl.orchestrator.ending import RewardHistory, only_failures
@@ -118,20 +117,25 @@ def test_turns_that_could_not_be_merged_are_counted():
 
 def test_oldest_groups_first_and_not_before_the_batch_is_full():
     groups = [group(5, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 1.0)]
-    assert choose(groups, 6, 0) is None
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 4, 5)] == [1, 3]
-    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0, 0.5)], 4, 5)] == [1, 3]  # one rollout more than asked for
+    assert choose(groups, 6, 0, 3) is None
+    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 4, 5, 3)] == [1, 3]
+    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0, 0.5)], 4, 5, 3)] == [1, 3]  # one rollout more than asked for
 
 
 def test_short_batch_after_three_batches_worth_of_groups():
-    silent = [group(i, 0.0, 0.0) for i in range(MAX_REFILL * 2)]
-    assert choose(silent, 4, 0) is None
-    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 4, 0)] == [9]
+    silent = [group(i, 0.0, 0.0) for i in range(3 * 2)]
+    assert choose(silent, 4, 0, 3) is None
+    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 4, 0, 3)] == [9]
+
+
+def test_the_limit_of_refills_is_a_setting():
+    finished = [group(0, 0.0, 0.0), group(1, 1.0, 0.0)]
+    assert [g.group_id for g in choose(finished, 4, 0, 1)] == [1] and choose(finished, 4, 0, 2) is None
 
 
 def test_no_short_batch_while_groups_are_playing():
-    finished = [*(group(i, 0.0, 0.0) for i in range(MAX_REFILL * 2 - 1)), group(9, 1.0, 0.0)]
-    assert choose(finished, 4, 1) is None
+    finished = [*(group(i, 0.0, 0.0) for i in range(3 * 2 - 1)), group(9, 1.0, 0.0)]
+    assert choose(finished, 4, 1, 3) is None
 
 
 def test_metrics_count_every_rollout_and_lag_by_token():

@@ -23,7 +23,7 @@ from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.paths import numbered
+from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RoleStatus
 from rl.system import faults
 from rl.wire.batch_file import check_rollouts, decode_batch
@@ -66,13 +66,13 @@ class Nothing:
 class World:
     """A run whose orchestrator lives several times, and what it is known to have finished."""
 
-    def __init__(self, root: Path, dice: random.Random):
+    def __init__(self, root: Path, dice: random.Random, *more: str):
         flags = ["--name", "r", "--output_dir", str(root), "--max_steps", str(STEPS), "--max_lag", "1"]
         envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
         flags += ["--orchestrator.environment", envs, "--orchestrator.batch_size", "4", "--orchestrator.group_size", "2"]
-        self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2"]))
+        self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2", *more]))
         self.run_dir, self.dice = self.config.run_dir, dice
-        self.published, self.nonces = 0, 0
+        self.published, self.nonces, self.missing = 0, 0, 0
         self.durable: dict[float, Group] = {}
         self.asked: dict[float, Group] = {}
 
@@ -99,6 +99,7 @@ class World:
                 if one.progress.newest == STEPS:
                     return
                 self.play(one)
+                assert waiting_lines(self.run_dir) == [group.group_id for group in one.builder.pending.groups]
             raise AssertionError("the run does not get on")
         except KilledError:
             pass
@@ -143,10 +144,18 @@ def nonce(group: Group) -> float:
     return group.rollouts[0].metrics["nonce"]
 
 
+def waiting_lines(run_dir: RunDir) -> list[int]:
+    """Groups of pending.jsonl, of each of which there are two lines."""
+    lines = [json.loads(line) for line in run_dir.pending_rollouts.read_bytes().splitlines()]
+    assert not any(line["trained"] or line["step"] for line in lines)
+    assert {line["why"] for line in lines} <= {"pending", "no_signal", "error", "environment", "stale"}
+    return [line["group_id"] for line in lines if line["rollout_id"] == 0]
+
+
 def check(world: World) -> None:
     """What is promised, whatever deaths there were."""
     run_dir = world.run_dir
-    assert list(numbered(run_dir.batches, ".batch")) == list(numbered(run_dir.rollouts(0).parent, ".jsonl")) == [1, 2, 3, 4]
+    assert list(numbered(run_dir.batches, ".batch")) == list(numbered(run_dir.rollouts_dir, ".jsonl")) == [1, 2, 3, 4]
     said, trained = [], []
     for step in range(1, STEPS + 1):
         check_rollouts(run_dir.rollouts(step))
@@ -159,6 +168,7 @@ def check(world: World) -> None:
         lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.policy_versions]
         assert min(lags) >= 0 and max(lags) <= 2
     waiting, remarks = read_groups(run_dir.pending)
+    assert waiting_lines(run_dir) == [group.group_id for group in waiting]
     said += [nonce(group) for group in waiting]
     assert not remarks and len(set(said)) == len(said) and len(set(trained)) == len(trained)  # nothing twice
     assert set(world.durable) <= set(said) <= set(world.asked)  # nothing lost, nothing made up
@@ -166,6 +176,9 @@ def check(world: World) -> None:
     assert [metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)] == [
         len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples) for step in range(1, STEPS + 1)
     ]
+    missing = [metrics[step, "orchestrator"]["rollouts/missing"] for step in range(1, STEPS + 1)]
+    assert missing == [4 - metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)]  # of batches of 4
+    world.missing += sum(missing)
     once, rates = RewardHistory(), dict[int, float]()
     for number in sorted(said):  # groups become durable in the order in which they were made
         group = judge(world.asked[number], Rules())
@@ -196,7 +209,7 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
     """They were finished before the newest batch, so only its state still knows of them."""
     for seed in range(30):
         world = World(tmp_path / str(seed), random.Random(seed))
-        world.live(30)
+        world.live(45)
         newest = world.run_dir.newest_batch()
         waiting = batches.decode_state(decode_batch(world.run_dir.batch(newest).read_bytes(), "x").state).pending if newest else []
         if waiting:
@@ -217,3 +230,10 @@ def test_a_death_at_each_point_in_turn(tmp_path):
         world.live(points)
         world.live(0)
         check(world)
+
+
+def test_a_short_batch_says_what_it_lacks(tmp_path):
+    world = World(tmp_path, random.Random(0), "--orchestrator.max_refill", "1")
+    world.live(0)
+    check(world)
+    assert world.missing > 0

@@ -328,6 +328,10 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
         play(config, model, steps=[])
     error = unwrap(caught.value)
     assert isinstance(error, RunError) and error.exit_code == GIVE_UP and text in str(error)
+    readable = config.run_dir.pending_rollouts  # of what was played until then
+    lines = [json.loads(line) for line in readable.read_bytes().splitlines()] if readable.exists() else []
+    assert {line["why"] for line in lines} == {"always": {"environment"}, "0.0": {"no_signal"}}.get(flags[1], set())
+    assert not lines or f"`rl show {config.run_dir.root}` shows them" in str(error)
 
 
 def test_a_solved_task_ends_the_run(tmp_path, model):

@@ -1,7 +1,9 @@
 import errno
+import json
 from pathlib import Path
 
-from rl.orchestrator.pending import PendingLog
+from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.pending import PendingLog, PendingRollouts
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
 
@@ -68,3 +70,29 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
     monkeypatch.setattr(Path, "read_bytes", unreadable)
     log = PendingLog(path)
     assert log.load(set(), 9) == [f"{path}: cannot be read (Input/output error); what was there is sampled again"] and log.groups == []
+
+
+def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
+    def group(group_id, *rewards):
+        turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], policy_versions=[VersionSpan(3, 1)], finish_reason="stop")
+        rollouts = [Rollout(turns=[turn], reward=reward, messages=[{"role": "assistant", "content": "2"}]) for reward in rewards]
+        return judge(Group(group_id=group_id, env="e", task=8, rollouts=rollouts), Rules())
+
+    def lines():
+        return [json.loads(line) for line in readable.path.read_text().splitlines()]
+
+    readable = PendingRollouts(tmp_path / "rollouts" / "pending.jsonl", {"e": Rules()})
+    readable.append([group(1, 0.0, 1.0), group(2, 0.0, 0.0)])
+    assert [(line["group_id"], line["reward"], line["why"]) for line in lines()] == [
+        (1, 0.0, "pending"), (1, 1.0, "pending"), (2, 0.0, "no_signal"), (2, 0.0, "no_signal")
+    ]  # fmt: skip
+    first = lines()[0]
+    assert (first["step"], first["trained"], first["task"], first["advantage"], first["versions"]) == (None, False, 8, -0.5, [3])
+    assert first["messages"] == [{"role": "assistant", "content": "2"}]
+    with readable.path.open("ab") as file:
+        file.write(b'{"step": nu')  # of a process that was killed
+    readable.rewrite([group(2, 0.0, 0.0)])
+    readable.append([])
+    assert [line["group_id"] for line in lines()] == [2, 2]
+    readable.rewrite([])
+    assert readable.path.read_bytes() == b""

@@ -67,7 +67,7 @@ def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
         return {kind: (rollouts, seconds) for kind, rollouts, seconds in results}, pool.num_started - len(pool.workers)
 
     setups = [(kind or "good", {"how": kind}, "") for kind in kinds]
-    results, deaths = run(tmp_path, model, work, *setups, memory_gib=1.5, silence_s=15.0)
+    results, deaths = run(tmp_path, model, work, *setups, memory_gib=1.5, silence_s=8.0)
     for kind, (groups, seconds) in results.items():
         deadly = kind in ("crash", "sleep", "memory")
         print(f"{kind or 'good':8} {seconds:6.1f} s  lost: {[task for task in range(6) if groups[task][0].error]}")

@@ -24,6 +24,12 @@ async def told(pool: WorkerPool, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.fixture(autouse=True)
+def brief_ends(monkeypatch):
+    """The workers here are no workers of ours, and do not end when they are asked to."""
+    monkeypatch.setattr("rl.orchestrator.pool.CLOSE_S", 0.2)
+
+
 @pytest.mark.parametrize("frames", GARBAGE)
 def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path, frames):
     async def main() -> tuple[int | None, str, int, bool]:

@@ -251,7 +251,9 @@ def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver, tmp_p
     """Its resource tracker is given the time to delete them."""
     mess = "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
     mess += "s = m.get_context('spawn').Lock(); h = SharedMemory(create=True, size=64);"
-    mess += "names = f'{h.name} sem.{s._semlock.name[1:]}'; print(names, flush=True); os.kill(os.getpid(), 9)"
+    mess += "names = f'{h.name} sem.{s._semlock.name[1:]}'; print(names, flush=True)\n"
+    mess += "tracker = m.resource_tracker._resource_tracker._pid\n"  # before its exec nothing tells it from the child itself
+    mess += "while 'resource_tracker' not in open(f'/proc/{tracker}/cmdline').read(): pass\nos.kill(os.getpid(), 9)"
     code = f"""
 children = Children()
 child = children.start("a", [sys.executable, "-c", {mess!r}], dict(os.environ), tmp)

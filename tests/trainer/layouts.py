@@ -1,6 +1,5 @@
-"""One rank of many: trains the same batches under every layout of `LAYOUTS`, in one process start. Run by test_parallel.py.
-
-    python -m tests.trainer.layouts RANK FOLDER
+"""One rank of many: trains the same batches under every layout of `LAYOUTS`, in one process start. test_sharding.py forks four of
+them with the arguments RANK and FOLDER.
 
 FOLDER holds `plan.json` with a model folder and free ports; the results are written there, one file a layout.
 """
@@ -48,6 +47,8 @@ class Layout:
     model: str = "llama"
     loss: str = "policy_gradient"
     checkpointing: str = "none"
+    minibatches: int = 1
+    epochs: int = 1
 
     @property
     def reference(self) -> str:
@@ -71,6 +72,8 @@ LAYOUTS = {
 """All against the first."""
 for kind in ("gpt2", "gemma3"):  # learned positions; sliding windows shorter than the samples
     LAYOUTS |= {f"one {kind}": Layout(model=kind), f"context 4 {kind}": Layout(4, context_parallel=4, micro_batch_tokens=40, model=kind)}
+several = {"loss": "clip", "minibatches": 3, "epochs": 2}
+LAYOUTS |= {"one, several": Layout(**several), "two, several": Layout(2, micro_batch_tokens=64, **several)}
 LAYOUTS |= {"one gspo": Layout(loss="gspo"), "context 4 gspo": Layout(4, context_parallel=4, micro_batch_tokens=40, loss="gspo")}
 
 
@@ -98,6 +101,8 @@ def make_config(layout: Layout, folder: str) -> RLConfig:
             "orchestrator": {"environment": [{"id": "test"}]},
             "trainer": {
                 "micro_batch_tokens": layout.micro_batch_tokens,
+                "minibatches": layout.minibatches,
+                "epochs": layout.epochs,
                 "dp_replicate": layout.dp_replicate,
                 "context_parallel": layout.context_parallel,
                 "loss": {"type": layout.loss},
@@ -126,7 +131,7 @@ def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str
     optimizer = make_optimizer(model, config.trainer.optim)
     metrics, first = [], {}
     for batch in make_batches(layout.alone):
-        packed = prepare(batch, config, world, model.config.get_text_config().hidden_size)
+        packed = prepare(batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches)
         metrics.append(train_step(Learner(model, optimizer, config.trainer, world), packed, 1e-3, Timer()))
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
@@ -188,7 +193,8 @@ def bytes_kept(config: RLConfig, world: World) -> list[int]:
     return kept
 
 
-def main(rank: int, folder: Path) -> None:
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
     ports = iter(plan["ports"])
@@ -225,7 +231,3 @@ def main(rank: int, folder: Path) -> None:
                 if world.is_main:
                     save_file(tensors, folder / f"passed-{name}.safetensors")
         source = target
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -3,7 +3,8 @@
 Written without looking at rl/trainer/loss.py: sequences are separate arrays, ratios are plain quotients, nothing is clamped.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +19,8 @@ class Sequence:
     entropies: np.ndarray
     reference: np.ndarray
     teacher: np.ndarray
+    old: np.ndarray
+    """Of the policy that the batch began with."""
 
     @property
     def ratio(self) -> np.ndarray:
@@ -35,10 +38,18 @@ def policy_gradient(s: Sequence, importance: str, truncate: float) -> Result:
     return -weight * s.advantages * s.trainer, -weight * s.advantages
 
 
-def clip(s: Sequence, low: float, high: float) -> Result:
-    """GRPO's equation 3 with DAPO's two widths."""
-    plain, clipped = s.ratio * s.advantages, np.clip(s.ratio, 1 - low, 1 + high) * s.advantages
-    return -np.minimum(plain, clipped), -np.where(plain <= clipped, plain, 0.0)
+def dual_clip(ratio: np.ndarray, advantages: np.ndarray, low: float, high: float, delta: float) -> Result:
+    """(what is maximised: GRPO's equation 3 with DAPO's two widths, where A < 0 the maximum of it and delta A as in
+    https://arxiv.org/abs/1912.09729; its derivative by log ratio)."""
+    plain, clipped = ratio * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages
+    lower, bound = np.minimum(plain, clipped), delta * advantages
+    bounded = (advantages < 0) & (lower < bound)
+    return np.where(bounded, bound, lower), np.where((plain <= clipped) & ~bounded, plain, 0.0)
+
+
+def clip(s: Sequence, low: float, high: float, delta: float) -> Result:
+    surrogate, slope = dual_clip(s.ratio, s.advantages, low, high, delta)
+    return -surrogate, -slope
 
 
 def cispo(s: Sequence, low: float, high: float) -> Result:
@@ -46,21 +57,29 @@ def cispo(s: Sequence, low: float, high: float) -> Result:
     return -weight * s.advantages * s.trainer, -weight * s.advantages
 
 
-def gspo(s: Sequence, low: float, high: float) -> Result:
+def gspo(s: Sequence, low: float, high: float, delta: float) -> Result:
     """GSPO's equation 5, one ratio a sequence, its value given to each token. For equal advantages; d s / d log p_t = s / n."""
     n = len(s.trainer)
     ratio = np.prod(s.ratio) ** (1 / n)
-    plain, clipped = ratio * s.advantages, np.clip(ratio, 1 - low, 1 + high) * s.advantages
+    surrogate, slope = dual_clip(ratio, s.advantages, low, high, delta)
     assert np.ptp(s.advantages) == 0
-    slope = np.where(plain <= clipped, plain, 0.0) / n  # of the value at one token, by each token's log-probability
-    return -np.minimum(plain, clipped), np.full(n, -slope.sum())
+    return -surrogate, np.full(n, -(slope / n).sum())  # slope / n: of the value at one token, by each token's log-probability
 
 
-def dppo(s: Sequence, low: float, high: float, tau: float) -> Result:
+def dppo(s: Sequence, low: float, high: float, delta: float, tau: float) -> Result:
     moved = np.exp(s.trainer) - np.exp(s.sampler)
     keep = ~(((s.advantages > 0) & (moved > high)) | ((s.advantages < 0) & (moved < -low)))
-    surrogate, log_r = np.where(keep, -s.ratio * s.advantages, 0.0), s.trainer - s.sampler
-    return surrogate + tau * log_r**2, surrogate + 2 * tau * log_r
+    beyond, log_r = (s.advantages < 0) & (s.ratio > delta), s.trainer - s.sampler
+    surrogate = np.where(keep, -np.where(beyond, delta, s.ratio) * s.advantages, 0.0)
+    return surrogate + tau * log_r**2, np.where(beyond, 0.0, surrogate) + 2 * tau * log_r
+
+
+def decoupled(s: Sequence, loss: Callable[[Sequence], Result], truncate: float, geometric: bool = False) -> Result:
+    """https://arxiv.org/abs/2110.00641 with a truncated weight: the loss as if the old policy had sampled, times old / sampler."""
+    weight = np.exp(s.old) / np.exp(s.sampler)
+    weight = np.minimum(np.prod(weight) ** (1 / len(weight)) if geometric else weight, truncate)
+    value, slope = loss(replace(s, sampler=s.old))
+    return weight * value, weight * slope
 
 
 def cross_entropy(s: Sequence) -> Result:

@@ -110,3 +110,25 @@ def test_no_targets_give_a_zero_gradient():
     none = torch.zeros(0, dtype=torch.int64)
     token_logprobs(logits, torch.ones(2), none, none)[0].sum().backward()
     assert logits.grad.tolist() == [[0.0] * 5] * 2
+
+
+def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
+    """Logits of -inf, a whole slice of the vocabulary among them: values and gradients are those of the tokens that are left."""
+    monkeypatch.setattr(logprobs, "SLICE_BYTES", 40 * 13 * 4)
+    _, temperatures, rows, targets, grad = case()
+    targets = targets % 20
+    bias = torch.zeros(101).index_fill_(0, torch.arange(21, 101), -math.inf).index_fill_(0, torch.tensor([3, 5]), -math.inf)
+    hidden, weight = torch.randn(13, 17), torch.randn(101, 17)
+    left = bias.isfinite()
+    places = left.cumsum(0) - 1
+    ours, theirs, plain = (hidden.clone().requires_grad_() for _ in range(3))
+    found = [
+        head_logprobs(ours, weight, bias, temperatures, rows, targets, True),
+        token_logprobs(torch.nn.functional.linear(plain, weight, bias), temperatures, rows, targets, True),
+        dense(torch.nn.functional.linear(theirs, weight[left]), temperatures, rows, places[targets]),
+    ]
+    assert left[targets].all()
+    for values, entropies in found:
+        assert torch.allclose(values, found[2][0], atol=1e-5) and torch.allclose(entropies, found[2][1], atol=1e-5)
+        ((values * grad).sum() + entropies.sum()).backward()
+    assert all(torch.allclose(x.grad, theirs.grad, atol=1e-5) for x in (ours, plain))

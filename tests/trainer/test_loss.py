@@ -103,6 +103,46 @@ def test_clip_literals():
     assert clipped == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("kind", ["clip", "gspo", "dppo"])
+def test_dual_clip_literals(kind):
+    """r = e^8 with A < 0: without the bound the gradient is 2981 times |A|; below the bound it is not there. It is on by default."""
+    for settings, bound in (({"delta": 6.0}, 6.0), ({"delta": math.inf}, E**8), ({}, 20.0 if kind == "dppo" else 3.0)):
+        config = loss_config(kind, **settings)
+        loss, gradient, clipped = literals(config, [-5.0], [-13.0], [-2])
+        assert loss == pytest.approx([2 * bound], rel=1e-5)
+        assert gradient == pytest.approx([2 * E**8 if bound == E**8 else 0.0], rel=1e-5) and clipped == [bound < E**8]
+        loss, gradient, clipped = literals(config, [-10.0], [-11.0], [-2])
+        assert loss == pytest.approx([2 * E], rel=1e-6) == gradient and clipped == [False]
+
+
+def test_gspo_has_no_gradient_beyond_the_clamp():
+    """log r = 299, A = -1: the value of e^10, and no gradient; of two tokens only the one within the clamp has one."""
+    loss, gradient, _ = literals(loss_config("gspo", delta=math.inf), [-1.0], [-300.0], [-1])
+    assert loss == pytest.approx([E**10], rel=1e-5) and gradient == [0.0]
+    loss, gradient, _ = literals(loss_config("gspo", delta=math.inf), [-1.0, -1.0], [-300.0, -1.0], [-1, -1])
+    assert loss == pytest.approx([E**5] * 2, rel=1e-5) and gradient == pytest.approx([0.0, E**5], rel=1e-5)
+
+
+def test_decoupled_literals():
+    """Sampler e^-2; o / q = e^0.5, e^-1, e (truncated to 2); p / o = e^0.1, e (clipped up), e (A < 0: not clipped)."""
+    old, trainer = [-1.5, -3.0, -1.0], [-1.4, -2.0, 0.0]
+    weights = [E**0.5, E**-1, 2.0]
+    inputs = inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old)
+    terms, gradient = run(inputs, loss_config("clip"))
+    assert terms.loss.tolist() == pytest.approx([-weights[0] * E**0.1, -weights[1] * 1.28, 2 * E])
+    assert gradient.tolist() == pytest.approx([-weights[0] * E**0.1, 0, 2 * E]) and terms.masked.tolist() == [False, True, False]
+    assert terms.ratio.tolist() == pytest.approx([E**0.6, 1, E**2]) and terms.kl.tolist() == pytest.approx(
+        [E**0.5 - 1.5, 1 / E, E - 2], rel=1e-5
+    )
+    assert terms.update_kl.tolist() == pytest.approx([E**0.1 - 1.1, E - 2, E - 2], rel=1e-4)
+    # masks act on o / q: here on the second token alone, whose r is 1
+    terms, gradient = run(inputs_of(trainer, [-2.0] * 3, [1, 1, -1], old_logprobs=old), loss_config("clip", token_mask=[0.5, 5]))
+    assert terms.masked.tolist() == [False, True, False] and terms.loss.tolist()[1] == 0
+    # one sequence: p / o has the mean e^0.7, above 1.1 (clipped) with A = 1; o / q the mean e^(1/6)
+    loss, gradient, clipped = literals(loss_config("gspo", clip_high=0.1), trainer, [-2.0] * 3, [1] * 3, old_logprobs=old)
+    assert loss == pytest.approx([-(E ** (1 / 6)) * 1.1] * 3) and gradient == [0.0] * 3 and clipped == [True] * 3
+
+
 def test_cispo_literals():
     loss, gradient, clipped = literals(loss_config("cispo", clip_low=0.5, clip_high=1.0), [-1, -3, -1.75], [-2.0] * 3, [2, -2, 1])
     assert gradient == pytest.approx([-4, 1, -(E**0.25)])  # e -> 2, e^-1 -> 0.5, e^0.25 as it is
@@ -191,6 +231,7 @@ def random_sequences(seed, spread):
         sampler = trainer.copy() if i == 1 else np.minimum(trainer - rng.normal(0, spread, n).clip(-8, 8), -1e-3)
         advantage = 0.0 if i == 5 else rng.normal()
         values = {"reference": trainer + rng.normal(0, 1, n), "teacher": trainer + rng.normal(0, 1, n)}
+        values["old"] = trainer + np.random.default_rng([seed, i]).normal(0, spread, n).clip(-4, 4)
         sequences.append(formulas.Sequence(trainer, sampler, np.full(n, advantage), rng.uniform(0, 3, n), **values))
     return sequences
 
@@ -204,10 +245,10 @@ OWN = {
     "untruncated": (loss_config(truncate=math.inf, **OFF), lambda s: formulas.policy_gradient(s, "token", math.inf)),
     "sequence": (loss_config(importance="sequence", **OFF), lambda s: formulas.policy_gradient(s, "sequence", 2.0)),
     "none": (loss_config(importance="none", **OFF), lambda s: formulas.policy_gradient(s, "none", 0.0)),
-    "clip": (loss_config("clip"), lambda s: formulas.clip(s, 0.2, 0.28)),
+    "clip": (loss_config("clip"), lambda s: formulas.clip(s, 0.2, 0.28, 3.0)),
     "cispo": (loss_config("cispo", clip_low=0.9, clip_high=1.5), lambda s: formulas.cispo(s, 0.9, 1.5)),
-    "gspo": (loss_config("gspo", clip_low=0.1, clip_high=0.2), lambda s: formulas.gspo(s, 0.1, 0.2)),
-    "dppo": (loss_config("dppo", mask_high=0.1, kl_tau=1e-3), lambda s: formulas.dppo(s, 0.2, 0.1, 1e-3)),
+    "gspo": (loss_config("gspo", clip_low=0.1, clip_high=0.2), lambda s: formulas.gspo(s, 0.1, 0.2, 3.0)),
+    "dppo": (loss_config("dppo", mask_high=0.1, kl_tau=1e-3), lambda s: formulas.dppo(s, 0.2, 0.1, 20.0, 1e-3)),
     "cross_entropy": (loss_config("cross_entropy"), lambda s: formulas.cross_entropy(s)),
 }
 
@@ -225,6 +266,31 @@ def test_losses_equal_the_papers(name, spread):
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
         single = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS)
         assert torch.allclose(compute_loss(single, config, loss_function(config)).loss.double(), terms.loss, rtol=3e-5, atol=1e-5)
+
+
+DECOUPLED = {
+    "clip": (loss_config("clip", truncate=1.5), lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 1.5)),
+    "cispo": (
+        loss_config("cispo", clip_low=0.9, clip_high=1.5),
+        lambda s: formulas.decoupled(s, lambda s: formulas.cispo(s, 0.9, 1.5), 2.0),
+    ),
+    "gspo": (
+        loss_config("gspo", clip_low=0.1, clip_high=0.2, truncate=1.1),
+        lambda s: formulas.decoupled(s, lambda s: formulas.gspo(s, 0.1, 0.2, 3.0), 1.1, geometric=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECOUPLED)
+def test_decoupled_losses_equal_the_papers(name):
+    config, formula = DECOUPLED[name]
+    for seed, spread in ((0, 0.05), (1, 0.5), (2, 3.0)):
+        sequences = random_sequences(seed, spread)
+        given = [joined(sequences, key) for key in ("trainer", "sampler", "advantages")]
+        terms, gradient = run(inputs_of(*given, LENGTHS, torch.float64, old_logprobs=joined(sequences, "old")), config)
+        values, slopes = zip(*map(formula, sequences), strict=True)
+        np.testing.assert_allclose(terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
 
 
 MASKS = {
@@ -416,7 +482,7 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
     [
         ({"token_mask": [2, 8]}, "token_mask", "leaves out r = 1, where trainer and sampler agree; give lowest and highest value"),
         ({"sequence_mask": [3, 0.5]}, "sequence_mask", "leaves out r = 1"),
-        ({"geometric_mask": [0, math.nan]}, "geometric_mask", "leaves out r = 1"),
+        ({"geometric_mask": [0, 0.9]}, "geometric_mask", "leaves out r = 1"),
         ({"constant_length": 9}, "constant_length", 'divides only with trainer.loss.aggregation = "constant", which is "token"'),
         ({"kl_reference": "x"}, "kl_reference", "has no effect while trainer.loss.kl_coefficient is 0: set that"),
         ({"importance": "none", "truncate": 3}, "truncate", 'has no weight to truncate with trainer.loss.importance = "none"'),

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rl.trainer.main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
@@ -23,10 +26,10 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
+from tests.zygote import Forked, trainer_zygote
 
 STEPS = 5
-TRAINER = ["-m", "rl.trainer.main"]
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAINER]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rl.trainer.main"]
 
 
 def make_config(root, model, **trainer) -> RLConfig:
@@ -56,17 +59,36 @@ def batches(last=STEPS):
     return [make_batch(step, groups=1 if step == 2 else 4) for step in range(1, last + 1)]
 
 
-def start_trainer(config, command=TRAINER):
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *command, f"@{config.run_dir.config}"]
-    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start_trainer(config, setup="", **env) -> Forked:
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | env
+    log = config.run_dir.root / f"output-{env.get('RANK', 0)}"
+    return trainer_zygote().fork("trainer", f"@{config.run_dir.config}", log=log, env=environment, setup=setup)
 
 
-def run_trainer(config, command=TRAINER, code=0) -> str:
-    with start_trainer(config, command) as process:
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == code, output
-    return output
+def run_trainer(config, code=0, setup="", ranks=1) -> str:
+    """What rank 0 prints; `code` is the exit code of every rank."""
+    return wait_for([start_trainer(config, setup, **env) for env in ranks_of(ranks)], code)
+
+
+def wait_for(processes: list[Forked], code: int) -> str:
+    try:
+        for process in processes:
+            assert process.wait(120) == code, process.log.read_text()
+    finally:
+        for process in processes:
+            process.kill()
+    return processes[0].log.read_text()
+
+
+def ranks_of(count: int) -> list[dict[str, str]]:
+    """What torchrun puts into the environment of each rank; nothing for one that is alone."""
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    return [world | {"RANK": str(rank)} for rank in range(count)] if count > 1 else [{}]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +108,9 @@ def test_end_to_end(straight):
     assert not run_dir.status("trainer").exists()
     lines = read_metrics(run_dir.metrics)
     assert list(lines) == [(step, "trainer") for step in range(1, STEPS + 1)]
-    for line in lines.values():
-        expected = "loss/mean entropy/mean mismatch_kl/mean mismatch_kl/max masked_fraction optim/grad_norm optim/lr perf/tokens_per_s"
+    for (step, _), line in lines.items():
+        expected = "loss/mean entropy/mean masked_fraction optim/grad_norm optim/lr optim/steps perf/tokens_per_s "
+        expected += "mismatch_kl/mean mismatch_kl/max" if step == 1 else "lag_kl/mean"  # all are sampled by version 0
         expected += " perf/peak_memory_gib perf/shared_token_fraction time/step time/wait_for_batch time/forward_backward"
         expected += " time/optimizer time/publish_weights time/checkpoint ratio/p50 ratio/test/p99 entropy/test/mean masked_fraction/test"
         assert {*expected.split()} <= {key for key, value in line.items() if value is not None}
@@ -129,10 +152,11 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     """And the checkpoint that two ranks wrote loads on one."""
     config = make_config(tmp_path, tied_folder)
     with StubOrchestrator(config.run_dir, batches()):
-        run_trainer(config, TWO_RANKS)
+        run_trainer(config, ranks=2)
     ours, theirs = (read_metrics(run_dir.metrics) for run_dir in (config.run_dir, straight[0]))
     for key, line in theirs.items():
-        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "mismatch_kl/mean", "mismatch_kl/max", "masked_fraction"):
+        kl = "mismatch_kl/mean" if key[0] == 1 else "lag_kl/mean"
+        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", kl, "masked_fraction"):
             assert ours[key][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (key, name)
     ours, theirs = (load_file(run_dir.weights(STEPS) / "model.safetensors") for run_dir in (config.run_dir, straight[0]))
     for name, weight in theirs.items():
@@ -157,10 +181,8 @@ def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(strai
     assert latencies[0] is None and all(0 < latency < 10 for latency in latencies[1:])  # of the version before the step's
 
 
-FULL_DISK = [
-    "-c",
-    "import shutil; shutil.disk_usage = lambda _: shutil._ntuple_diskusage(9, 9, 9); from rl.trainer.main import main; main()",
-]
+def fill_disk():
+    shutil.disk_usage = lambda _: shutil._ntuple_diskusage(9, 9, 9)
 
 
 def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
@@ -168,7 +190,7 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     orchestrator = StubOrchestrator(config.run_dir, batches())
     orchestrator.missing = 2
     with orchestrator:
-        output = run_trainer(config, FULL_DISK, code=GIVE_UP)
+        output = run_trainer(config, GIVE_UP, "tests.trainer.test_main:fill_disk")
     assert "trainer: [Errno 28] no space left: 0 MiB are needed, 0 MiB are free" in output and "then start again: the run goes on" in output
     assert orchestrator.published == [] and not list(numbered(config.run_dir.weights_dir))
 
@@ -178,7 +200,9 @@ def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
     config = make_config(tmp_path, tied_folder)
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
         orchestrator.batches[2] = orchestrator.batches[2][:-1]
-        assert "trainer: batch 2 from the orchestrator: damaged record at byte 0" in run_trainer(config, TWO_RANKS, code=1)
+        command = [sys.executable, *TWO_RANKS, f"@{config.run_dir.config}"]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "trainer: batch 2 from the orchestrator: damaged record at byte 0" in done.stdout + done.stderr
     assert config.run_dir.exit_code("trainer").read_text() == str(DAMAGED)
     assert list(read_metrics(config.run_dir.metrics)) == [(1, "trainer")]
     assert {path.stem for path in config.run_dir.status("").parent.glob("trainer*.json")} == {"trainer", "trainer-1"}
@@ -189,37 +213,40 @@ def test_a_batch_that_does_not_come_ends_it_with_a_diagnosis(tied_folder, tmp_pa
     orchestrator = StubOrchestrator(config.run_dir, batches())
     orchestrator.missing = 2
     with orchestrator:
-        output = run_trainer(config, TWO_RANKS, code=1)
+        output = run_trainer(config, 1)
     assert "trainer: waited 2 s for batch 2 (filling batch 2), asked first at" in output
     assert "Traceback" not in output.partition("waited 2 s")[0]
 
 
+def wait_briefly():
+    rl.trainer.main.ROLE_WAIT_S = 0.5
+
+
 def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
     config = make_config(tmp_path, tmp_path / "nowhere")
-    assert "nowhere': no such folder; give" in run_trainer(config, code=GIVE_UP)
+    assert "nowhere': no such folder; give" in run_trainer(config, GIVE_UP)
     config = make_config(tmp_path, tied_folder)
     lock = hold_role(config.run_dir.lock("trainer"))
-    short = ["-c", "import rl.trainer.main as main; main.ROLE_WAIT_S = 0.5; main.main()"]
-    assert "trainer of this run is already running" in run_trainer(config, short, code=1)
+    assert "trainer of this run is already running" in run_trainer(config, 1, "tests.trainer.test_main:wait_briefly")
     os.close(lock)
 
 
 def test_sigterm_ends_it_with_143(tmp_path, tied_folder):
     config = make_config(tmp_path, tied_folder)
-    with start_trainer(config) as process:
-        while not config.run_dir.status("trainer").exists():
-            time.sleep(0.05)
-        process.terminate()
-        assert process.wait(timeout=30) == 143
+    process = start_trainer(config)
+    while not config.run_dir.status("trainer").exists():
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
 
 
 def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
     flags = ["--trainer.data.fake.samples", "6", "--trainer.data.fake.group_size", "3", "--model.name", str(tied_folder), "--name", "bench"]
     flags += ["--output_dir", str(tmp_path), "--max_steps", "3", "--trainer.gpus", "0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *TWO_RANKS, *flags], env=environment, capture_output=True, text=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3", "median of 2 steps"], done
+    logs = [tmp_path / "rank-0.log", tmp_path / "rank-1.log"]
+    ranks = [trainer_zygote().fork("trainer", *flags, log=log, env=os.environ | env) for log, env in zip(logs, ranks_of(2), strict=True)]
+    lines = wait_for(ranks, 0).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3", "median of 2 steps"]
     assert all(
         re.search(r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory [\d.]+ GiB$", s) for s in lines
     )

@@ -8,14 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl.commands.branch import make
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.hashes import sha256
 from rl.run_dir.metrics import read_metrics
+from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
+from rl.system.errors import RunError
 from rl.trainer.replay import FOUND, compare, open_log
 from rl.trainer.start import start
 from rl.trainer.train import train
@@ -67,9 +70,10 @@ def batches():
     return [make_batch(step) for step in range(1, STEPS + 1)]
 
 
-@pytest.fixture(scope="module", params=["whole", "lora"])
+@pytest.fixture(scope="module", params=["whole", "lora, several optimizer steps"])
 def recorded(request, batches, tied_folder, world, tmp_path_factory):
-    more = {"lora": {"rank": 4}} if request.param == "lora" else {}
+    several = {"minibatches": 2, "epochs": 2, "loss": {"type": "clip"}}
+    more = {"lora": {"rank": 4}, **several} if request.param == "lora, several optimizer steps" else {}
     config = make_config(tmp_path_factory.mktemp(request.param), tied_folder, **more)
     write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
     return config, *record(config, world, batches)
@@ -86,7 +90,8 @@ def test_a_quarantined_step_changes_nothing(recorded):
     lines = read_metrics(run_dir.metrics)
     assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [None, None, 1.0, None]
     steps = {int(values["step"]) for values in trainer.learner.optimizer.state.values()}
-    assert steps == {STEPS - 1}
+    each = trainer.learner.settings.minibatches * trainer.learner.settings.epochs
+    assert steps == {(STEPS - 1) * each} and lines[STEPS, "trainer"]["optim/steps"] == each
 
 
 def test_digests_are_those_of_the_bytes_in_the_file(recorded):
@@ -107,6 +112,33 @@ def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_
     assert [line["kept"] for line in versions] == [["digests"], *[["digests", "weights"]] * 3]
     assert not any(line["ranks"] or line["fault"] for line in checkpoints)
     assert before == {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
+
+
+def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_it_begins(recorded, batches, world, tmp_path):
+    """With its settings, and its optimizer state; with another learning rate the next version is another one."""
+    parent = recorded[0]
+    versions = {}
+    for name, lr in (("same", 1e-3), ("other", 2e-3)):
+        config = make_config(tmp_path, parent.model.name, **parent.trainer.model_dump())
+        config.name, config.trainer.optim.lr, config.trainer.checkpoint.interval = name, lr, 1
+        make(config, parent.run_dir, Origin(str(parent.run_dir.root), 2, 0.0, []), clean=False)
+        write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
+        for batch in batches[2:]:
+            write_batch(config.run_dir.batch(batch.step), batch, {})
+        with StubOrchestrator(config.run_dir, batches) as orchestrator:
+            trainer = train_here(config, world)
+        assert [version for version, _ in orchestrator.published] == [2, 3, 4] and orchestrator.asked == [4]
+        assert {int(values["step"]) for values in trainer.learner.optimizer.state.values()} == {STEPS - 1}
+        assert list(numbered(config.run_dir.checkpoints)) == [2, 3, 4]  # keep_last = 2, and where it begins
+        versions[name] = [read_digests(config.run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
+        found, checkpoints = replay(config.run_dir, config, tmp_path / "again", world, start=2)[1:]
+        assert not any(line["tensor"] or line["fault"] for line in found) and [line["checkpoint"] for line in checkpoints] == [3, 4]
+        shutil.rmtree(tmp_path / "again")
+    of_parent = [read_digests(parent.run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
+    assert versions["same"] == of_parent and versions["other"][:2] == of_parent[:2] and versions["other"][2] != of_parent[2]
+    shutil.rmtree(config.run_dir.checkpoints)
+    with pytest.raises(RunError, match=r"is empty, and the run begins at step 2, as a branch of .* at step 2: branch it again"):
+        train_here(config, world)
 
 
 def test_a_replay_starts_at_a_checkpoint_and_stops_where_it_is_told(recorded, world, tmp_path):

@@ -16,6 +16,7 @@ from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
 from rl.config.installed import check_environments
 from rl.config.run import RLConfig
+from rl.diagnosis.rollouts import messages_text
 from rl.launch.children import Children
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
@@ -120,17 +121,6 @@ def task_text(task: dict[str, Any]) -> str:
     lines = [messages_text(prompt)] if isinstance(prompt, list) else [plain(prompt)] if prompt is not None else []
     lines += [f"{key}: {plain(value)}" for key, value in task.items() if key != "prompt" and value not in (None, "", [], {})]
     return "\n".join(line if len(line) <= CUT else f"{line[:CUT]}... ({len(line)} characters)" for line in lines)
-
-
-def messages_text(messages: list[dict[str, Any]]) -> str:
-    """A whole conversation as text, with thinking and tool calls."""
-    lines = []
-    for message in messages:
-        parts = [f"(thinks) {message['reasoning_content']}"] if message.get("reasoning_content") else []
-        parts += [plain(message["content"])] if message.get("content") else []
-        parts += [f"calls {call['function']['name']}({plain(call['function']['arguments'])})" for call in message.get("tool_calls") or []]
-        lines.append(f"{message['role']}: " + "\n".join(parts).replace("\n", "\n    "))
-    return "\n".join(lines)
 
 
 async def export(place: Arena, label: str, split: str, size: int | None, path: Path, limit: int | None, timeout_s: float) -> None:

@@ -26,9 +26,10 @@ OPTIONS = (
 )
 HELP = f"""usage: rl export RUN[@STEP] --to DIR [--push OWNER/NAME] [--merge] [--dtype TYPE] [--overwrite] [--KEY VALUE] ...
 
-Writes the weights of a run after STEP optimizer steps: outputs/x is the newest, outputs/x@12 step 12, outputs/x@best the best in its
-evaluations. A checkpoint holds the float32 masters and is taken where there is one, else the published version, which has model.dtype.
-The result is a folder in Hugging Face format, or of a run with trainer.lora a peft adapter. Neither ranks nor a GPU are needed.
+Writes the weights of a run after the batch STEP: outputs/x is the newest, outputs/x@12 step 12, outputs/x@best
+the best in its evaluations. A checkpoint holds the float32 masters and is taken where there is one, else the published
+version, which has model.dtype. The result is a folder in Hugging Face format, or of a run with trainer.lora a peft
+adapter. Neither ranks nor a GPU are needed.
 
 {option_lines(OPTIONS)}
   --model.name FOLDER         where the run's base model lies, if it has been moved; likewise any other key of the configuration

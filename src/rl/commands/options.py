@@ -10,7 +10,7 @@ from rl.commands.policy_spec import Source, split_run
 from rl.config.base import MAX_RUN_NAME
 from rl.config.command_line import CommandLine, fail, load_config
 from rl.config.faults import Spelled
-from rl.config.help import SETTINGS
+from rl.config.help import SETTINGS, fit
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 
@@ -41,8 +41,8 @@ POLICY_SPECS = """
 SPEC is one of
   name or folder              a model on the Hugging Face hub, or a folder in its format
   outputs/x                   the newest weights of a run; its configuration is used where no other is given
-  outputs/x@12, outputs/x@best   its version 12 (0: the base model); the version that was best in its evaluations, with several
-                              of them outputs/x@best:EVAL
+  outputs/x@12                its version 12 (0: the base model)
+  outputs/x@best              the version that was best in its evaluations; with several of them outputs/x@best:EVAL
   https://host/v1             any OpenAI-compatible endpoint
 """
 
@@ -51,7 +51,7 @@ def take(program: str, args: list[str], options: tuple[Option, ...], text: str =
     """Splits off a command's own flags: (their values by key, the other arguments). Ends the program with 2 for a fault, and for --help
     after printing `text`, if there is any."""
     if text and {"-h", "--help"} & set(args):
-        print(text)
+        print(fit(text))
         raise SystemExit(0)
     by_name = {option.name: option for option in options}
     values: dict[str, Any] = {option.key: None for option in options}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
-from rl.launch.prepare import ranges
+from rl.launch.prepare import as_written, ranges
 from rl.models.folder import read_json
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.token import authorization
@@ -85,6 +85,17 @@ def find_run(spec: str) -> tuple[Path, str]:
     raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml")
 
 
+def named_run(spec: str) -> Path:
+    """The directory of a run that is given by it, or by its name under the default output_dir. Raises RunError."""
+    places = (Path(spec).expanduser(), Path(RLConfig.model_fields["output_dir"].default) / spec)
+    for root in places:
+        if (root / "config.toml").is_file():
+            return root
+    for root in places:
+        check_not_a_run(str(root))
+    raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")
+
+
 def stored_config(root: Path) -> RLConfig:
     """The configuration that a run was made with. Raises RunError."""
     try:
@@ -94,8 +105,11 @@ def stored_config(root: Path) -> RLConfig:
 
 
 def run_dir_of(root: Path, config: RLConfig) -> RunDir:
-    """A run's directory where it lies now, which may not be where its configuration says: runs are moved and copied."""
-    return RunDir(root, config.run_dir.weights_dir if config.trainer.weights.dir else root / "weights")
+    """A run's directory where it lies now. Versions outside of it bear the name that the run had when it was last started."""
+    if not config.trainer.weights.dir:
+        return RunDir(root, root / "weights")
+    named_so = config.run_dir.weights_dir
+    return RunDir(root, named_so if named_so.exists() else as_written(root / "config.toml").run_dir.weights_dir)
 
 
 def check_not_a_run(spec: str) -> None:

@@ -20,6 +20,7 @@ from rl.launch.roles import command
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader, write_file
 from rl.run_dir.logs import last_lines
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import describe, read_status
 from rl.system.children import Child
@@ -27,15 +28,16 @@ from rl.system.errors import RunError
 from rl.system.machine import machine
 
 OPTIONS = (
-    Option("from", "N", "start at the checkpoint of step N, or the newest sound one before it; default: the base model"),
+    Option("from", "N", "start at the checkpoint of step N, or the newest sound one before it; default: where the run begins"),
     Option("until", "N", "the last step to train again; default: the newest version"),
 )
 HELP = f"""usage: rl replay RUN [--from N] [--until N]
 
-Trains a run again from the batches it has kept, with its configuration, ranks and threads, in a directory of its own: neither inference
-nor environments are needed, and nothing is written into the run. Every version is compared with the digests that the run has kept of it,
-tensor by tensor, and with the version and the checkpoint of that step where they are still there. Exit code 0: all are equal, bit for
-bit; 1: something differs (the first step and tensor are named); 2: it cannot be told, for example because batches are missing.
+Trains a run again from the batches it has kept, with its configuration, ranks and threads, in a directory of its own:
+neither inference nor environments are needed, and nothing is written into the run. Every version is compared with the
+digests that the run has kept of it, tensor by tensor, and with the version and the checkpoint of that step where they
+are still there. Exit code 0: all are equal, bit for bit; 1: something differs (the first step and tensor are named);
+2: it cannot be told, for example because batches are missing.
 
 {option_lines(OPTIONS)}
 """
@@ -87,11 +89,18 @@ def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tu
         raise RunError(f"{run_dir.root}: has made no version yet; there is nothing to compare with")
     if until > newest:
         raise RunError(f"--until {until}: the newest version of {run_dir.root} is {newest}; give at most that")
-    notes, wanted = [], start
+    first = first_step(run_dir)
+    if newest <= first:
+        raise RunError(f"{run_dir.root}: a branch that has made no version of its own yet; there is nothing to compare with")
+    if start and start < first:
+        raise RunError(f"--from {start}: {run_dir.root} is a branch and begins at step {first}; give at least that, or leave it out")
+    notes, wanted = [], start or first
     if wanted:
         start, damaged = newest_sound_checkpoint(run_dir.checkpoints, wanted)
         notes += [f"checkpoint {step} is damaged and is passed over ({fault})" for step, fault in damaged.items()]
         if start != wanted:
+            if start < first:
+                raise RunError(f"{run_dir.root}: checkpoint {first}, with which this branch begins, is damaged or missing")
             notes.append(f"there is no sound checkpoint {wanted}: starting at {f'checkpoint {start}' if start else 'the base model'}")
     if start >= until:
         raise RunError(f"--from {wanted}: leaves no step to train before --until {until}; give a smaller one")

@@ -1,5 +1,6 @@
 """The base of every config class, and the types that several of them use."""
 
+import math
 import os
 import re
 import unicodedata
@@ -7,13 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Settings(BaseModel):
-    """A section of the configuration: unknown keys are errors, a field's docstring is its help text."""
+    """A section of the configuration: unknown keys are errors, a field's docstring is its help text, and numbers are finite unless the
+    field's type is Unbounded."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+def not_nan(value: float) -> float:
+    """The number itself. Raises ValueError for nan."""
+    if math.isnan(value):
+        raise ValueError("give a number; nan is none")
+    return value
+
+
+Unbounded = Annotated[float, Field(allow_inf_nan=True), AfterValidator(not_nan)]
+"""A bound that `inf` switches off."""
 
 
 def switch(value: object) -> object:
@@ -24,6 +39,29 @@ def switch(value: object) -> object:
 def default_type(kind: str) -> BeforeValidator:
     """The mark of a union told apart by `type`: a table that names none is of this kind."""
     return BeforeValidator(lambda value: {"type": kind, **value} if isinstance(value, dict) else value)
+
+
+def parse_pair(value: object) -> object:
+    """Two numbers with a comma between them (`0.9,0.99`) as a list, a list of two as it is. Raises ValueError for all else."""
+    numbers = value.split(",") if isinstance(value, str) else value
+    if not isinstance(numbers, (list, tuple)) or len(numbers) != 2:
+        raise ValueError("give two numbers: [0.5, 0.9] or 0.5,0.9")
+    return numbers
+
+
+PAIR = BeforeValidator(parse_pair)
+"""The mark of a setting of two numbers."""
+
+
+def parse_names(value: object) -> object:
+    """Names with commas between them, as a list; what is no text as it is."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+NAMES = BeforeValidator(parse_names)
+"""The mark of a list of names that may be given with commas between them."""
+ONE_OR_MORE = BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value])
+"""The mark of a list that may be given as its only element."""
 
 
 def path_setting(absolute: Callable[[str], str]) -> AfterValidator:

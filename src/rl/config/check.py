@@ -10,6 +10,7 @@ from rl.config.loss import (
     AnyLossConfig,
     CispoConfig,
     ClipConfig,
+    ClippedSettings,
     CrossEntropyConfig,
     CustomConfig,
     GspoConfig,
@@ -79,6 +80,7 @@ def check(config: RLConfig) -> Iterator[Fault]:
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
     yield from check_loss(config.trainer.loss)
+    yield from check_minibatches(config)
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
     if config.trainer.optim.offload and config.trainer.gpus == 0:
@@ -199,6 +201,28 @@ def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
         yield "trainer.loss.function", loss.function, fault
 
 
+def check_minibatches(config: RLConfig) -> Iterator[Fault]:
+    """Faults of several optimizer steps a batch: fine-tuning has other settings for that, and a minibatch is made of whole groups."""
+    settings, played, fake = config.trainer, config.orchestrator, config.trainer.data.fake
+    steps, loss = settings.minibatches * settings.epochs, settings.loss
+    if config.sft:
+        if settings.minibatches > 1:
+            yield "trainer.minibatches", settings.minibatches, "cuts batches of rollouts; of examples lower sft.batch_size instead"
+        if settings.epochs > 1:
+            yield "trainer.epochs", settings.epochs, "are passes over a batch of rollouts; those over examples are sft.epochs"
+        return
+    size, group_sizes = played.batch_size, [env.group_size or played.group_size for env in played.environment]
+    if fake:
+        size, group_sizes = fake.samples, [fake.group_size]
+    groups = -(-size // min(group_sizes, default=played.group_size))
+    if settings.minibatches > groups:
+        remedy = f"are more than a batch has groups ({groups}), and each has whole ones; lower it, or raise orchestrator.batch_size"
+        yield "trainer.minibatches", settings.minibatches, remedy
+    if steps == 1 and isinstance(loss, ClippedSettings) and loss.truncate != type(loss)().truncate:
+        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
+        yield "trainer.loss.truncate", loss.truncate, remedy
+
+
 def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:
     """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on."""
     if loss.clip_low == 0 and loss.clip_high == 0:
@@ -208,7 +232,11 @@ def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:
     low, high = getattr(loss, name)
     if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:
         clip = f"[{1 - loss.clip_low:g}, {1 + loss.clip_high:g}]"
-        yield f"trainer.loss.{name}", [low, high], f"masks every ratio that the clip to {clip} would act on; widen it, or leave it out"
+        yield (
+            f"trainer.loss.{name}",
+            [low, high],
+            f"masks every ratio that the clip to {clip} would act on (clip_low, clip_high); widen it, or leave it out",
+        )
 
 
 def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:

@@ -11,22 +11,36 @@ import sys
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rl.config.check import check, warnings_of
-from rl.config.faults import ALIASES, Spelled, fault_lines, raise_all, setting_text, without_value
+from rl.config.faults import Spelled, raise_all, setting_text, without_value
+from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import USAGE, print_help
+from rl.config.hints import ALIASES
 from rl.config.installed import missing_environments
+from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
+from rl.config.validation import holds_anyway, in_doubt, validate
+from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
 
 SHORT_FLAGS = {f"{section}-{kind}": f"{section}.{kind}" for section in ("trainer", "inference") for kind in ("gpus", "cpus")}
 SHORT_FLAGS["strict-parity"] = "trainer.strict_parity"
+SHORTHANDS = {
+    "model": "model.name",
+    "orchestrator.environment": "orchestrator.environment.id",
+    "orchestrator.eval": "orchestrator.eval.id",
+    "orchestrator.credit": "orchestrator.credit.type",
+    "trainer.loss": "trainer.loss.type",
+}
+"""Sections that may be given as a text: the key in them that it stands for."""
 SWITCHES = ("--dry-run", "--schema", "--clean", "--quick")
 VARIABLE_PREFIX = "RL__"
 
@@ -43,10 +57,14 @@ class CommandLine:
     switches: set[str] = field(default_factory=set)
     resume: int | None = None
     """Step to resume at; -1: the newest; None: no --resume."""
+    faults: list[str] = field(default_factory=list)
+    """Files that cannot be read, and arguments that are neither a file, a flag nor a switch."""
 
     def gives(self, key: str) -> bool:
         """Whether a setting is given anywhere, instead of left to its default."""
-        return any(canonical(name) == key for layer in (self.files, self.variables, self.flags) for name in layer)
+        return any(
+            canonical(name, value) == key for layer in (self.files, self.variables, self.flags) for name, (value, _) in layer.items()
+        )
 
 
 def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:
@@ -87,34 +105,39 @@ def parse_value(text: str) -> Any:
 def parse_args(args: list[str], variables: Mapping[str, str] | None = None) -> CommandLine:
     """Splits arguments into files, flags and switches, and takes the settings out of environment variables: RL__TRAINER__OPTIM__LR is
     trainer.optim.lr, its value is written as a flag's.
-
-    Raises ConfigError for a file that cannot be read, and for an argument that is neither a file, a flag nor a switch.
     """
     line, rest = CommandLine(), list(args)
     for name, text in (variables or {}).items():
         if name.startswith(VARIABLE_PREFIX):
             line.variables |= flatten({name.removeprefix(VARIABLE_PREFIX).lower().replace("__", "."): parse_value(text)}, name)
     while rest:
-        word = rest.pop(0)
-        name, has_value, text = word.removeprefix("--").partition("=")
-        if word.startswith("@"):
-            read_file(line, word, rest)
-        elif word in SWITCHES:
-            line.switches.add(name)
-        elif word == "--resume":
-            line.resume = int(rest.pop(0)) if rest and re.fullmatch("[0-9]{1,20}", rest[0]) else -1
-            if line.resume > MAX_STEP:
-                raise ConfigError(f"--resume {line.resume}: there is no such step; the last possible one is {MAX_STEP}")
-        elif word in [f"--{section}" for section in SECTIONS] and rest and rest[0].startswith("@"):
-            read_file(line, rest.pop(0), rest, section=name)
-        elif word.startswith("--") and name:
-            key = SHORT_FLAGS.get(name, name.replace("-", "_"))
-            value_follows = rest and not rest[0].startswith(("--", "@"))
-            value = parse_value(text if has_value else rest.pop(0)) if has_value or value_follows else True
-            line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
-        else:
-            raise ConfigError(f"{word}: not understood; give files as `@ file.toml` and settings as `--key value`")
+        try:
+            parse_word(line, rest.pop(0), rest)
+        except ConfigError as error:
+            line.faults.append(str(error))
     return line
+
+
+def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
+    """Adds what an argument says, with as many of those behind it as belong to it. Raises ConfigError."""
+    name, has_value, text = word.removeprefix("--").partition("=")
+    if word.startswith("@"):
+        read_file(line, word, rest)
+    elif word in SWITCHES:
+        line.switches.add(name)
+    elif word == "--resume":
+        line.resume = int(rest.pop(0)) if rest and re.fullmatch("[0-9]{1,20}", rest[0]) else -1
+        if line.resume > MAX_STEP:
+            raise ConfigError(f"--resume {line.resume}: there is no such step; the last possible one is {MAX_STEP}")
+    elif word in [f"--{section}" for section in SECTIONS] and rest and rest[0].startswith("@"):
+        read_file(line, rest.pop(0), rest, section=name)
+    elif word.startswith("--") and name:
+        key = SHORT_FLAGS.get(name, name.replace("-", "_"))
+        value_follows = rest and not rest[0].startswith(("--", "@"))
+        value = parse_value(text if has_value else rest.pop(0)) if has_value or value_follows else True
+        line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
+    else:
+        raise ConfigError(f"{word}: not understood; give files as `@ file.toml` and settings as `--key value`")
 
 
 def read_file(line: CommandLine, word: str, rest: list[str], section: str = "") -> None:
@@ -122,41 +145,73 @@ def read_file(line: CommandLine, word: str, rest: list[str], section: str = "") 
     if word == "@" and not rest:
         raise ConfigError(f"{f'--{section} ' if section else ''}@ needs a file behind it")
     path = word[1:] or rest.pop(0)
-    line.files |= flatten(read_toml(path), path, f"{section}." if section else "")
+    line.files |= flatten(read_toml(path), path, f"{section}.") if section else settings_in(path)
 
 
-def canonical(key: str) -> str:
-    """The one name of a setting: run-wide keys leave their section, aliases are resolved."""
+def settings_in(path: str) -> Spelled:
+    """The settings in a file; those of a run with the place where it lies now."""
+    table = read_toml(path)
+    return flatten(table | place_of_run(Path(path), table), path)
+
+
+def place_of_run(path: Path, table: dict[str, Any]) -> dict[str, str]:
+    """Name and output_dir of a run that was moved or renamed since its config.toml was written: a run lives where that lies. Empty for
+    any other file."""
+    name, output_dir, root = table.get("name"), table.get("output_dir"), path.parent.resolve()
+    if path.name != "config.toml" or not isinstance(name, str) or not isinstance(output_dir, str) or not is_run(root):
+        return {}
+    written = Path(output_dir) / name
+    if not written.is_absolute() or (written.exists() and written.samefile(root)):
+        return {}
+    return {"output_dir": str(root.parent), "name": root.name}
+
+
+def canonical(key: str, value: Any) -> str:
+    """The one name of a setting: run-wide keys leave their section, aliases are resolved, a text for a section is that of its first key."""
     section, _, rest = key.partition(".")
     if section in SECTIONS and rest.split(".")[0] in (*RUN_WIDE, "steps"):
         key = rest
-    return ALIASES.get(key, key)
+    key = ALIASES.get(key, key)
+    return SHORTHANDS.get(key, key) if isinstance(value, str) else key
 
 
-def merge(line: CommandLine) -> tuple[dict[str, Any], Spelled]:
-    """One nested table of settings, and the same by their canonical keys. Flags win over variables, and those over files.
+def fitting(base: Spelled, line: CommandLine) -> Spelled:
+    """The settings of a run, for a line that may give a loss or credit another `type`: a config.toml has every key. Of that section only
+    what the new type has, too, and what was no default of the old one, stays."""
+    tree = field_tree(RLConfig)
+    given = {canonical(key, value): value for layer in (line.files, line.variables, line.flags) for key, (value, _) in layer.items()}
+    for key, kind in given.items():
+        section = key.removesuffix(".type")
+        if key in base and key != section and base[key][0] != kind:
+            of = {tag: model.model_fields for model in models_in(tree[section].annotation) for tag in tags(model)}
+            old, new = of.get(base[key][0], {}), of.get(kind, {})
+            of_default = {name for name, info in old.items() if base.get(f"{section}.{name}", (None,))[0] == without_none(info.default)}
+            dropped = {f"{section}.{name}" for name in old if name not in new or name in of_default}
+            base = {name: value for name, value in base.items() if name not in dropped}
+    return base
 
-    Raises ConfigError naming both places when two spellings of one setting differ.
-    """
+
+def merge(line: CommandLine) -> tuple[dict[str, Any], Spelled, dict[str, str]]:
+    """One nested table of settings, the same by their canonical keys, and faults by key: two spellings of a setting that differ, naming
+    both places, and settings that have no place. Flags win over variables, and those over files."""
     settings: Spelled = {}
-    faults = []
+    faults: dict[str, str] = {}
     for layer in (line.files, line.variables, line.flags):
         spelled: dict[str, str] = {}
         for key, (value, place) in layer.items():
-            name = canonical(key)
+            name = canonical(key, value)
             other = spelled.setdefault(name, key)
             if other != key and layer[other][0] != value:
-                faults.append(f"{setting_text(other, layer[other][0])} ({layer[other][1]}) and {setting_text(key, value)} ({place})\n"
-                              "    are one setting with two values; keep one of them")  # fmt: skip
+                both = f"{setting_text(other, layer[other][0])} ({layer[other][1]}) and {setting_text(key, value)} ({place})"
+                faults[name] = f"{both}\n    are one setting with two values; keep one of them"
             settings[name] = value, place
     nested: dict[str, Any] = {}
     for name, (value, place) in settings.items():
         try:
             place_value(nested, name.split("."), value)
         except KeyError as error:
-            faults.append(f"{setting_text(name, value)} ({place})\n    {error.args[0]}")
-    raise_all(faults)
-    return nested, settings
+            faults[name] = f"{setting_text(name, value)} ({place})\n    {error.args[0]}"
+    return nested, settings, faults
 
 
 def place_value(table: Any, keys: list[str], value: Any) -> None:
@@ -182,29 +237,24 @@ def place_value(table: Any, keys: list[str], value: Any) -> None:
 def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
     """The checked configuration. Raises ConfigError with every fault at once; `optional` keys may be missing or not fit the others.
 
-    outside: whether environments that are not installed are told beside other faults.
+    `outside`: whether the files and functions that it names must be there; environments that are missing are told beside other faults.
     """
-    nested, settings = merge(line)
-    missing = missing_environments(ids_in(nested)) if outside else []
-    empty = without_value(settings)
-    faults = list(empty.values())
-    try:
-        config = RLConfig.model_validate(nested)
-    except ValidationError as error:
-        faults += fault_lines(error, settings, known=empty)
-    raise_all(faults and faults + missing)
-    config = shrink(config) if "quick" in line.switches else config
-    faults = [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in check(config) if key not in optional]
-    raise_all(faults and faults + missing)
+    nested, settings, faults = merge(line)
+    faults |= without_value(settings)
+    config = validate(nested, settings, faults)
+    lines = [*line.faults, *faults.values()]
+    if config and "quick" in line.switches:
+        config = shrink(config)
+    if config and not line.faults:  # what could not be read may have had the rest
+        doubtful = in_doubt(faults)
+        found = chain(check(config), outside_faults(config) if outside else ())
+        found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
+        lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
+    if lines and outside and config and not config.sft:
+        lines += missing_environments(config.orchestrator.env_ids)
+    raise_all(lines)
+    assert config, "settings without a fault make a configuration"
     return config
-
-
-def ids_in(nested: dict[str, Any]) -> list[str]:
-    """The environments that settings name which nobody has checked yet."""
-    section = nested.get("orchestrator") if not nested.get("sft") else None
-    tables = [section.get(kind) for kind in ("environment", "eval")] if isinstance(section, dict) else []
-    entries = [entry for table in tables for entry in (table if isinstance(table, list) else [table]) if isinstance(entry, dict)]
-    return [entry["id"] for entry in entries if isinstance(entry.get("id"), str) and not entry.get("python")]
 
 
 def without_none(value: Any) -> Any:
@@ -240,11 +290,12 @@ def load_config(
     usage: str = USAGE,
     given: Spelled | None = None,
     optional: Collection[str] = (),
+    base: Path | None = None,
 ) -> tuple[RLConfig, CommandLine]:
     """The configuration of a command. Ends the program for --help, --schema, --dry-run, and with code 2 for any fault.
 
     `variables` is the environment for a command that makes a configuration; a process of a run reads its config.toml alone. `given` are
-    settings that the command's own flags stand for; `optional` is as in `build`.
+    settings that the command's own flags stand for; `optional` is as in `build`; `base` is a run's config.toml, below all files.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -252,6 +303,7 @@ def load_config(
                 print_help(program, usage, "" if topic.startswith(("-", "@")) else topic)
                 raise SystemExit(0)
         line = parse_args(args, variables)
+        line.files = (fitting(settings_in(str(base)), line) if base else {}) | line.files
         line.flags = (given or {}) | line.flags
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))

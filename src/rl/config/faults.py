@@ -1,18 +1,19 @@
 """Faults of a configuration in the user's words: key, value, where it stands, and what to do about it."""
 
-import difflib
 import reprlib
-from collections.abc import Collection, Iterable
+import types
+import typing
+from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from rl.config.fields import accepts_switch, field_tree, models_in, tags, type_name
+from rl.config.hints import hint, types_with, without_numbers
 from rl.config.run import RLConfig
 from rl.system.credentials import hidden, is_secret_key
 from rl.system.errors import ConfigError
 
-ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 200
 SHORT.maxdict = SHORT.maxlist = 12
@@ -33,29 +34,14 @@ def setting_text(key: str, value: Any) -> str:
     return f"{key if key.isprintable() else repr(key)} = {SHORT.repr(hidden(key, value))}"
 
 
-def without_numbers(key: str) -> str:
-    """A dotted key without the numbers that pick an element of a list: the key of its field."""
-    return ".".join(part for part in key.split(".") if not part.isdigit())
-
-
-def did_you_mean(key: str) -> str:
-    """The known keys closest to an unknown one: with the same last part, else spelled alike; else where all are listed."""
-    known, plain = [*field_tree(RLConfig), *ALIASES], without_numbers(key)
-    last = plain.split(".")[-1]
-    close = sorted((name for name in known if name.split(".")[-1] == last), key=lambda name: name.count("."))  # the general first
-    close = close or difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
-    if not close:
-        by_last_part = {name.split(".")[-1]: name for name in reversed(known)}
-        close = [by_last_part[part] for part in difflib.get_close_matches(last, by_last_part, n=1, cutoff=0.7)]
-    return f"did you mean {' or '.join(close[:2])}?" if close else "see --help all"
-
-
 def key_of(location: Iterable[int | str]) -> str:
-    """The dotted key of a place that pydantic names: in a union it puts the `type` of the class among the keys."""
+    """The dotted key of a place that pydantic names: in a union it puts the `type` of the class, or a type's name, among the keys."""
     tree, parts = field_tree(RLConfig), list[str]()
     for part in map(str, location):
         info = tree.get(without_numbers(".".join(parts)))
-        if not (info and any(part in tags(model) for model in models_in(info.annotation))):
+        tag = info and any(part in tags(model) for model in models_in(info.annotation))
+        a_type = info and not models_in(info.annotation) and typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+        if not tag and (part.isdigit() or not a_type):
             parts.append(part)
     return ".".join(parts)
 
@@ -84,21 +70,38 @@ def place_of(key: str, settings: Spelled) -> str:
     return ""
 
 
-def fault_lines(error: ValidationError, settings: Spelled, known: Collection[str]) -> list[str]:
-    """Pydantic's findings in the user's terms: key, value, place, remedy. Without those about `known` keys."""
-    lines = []
-    for finding in error.errors():
-        key = key_of(finding["loc"])
-        if any(below(key, name) for name in known):
-            continue
-        text, remedy = setting_text(key, finding["input"]), finding["msg"].removeprefix("Value error, ")
-        if finding["type"] == "union_tag_invalid":
-            text = setting_text(f"{key}.type", finding["ctx"]["tag"])
-            remedy = "give one of " + finding["ctx"]["expected_tags"].replace("'", "")
-        elif finding["type"] == "extra_forbidden":
-            secret = is_secret_key(key) and "secrets are read from environment variables: WANDB_API_KEY, HF_TOKEN"
-            remedy = f"unknown key; {secret or did_you_mean(key)}"
-        elif finding["type"] == "missing":
-            text, remedy = key, "is missing; set it"
-        lines.append(f"{text}{place_of(key, settings)}\n    {remedy}")
-    return lines
+REMEDIES = {
+    "dict_type": "give a table, {{ key = value }}, or its keys one by one: --{key}.KEY VALUE",
+    "model_type": "is a section; give its keys: --{key}.KEY VALUE",
+    "model_attributes_type": "is a section; give its keys: --{key}.KEY VALUE",
+    "list_type": "give a list: [a, b]",
+    "missing": "is missing; set it",
+}
+"""What to do about findings of pydantic that say it in Python's words."""
+
+
+def remedy_for(finding: ErrorDetails, key: str) -> str:
+    """What to do about one of pydantic's findings, which is about `key`."""
+    kind = finding["type"]
+    if kind == "union_tag_invalid":
+        return "give one of " + finding["ctx"]["expected_tags"].replace("'", "")
+    if kind == "extra_forbidden":
+        secret = is_secret_key(key) and "secrets are read from environment variables: WANDB_API_KEY, HF_TOKEN"
+        return types_with(without_numbers(key)) or f"unknown key; {secret or hint(key)}"
+    return REMEDIES.get(kind, "").format(key=key) or finding["msg"].removeprefix("Value error, ")
+
+
+def fault_lines(finding: ErrorDetails, settings: Spelled) -> dict[str, str]:
+    """One of pydantic's findings as faults by key, in the user's terms: key, value, place, remedy. An unknown section is a fault for each
+    setting that was given in it."""
+    key, value = key_of(finding["loc"]), finding["input"]
+    if finding["type"] == "union_tag_invalid":
+        key, value = f"{key}.type", finding["ctx"]["tag"]
+    if finding["type"] == "missing":
+        return {key: f"{key}{place_of(key, settings)}\n    {remedy_for(finding, key)}"}
+    given = {key: value}
+    if finding["type"] == "extra_forbidden" and isinstance(value, dict) and not types_with(without_numbers(key)):
+        given = {name: inner for name, (inner, _) in settings.items() if name != key and below(name, key)} or given
+    return {
+        name: f"{setting_text(name, inner)}{place_of(name, settings)}\n    {remedy_for(finding, name)}" for name, inner in given.items()
+    }

@@ -1,10 +1,14 @@
 """What the config classes declare: the keys below a class, and each key's type in a user's words."""
 
+import json
 import types
 import typing
+from functools import cache
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 
 def models_in(annotation: object) -> list[type[BaseModel]]:
@@ -19,6 +23,7 @@ def tags(model: type[BaseModel]) -> tuple[str, ...]:
     return typing.get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
+@cache
 def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Every key below a config class by its dotted name, sections included. Of a union's classes, the first that has a key describes it."""
     tree: dict[str, FieldInfo] = {}
@@ -30,13 +35,26 @@ def field_tree(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]
     return tree
 
 
+def default_text(value: Any) -> str:
+    """A default as it would be written in a file; empty for None, an empty text and one that is made anew each time."""
+    if value is None or value == "" or value is PydanticUndefined or isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(default_text, value))}]"
+    return json.dumps(value) if isinstance(value, (bool, str, dict)) else repr(value)
+
+
 def accepts_switch(annotation: object) -> bool:
     """Whether true or false can be a value: of a bool, or of a section that is switched on."""
     return annotation is bool or bool(models_in(annotation)) or any(map(accepts_switch, typing.get_args(annotation)))
 
 
 def type_name(annotation: object) -> str:
-    """A type as a user would write it: `int|list[int]`, `bfloat16|float32`."""
+    """A type as a user would write it: `int|list[int]`, `bfloat16|float32`, `[float, float]`."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return type_name(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is tuple:
+        return f"[{', '.join(map(type_name, typing.get_args(annotation)))}]"
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

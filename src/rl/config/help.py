@@ -2,47 +2,57 @@
 
 import re
 import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from rl.config.faults import did_you_mean
-from rl.config.fields import field_tree, models_in, tags, type_name
+from rl.config.fields import default_text, field_tree, models_in, tags, type_name
+from rl.config.hints import hint
 from rl.config.run import RLConfig
+from rl.run_dir.metric_names import METRICS
 from rl.system.errors import ConfigError
 
 COMMANDS = {
     "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
     "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
     "collect": ("rl.commands.collect", "play an environment's tasks without training and keep the rollouts as JSONL"),
-    "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter, out of any checkpoint or version"),
+    "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter"),
+    "branch": ("rl.commands.branch", "start a new run from a run's checkpoint with other settings"),
     "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
-    "doctor": ("rl.commands.doctor.main", "check a machine or a configuration before a run, and say what a run waits for, alive or dead"),
+    "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, and say what a run waits for, alive or dead"),
+    "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
+    "compare": ("rl.commands.compare", "two runs side by side: settings that differ, curves, evaluations"),
     "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
 }
 """Subcommand -> (its module, what it does). A module has `main(args, children)`."""
 
 SETTINGS = """  @ run.toml                  settings from a file; several files merge left to right
-  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
-  --trainer.optim.lr 1e-6     any setting as a flag; flags win over environment variables (RL__TRAINER__OPTIM__LR=1e-6), those over files
-  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
-  --strict-parity             end the run, instead of warning, when trainer and inference disagree on the same tokens and weights
-  --quick                     the same, tiny: 2 steps of 2 groups of at most 4 rollouts of at most 32 tokens, evals of 4 examples
+  --SECTION.KEY VALUE         any setting; flags win over variables (RL__SECTION__KEY=VALUE), and those over files
+  --quick                     the same, tiny: does everything hold together?
   --dry-run, --schema         print the resolved configuration, or the JSON schema of all settings, and exit
-  --help [SECTION]            a section's settings, for example trainer.optim; or all of them: --help all
+  --help [SECTION]            the settings of a section, such as model; all of them: all; all metrics: metrics
 """
-
-USAGE = (
-    """usage: {program} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
-
-"""
-    + SETTINGS
-    + """  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
+RESUME = """  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
   --clean                     delete the run directory and start over
 """
-)
+USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 
-WIDTH, INDENT = 118, 6 * " "
+{SETTINGS}  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
+  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
+  --strict-parity             end the run, instead of warning, when trainer and inference disagree
+{RESUME}  --version                   print the version
+"""
+PROCESS_USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...
+
+One process of a run, started by hand on a node of its own (docs/multi_node.md); `rl` starts all of them.
+
+{SETTINGS}"""
+
+WIDTH, INDENT, COLUMN = 120, 6 * " ", 63
 
 COMMON = (
     "name", "output_dir", "max_steps", "seed", "max_lag", "wandb", "model.name", "model.dtype", "model.max_model_len",
@@ -56,51 +66,110 @@ COMMON = (
 """The settings that most runs set."""
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What a program reads of the configuration: sections and keys, without some that lie in them."""
+
+    keys: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    usual: bool = True
+    """Whether the settings that most runs set belong on its help."""
+
+    def __contains__(self, key: str) -> bool:
+        def within(sections: tuple[str, ...]) -> bool:
+            return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+        return within(self.keys) and not within(self.without)
+
+
+RUN = ("name", "output_dir", "max_steps", "seed", "model")
+PLAYING = (
+    "name", "output_dir", "seed", "model", "renderer", "inference", "orchestrator.environment", "orchestrator.sampling",
+    "orchestrator.inference_urls", "orchestrator.enforce_monotonicity", "orchestrator.rollout_timeout_s", "orchestrator.rollout_retries",
+    "orchestrator.worker_memory_gib", "orchestrator.worker_silence_s", "orchestrator.worker_timeout_s",
+)  # fmt: skip
+OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
+READS = {
+    "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
+    "rl eval": Reads((*PLAYING, "orchestrator.eval"), (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target")),
+    "rl collect": Reads(PLAYING, OF_TRAINING),
+    "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),
+    "rl doctor": Reads(tuple(RLConfig.model_fields), usual=False),
+    "trainer": Reads((*RUN, "renderer", "trainer", "sft")),
+    "orchestrator": Reads((*RUN, "renderer", "max_lag", "orchestrator")),
+    "inference": Reads((*RUN, "inference"), ("max_steps",)),
+}
+EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft",))
+
+
+def fit(text: str) -> str:
+    """A text with its long lines wrapped, what follows a flag below itself."""
+    lines = []
+    for line in text.splitlines():
+        flag = re.match(r"(  \S.*?  +)?", line)
+        lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * (flag.end() if flag else 0), break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
 def commands_text() -> str:
     """The subcommands of `rl`, for its --help."""
-    lines = [f"  rl {name:<10} {what}; see rl {name} --help" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["without a command, `rl` trains; the others:", *lines, ""])
-
-
-OF_SFT, NOT_OF_SFT = ("sft",), ("max_lag", "orchestrator", "inference")
-"""Keys that only supervised fine-tuning uses, and those that it does not use."""
+    lines = [f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["without a command, `rl` trains; the others, each with a --help of its own:", *lines, ""])
 
 
 def print_help(program: str, usage: str, topic: str = "") -> None:
     """Prints how the program is used with its common keys and sections; or every key of a topic with type, default and docstring.
 
-    Raises ConfigError for a topic that is neither a section, a key nor `all`.
+    Raises ConfigError for a topic that is neither a section, a key, `all` nor `metrics`.
     """
+    defaults = RLConfig.model_validate({"sft": {"dataset": ""}} if program == "rl sft" else {})
     tree = field_tree(RLConfig)
     if topic == "all":
-        print_fields(RLConfig.model_fields, "")
+        print_fields(RLConfig, "", defaults)
+    elif topic == "metrics":
+        print("\n".join(textwrap.fill(f"{name}  {what}", WIDTH, subsequent_indent=INDENT) for name, what in METRICS.items()))
     elif topic in tree:
-        print_key(topic, tree[topic])
+        print_key(topic, tree[topic], defaults)
     elif topic:
-        raise ConfigError(f"--help {topic}: there is no such section or key; {did_you_mean(topic)}")
+        raise ConfigError(f"--help {topic}: there is no such section or key; {hint(topic)}")
     else:
-        print(usage.replace("{program}", program))
+        print(fit(usage.replace("{program}", program)) + "\n")
         if program == "rl":
             print(commands_text())
-        unused = NOT_OF_SFT if program == "rl sft" else OF_SFT
-        print(overview({key: info for key, info in tree.items() if key.split(".")[0] not in unused}))
+        read = READS.get(program, EVERYTHING_BUT_SFT)
+        print(overview({key: info for key, info in tree.items() if key in read}, defaults if read.usual else None))
 
 
-def overview(tree: dict[str, FieldInfo]) -> str:
-    """The common keys, each with the beginning of its docstring, and the names of all sections."""
-    common = {key: tree[key] for key in COMMON if key in tree}
-    lines = [f"  {signature(key, info):<63} {re.split('[.:;] ', description(info))[0].rstrip('.')}" for key, info in common.items()]
-    sections = ", ".join(key for key, info in tree.items() if models_in(info.annotation))
-    return "\n".join([*lines, "", *textwrap.wrap(f"sections, each for --help SECTION: {sections}", WIDTH, subsequent_indent="  ")])
+def overview(tree: dict[str, FieldInfo], defaults: RLConfig | None) -> str:
+    """The common keys, each with the beginning of its docstring, and the names of all sections. Without `defaults` the sections alone."""
+    lines = []
+    for key, info in ((key, tree[key]) for key in COMMON if key in tree and defaults):
+        flag = f"  {signature(key, info, value_at(defaults, key, info)):<{COLUMN - 2}}"
+        what = re.split("[.:;] ", description(info))[0].rstrip(".")
+        lines.append(f"{flag} {textwrap.shorten(what, max(0, WIDTH - len(flag)), placeholder=' ...')}".rstrip())
+    sections = [key for key, info in tree.items() if models_in(info.annotation)]
+    text = f"sections, each for --help SECTION: {', '.join(sections)}"
+    return "\n".join([*lines, *([""] if lines else []), *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)])
 
 
-def signature(key: str, info: FieldInfo) -> str:
+def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
+    """The value of a key in a configuration; its field's own default where it is in a list or in a section that is off, or is none."""
+    value: Any = config
+    for part in key.split("."):
+        if not (isinstance(value, BaseModel) and part in type(value).model_fields):
+            return info.default
+        value = getattr(value, part)
+    return info.default if info.default in (None, "") else value
+
+
+def signature(key: str, info: FieldInfo, default: Any) -> str:
     """A setting as a flag with its type and default; a section as the flag that switches it on, or that chooses its class."""
     if kinds := [tag for model in models_in(info.annotation) for tag in tags(model)]:
         return f"--{key}.type {'|'.join(kinds)}"
     if models_in(info.annotation):
         return f"--{key}"
-    return f"--{key} {type_name(info.annotation)}" + (f" = {info.default!r}" if info.default not in (None, PydanticUndefined) else "")
+    text = "" if info.is_required() else str(default) if typing.get_origin(info.annotation) is typing.Literal else default_text(default)
+    return f"--{key} {type_name(info.annotation)}" + (f" = {text}" if text else "")
 
 
 def description(info: FieldInfo) -> str:
@@ -109,21 +178,48 @@ def description(info: FieldInfo) -> str:
     return " ".join((info.description or (inner[0].__doc__ if inner else "") or "").split())
 
 
-def print_key(key: str, info: FieldInfo) -> None:
+def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
     """A setting with its docstring, or a section with all its keys: of several classes what they share once, then what each adds."""
     models = models_in(info.annotation)
     if not models:
-        print(f"  {signature(key, info)}")
-        print(textwrap.fill(description(info), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+        for kinds, of_kinds in variants(key) or [([], info)]:
+            default = of_kinds.default if kinds else value_at(defaults, key, info)
+            print(f"  {signature(key, of_kinds, default)}" + (f"  ({', '.join(kinds)})" if kinds else ""))
+            print(textwrap.fill(description(of_kinds), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         return
-    print(f"\n[{key}]  {description(info)}")
-    print_fields((models[0] if len(models) == 1 else models[0].__base__).model_fields, f"{key}.")
-    for model in models if len(models) > 1 else ():
-        print(f"  {key}.type = {tags(model)[0]!r}: {' '.join(model.__doc__.split())}")
-        print_fields({name: model.model_fields[name] for name in model.__annotations__ if name != "type"}, f"{key}.")
+    print("\n" + textwrap.fill(f"[{key}]  {description(info)}", WIDTH, subsequent_indent="  "))
+    if len(models) == 1:
+        print_fields(models[0], f"{key}.", defaults)
+        return
+    shared = models[0].__base__
+    assert shared and issubclass(shared, BaseModel)
+    print_fields(shared, f"{key}.", defaults)
+    for model in models:
+        text = f"{key}.type = {tags(model)[0]!r}: {' '.join((model.__doc__ or '').split())}"
+        print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
+        for name in [name for name in model.model_fields if name != "type" and name not in shared.model_fields]:
+            own = model.model_fields[name]
+            print(f"  {signature(f'{key}.{name}', own, own.default)}")
+            print(textwrap.fill(description(own), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
 
 
-def print_fields(fields: dict[str, FieldInfo], prefix: str) -> None:
+def variants(key: str) -> list[tuple[list[str], FieldInfo]]:
+    """(types, field) of a key that classes of a union declare in different ways; empty for a key that is the same in all that have it."""
+    section, _, name = key.rpartition(".")
+    info = field_tree(RLConfig).get(section)
+    found: dict[tuple[str, str], tuple[list[str], FieldInfo]] = {}
+    for model in models_in(info.annotation) if info else ():
+        if tags(model) and (own := model.model_fields.get(name)):
+            found.setdefault((default_text(own.default), description(own)), ([], own))[0].append(tags(model)[0])
+    return list(found.values()) if len(found) > 1 and name != "type" else []
+
+
+def print_fields(model: type[BaseModel], prefix: str, defaults: RLConfig) -> None:
     """Keys of a config class, then its sections with theirs."""
-    for key, info in sorted(fields.items(), key=lambda item: bool(models_in(item[1].annotation))):  # stable: otherwise in order
-        print_key(prefix + key, info)
+    for key, info in in_order(model):
+        print_key(prefix + key, info, defaults)
+
+
+def in_order(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The fields of a config class, its sections last."""
+    yield from sorted(model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation)))  # stable: otherwise in order

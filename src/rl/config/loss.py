@@ -1,7 +1,8 @@
 """Settings of the loss: one class a loss, told apart by `type`. Formulas and sources: docs/algorithms.md and rl/trainer/loss.py.
 
-r is the ratio of the trainer's to the sampler's probability of a token. There is one optimizer step a batch, so r holds both: how far
-the policy has moved since the token was sampled, and how differently the inference engine computes.
+r is the ratio of the trainer's to the sampler's probability of a token. It holds both: how far the policy has moved since the token was
+sampled, and how differently the inference engine computes. With several optimizer steps a batch the clipped losses split it at the policy
+that the batch began with.
 """
 
 import math
@@ -9,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rl.config.base import PATH_IF_FOLDER, PATH_IF_WRITTEN_AS_ONE, Settings, default_type
+from rl.config.base import PAIR, PATH_IF_FOLDER, PATH_IF_WRITTEN_AS_ONE, Settings, Unbounded, default_type
 
-Band = tuple[float, float]
+Ratio = Annotated[Unbounded, Field(ge=0)]
+Band = Annotated[tuple[Ratio, Ratio], PAIR]
 """Lowest and highest value that is trained; [0, inf]: everything is."""
-EVERYTHING: Band = (0.0, math.inf)
+EVERYTHING = (0.0, math.inf)
 
 
 class LossSettings(Settings):
@@ -50,33 +52,43 @@ class PolicyGradientConfig(LossSettings):
     type: Literal["policy_gradient"] = "policy_gradient"
     importance: Literal["token", "sequence", "none"] = "token"
     """Which ratio weighs a token: its own, its sequence's product, or none at all (w = 1)."""
-    truncate: float = Field(2.0, gt=0)
+    truncate: Unbounded = Field(2.0, gt=0)
     """Highest importance weight; inf: weights are not truncated."""
     token_mask: Band = (0.125, 8.0)
     """Band of the ratio r outside of which a token is not trained (IcePop)."""
 
 
-class ClipConfig(LossSettings):
+class ClippedSettings(LossSettings):
+    """What the losses have that clip a ratio. With several optimizer steps a batch they clip how far the policy has moved within the batch;
+    the policy that the batch began with is weighed against the sampler's by itself."""
+
+    truncate: float = Field(2.0, gt=0)
+    """Highest such weight, with several optimizer steps a batch; inf: it is not truncated. With one step there is none."""
+
+
+class ClipConfig(ClippedSettings):
     """PPO's clipped surrogate as GRPO and DAPO use it: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
 
     type: Literal["clip"] = "clip"
     clip_low: float = Field(0.2, ge=0, le=1)
     """Lower clip: r counts as at least 1 minus this."""
-    clip_high: float = Field(0.28, ge=0)
+    clip_high: Unbounded = Field(0.28, ge=0)
     """Upper clip: r counts as at most 1 plus this (DAPO's clip-higher)."""
+    delta: float = Field(3.0, gt=1)
+    """Dual clip: where A < 0, r counts as at most this; inf: no such bound."""
 
 
-class CispoConfig(LossSettings):
+class CispoConfig(ClippedSettings):
     """CISPO: -clip(r, 1 - clip_low, 1 + clip_high) A log p, the clipped ratio without gradient: every token keeps one."""
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
     """Lower clip: r counts as at least 1 minus this; 1: no lower clip, as in the paper."""
-    clip_high: float = Field(4.0, ge=0)
+    clip_high: Unbounded = Field(4.0, ge=0)
     """Upper clip: r counts as at most 1 plus this."""
 
 
-class GspoConfig(LossSettings):
+class GspoConfig(ClippedSettings):
     """GSPO: the clipped surrogate with one ratio a sequence, the geometric mean of its tokens' ratios."""
 
     type: Literal["gspo"] = "gspo"
@@ -84,18 +96,22 @@ class GspoConfig(LossSettings):
     """As for every loss; the paper's is "sequence"."""
     clip_low: float = Field(3e-4, ge=0, le=1)
     """Lower clip: the ratio counts as at least 1 minus this. The default is the paper's value."""
-    clip_high: float = Field(4e-4, ge=0)
+    clip_high: Unbounded = Field(4e-4, ge=0)
     """Upper clip: the ratio counts as at most 1 plus this. The default is the paper's value."""
+    delta: float = Field(3.0, gt=1)
+    """Dual clip: where A < 0, the ratio counts as at most this; inf: no such bound."""
 
 
 class DppoConfig(LossSettings):
     """DPPO with binary total variation: -r A where the probability has not moved too far in the direction of A, + kl_tau (log r)^2."""
 
     type: Literal["dppo"] = "dppo"
-    mask_low: float = Field(0.2, ge=0)
+    mask_low: Unbounded = Field(0.2, ge=0)
     """For A < 0: a token whose probability fell by more than this is not trained."""
-    mask_high: float = Field(0.2, ge=0)
+    mask_high: Unbounded = Field(0.2, ge=0)
     """For A > 0: a token whose probability rose by more than this is not trained."""
+    delta: float = Field(20.0, gt=1)
+    """Dual clip: where A < 0, r counts as at most this; inf: no such bound."""
     kl_tau: float = Field(0.0, ge=0)
     """Weight of (log r)^2, on every token."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl.config.base import PATH_IF_WRITTEN_AS_ONE, Settings, default_type, switch
+from rl.config.base import NAMES, ONE_OR_MORE, PATH_IF_WRITTEN_AS_ONE, Settings, Unbounded, default_type, switch
 
 
 class CreditSettings(Settings):
@@ -79,7 +79,7 @@ class SamplingOverrides(Settings):
     """Number of likeliest tokens that are sampled from; ratios are as with top_p."""
     min_p: float | None = Field(None, gt=0, le=1)
     """Lowest probability of a token that is sampled, relative to the likeliest one; ratios are as with top_p."""
-    stop: list[str] | None = None
+    stop: Annotated[list[str] | None, ONE_OR_MORE] = None
     """Strings that end a turn."""
 
 
@@ -152,9 +152,9 @@ class TeacherConfig(Settings):
 class DifficultyConfig(Settings):
     """Pools of tasks by their running mean reward: tasks that are nearly always or nearly never solved are played less often."""
 
-    hard_up_to: float = 0.25
+    hard_up_to: Unbounded = 0.25
     """Highest running mean reward of a hard task."""
-    easy_above: float = 0.75
+    easy_above: Unbounded = 0.75
     """Running mean reward above which a task is easy."""
     hard_weight: float = Field(0.2, ge=0, le=1)
     """Probability that a hard task is played when its turn comes."""
@@ -191,7 +191,7 @@ class EvalConfig(EnvSource):
     """Examples of the environment's eval dataset; -1: all."""
     samples: int = Field(1, ge=1)
     """Rollouts of each example."""
-    target: float = math.inf
+    target: Unbounded = math.inf
     """Mean reward of this evaluation at which the run ends."""
 
 
@@ -216,8 +216,9 @@ class RetentionConfig(Settings):
 
 
 def as_list(value: object) -> object:
-    """The list of tables that is meant: `[environment]` is one table, `[[environment]]` several."""
-    return [value] if isinstance(value, dict) else value
+    """The list of tables that is meant: `[environment]` is one table, `[[environment]]` several; a text in a list is an id."""
+    tables = [value] if isinstance(value, dict) else value
+    return [{"id": one} if isinstance(one, str) else one for one in tables] if isinstance(tables, list) else tables
 
 
 class OrchestratorConfig(Settings):
@@ -234,12 +235,12 @@ class OrchestratorConfig(Settings):
     """On-policy distillation: log teacher - log trainer, times trainer.loss.teacher_coefficient, is added to the advantage of every sampled
     token. Groups without signal in their rewards are trained, too."""
     batch_size: int = Field(64, ge=1)
-    """Rollouts in a batch, which is one step."""
+    """Rollouts in a batch, which is one step; rounded up to whole groups."""
     group_size: int = Field(8, ge=2)
     """Rollouts of one task; their mean reward is the baseline of most kinds of credit."""
     max_off_policy_steps: int = Field(8, ge=0)
     """Most policy versions that a rollout's oldest token may be behind; then it is cancelled (`stale`), and its task is issued again."""
-    inference_urls: list[str] = []
+    inference_urls: Annotated[list[str], NAMES] = []
     """Addresses of inference servers. Default: the one in status/inference.json."""
     host: str = "127.0.0.1"
     """Address that the orchestrator binds for the trainer. Anything but loopback opens it to other machines that have the run's token
@@ -248,6 +249,9 @@ class OrchestratorConfig(Settings):
     """Port to bind; 0: a free one. The address is published in status/orchestrator.json."""
     replace_no_signal: bool = True
     """Whether groups whose advantages are all zero are replaced, for they teach nothing. Off: they fill their place in the batch."""
+    max_refill: int = Field(3, ge=1)
+    """Most rollouts that are played for one batch, in batches. When so many were played and too few of them can be trained, the batch is
+    trained short; 1: nothing is replaced as long as anything can be trained."""
     mask_truncated: bool = False
     """Whether the tokens of truncated rollouts are left out of training. Their reward still counts in their group's baseline."""
     keep_partial_groups: bool = False
@@ -259,7 +263,7 @@ class OrchestratorConfig(Settings):
     """Seconds that generating one rollout may take, and again scoring it; then it failed (`timeout`)."""
     rollout_retries: int = Field(2, ge=0)
     """Times that a failed rollout is played again with fresh state before its group is dropped."""
-    worker_memory_gib: float = Field(8.0, gt=0)
+    worker_memory_gib: Unbounded = Field(8.0, gt=0)
     """Most memory of a worker in GiB, its child processes not counted; above it the worker is ended and started anew. `inf`: no limit."""
     worker_silence_s: float = Field(120.0, gt=0)
     """Seconds that an environment may block its worker's event loop; then the worker is ended and started anew."""

@@ -17,6 +17,7 @@ def shrink(config: RLConfig) -> RLConfig:
     settings.group_size = min(settings.group_size, GROUP_SIZE)
     for env in settings.environment:
         env.group_size = min(env.group_size, GROUP_SIZE) if env.group_size else None
+    config.trainer.minibatches = min(config.trainer.minibatches, GROUPS)
     largest = max([settings.group_size, *(env.group_size or 0 for env in settings.environment)])
     settings.batch_size = GROUPS * largest
     settings.replace_no_signal = False  # whether the task is too hard is not the question here

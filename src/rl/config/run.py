@@ -23,7 +23,8 @@ class SupervisorConfig(Settings):
     """How `rl` keeps the processes of a run alive."""
 
     max_restarts: int = Field(20, ge=0)
-    """Restarts of one process within window_s; one more ends the run with a summary. 0: the first death ends it."""
+    """Restarts of one process within window_s; one more ends the run with a summary. 0: the first death ends it. A process that
+    fails twice before it has come up once ends the run in any case."""
     window_s: float = Field(1800.0, gt=0)
     """Seconds over which restarts are counted."""
     backoff_s: float = Field(0.5, ge=0)
@@ -86,7 +87,7 @@ class RLConfig(Settings):
     output_dir: Annotated[str, PATH] = "outputs"
     """Directory in which run directories are made."""
     max_steps: int = Field(100, ge=1, le=MAX_STEP)
-    """Optimizer steps. `steps` is an alias."""
+    """Batches that are trained; batch N makes policy version N. `steps` is an alias."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the order of tasks and of the trainer."""
     max_lag: int = Field(1, ge=0)

@@ -4,25 +4,27 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl.config.base import OPTIONAL_PATH, Devices, Settings, switch
+from rl.config.base import OPTIONAL_PATH, PAIR, Devices, Settings, Unbounded, parse_names, switch
 from rl.config.loss import LossConfig, PolicyGradientConfig
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Settings):
-    """AdamW with a warm-up and a schedule; one step a batch."""
+    """AdamW with a warm-up and a schedule. All optimizer steps of a batch have the same learning rate."""
 
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate. `learning_rate` is an alias."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], PAIR] = (0.9, 0.95)
     """Decay rates of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Term added to AdamW's denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Largest norm of the gradient; a larger one is scaled down to it."""
+    max_grad_norm: Unbounded = Field(1.0, gt=0)
+    """Largest norm of the gradient; a larger one is scaled down to it. `inf`: none is."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Batches over which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until max_steps."""
     offload: bool = False
@@ -34,8 +36,8 @@ class CheckpointConfig(Settings):
 
     interval: int | None = Field(None, ge=1)
     """Steps between checkpoints. Default: interval_s decides. The last step is always saved."""
-    interval_s: float = Field(60.0, gt=0)
-    """Seconds between checkpoints where no interval in steps is given."""
+    interval_s: Unbounded = Field(60.0, gt=0)
+    """Seconds between checkpoints where no interval in steps is given. `inf`: only the last step is saved."""
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept."""
     keep_every: int | None = Field(None, ge=1)
@@ -54,9 +56,9 @@ class WeightsConfig(Settings):
     """Versions whose number is a multiple of this one are kept as well."""
 
 
-def parse_names(value: object) -> object:
-    """Names with commas between them, as a list; `all-linear` and lists as they are."""
-    return value.split(",") if isinstance(value, str) and value != "all-linear" else value
+def parse_targets(value: object) -> object:
+    """`all-linear` as it is, anything else as a list of names."""
+    return value if value == "all-linear" else parse_names(value)
 
 
 class LoraConfig(Settings):
@@ -66,7 +68,7 @@ class LoraConfig(Settings):
     """Rank of the update of each matrix."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
-    targets: Annotated[list[str] | Literal["all-linear"], BeforeValidator(parse_names)] = "all-linear"
+    targets: Annotated[list[str] | Literal["all-linear"], BeforeValidator(parse_targets)] = "all-linear"
     """Names of the modules that get an adapter ("q_proj", "v_proj", ...); `all-linear`: every linear layer but the head."""
 
 
@@ -122,6 +124,11 @@ class TrainerConfig(Settings):
     data: DataConfig = DataConfig()
     micro_batch_tokens: int = Field(4096, ge=1)
     """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out."""
+    minibatches: int = Field(1, ge=1)
+    """Parts of a batch, each of whole groups and with an optimizer step of its own. A clipped loss then compares the policy with the one
+    that the batch began with."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch, each with an optimizer step on every minibatch."""
     dp_replicate: int = Field(1, ge=1)
     """Number of copies of the model (HSDP), each sharded over its own group of ranks. 1: one copy, sharded over all ranks."""
     context_parallel: int = Field(1, ge=1)

@@ -1,7 +1,7 @@
 """How a run ended of which no process lives."""
 
 from rl.diagnosis.state import RunState, span
-from rl.run_dir.logs import last_lines, newest_log
+from rl.run_dir.logs import last_lines, last_words, newest_log
 
 
 def ended_well(state: RunState) -> str:
@@ -25,7 +25,7 @@ def how_it_ended(state: RunState) -> tuple[str, bool]:
         count = len(state.deaths(last.process))
         often = f", the last of its {count} deaths" if count > 1 else ""
         log = newest_log(state.run_dir.logs, last.process)
-        quote = "".join(f", saying: {line}" for line in last_lines(log, 1))
+        quote = f", saying: {words}" if (words := last_words(log)) and words not in last.reason else ""
         where = f"the run ended {span(state.now - last.time)} ago at step {state.step} with the {last.process}{often}"
         return f"{where}: {last.reason}{quote}; see {log or state.run_dir.logs}, then `{state.resume}`", False
     if left := [process for process in state.processes.values() if process.alive is False]:

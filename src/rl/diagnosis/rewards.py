@@ -1,13 +1,11 @@
 """What rewards say: why one does not rise, by the metrics of the run, and what a trial showed, by its rollouts."""
 
-import json
 import math
 import statistics
 from collections import defaultdict
-from contextlib import suppress
-from typing import Any
 
 from rl.config.quick import TOKENS
+from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
 from rl.run_dir.paths import numbered
 from rl.wire.agreement import RUN_LIMITS
@@ -44,18 +42,15 @@ def verdict(state: RunState) -> str:
     if state.config.sft:
         losses = state.values("trainer", "loss/mean")
         return f"{head}; loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else head
-    rollouts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in numbered(state.run_dir.rollouts_dir, ".jsonl").values():
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError, KeyError):  # damaged: what is left counts
-                rollout = json.loads(line)
-                rollouts[rollout["env"]].append(rollout)
+    rollouts: dict[str, list[Row]] = defaultdict(list)
+    for rollout in read_all(numbered(state.run_dir.rollouts_dir, ".jsonl").values(), damaged=[]):
+        rollouts[rollout.get("env", "")].append(rollout)
     with_teacher = {env.label for env in state.config.orchestrator.environment if env.teacher or state.config.orchestrator.teacher}
     found = [f"{env}: {what_rollouts_say(each, env in with_teacher)}" for env, each in sorted(rollouts.items())]
     return "; ".join([head, *found, *([f"see {state.run_dir.rollouts_dir}"] if found else [])])
 
 
-def what_rollouts_say(rollouts: list[dict[str, Any]], has_teacher: bool) -> str:
+def what_rollouts_say(rollouts: list[Row], has_teacher: bool) -> str:
     """The rewards of an environment's rollouts, what can be learned from them, and how many failed or were cut off."""
     count, failed = len(rollouts), [rollout["error"] for rollout in rollouts if rollout.get("error")]
     if len(failed) == count:
@@ -98,7 +93,7 @@ def rollout_hints(state: RunState) -> list[str]:
     reward, lag = mean_of(state, "orchestrator", "reward/mean"), mean_of(state, "orchestrator", "lag/mean")
     found = []
     if errored > 0.1:
-        found.append(f"{errored:.0%} of the rollouts failed (rollouts/errored): `error` in rollouts/*.jsonl says why")
+        found.append(f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` says why")
     if truncated > 0.2:
         limit = f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
         found.append(f"{truncated:.0%} of the answers were cut off (rollouts/truncated): raise {limit}")
@@ -106,7 +101,9 @@ def rollout_hints(state: RunState) -> list[str]:
         limit = f"model.max_model_len = {config.model.max_model_len}"
         found.append(f"{overlong:.0%} of the rollouts outgrew the context (rollouts/overlong): raise {limit}")
     if empty > 0.1:
-        found.append(f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at one in rollouts/*.jsonl")
+        found.append(
+            f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at some: `rl show {state.run_dir.root} --why empty`"
+        )
     if equal > 0.5:
         size = config.orchestrator.group_size
         way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
@@ -120,10 +117,10 @@ def rollout_hints(state: RunState) -> list[str]:
 
 
 def trainer_hints(state: RunState) -> list[str]:
-    """Causes that the trainer's figures point to, with remedies. Where tokens lag, what training moved is in the KL, too."""
+    """Causes that the trainer's figures point to, with remedies."""
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
-    names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean")
-    rate, norm, masked, entropy, kl = (mean_of(state, "trainer", name) for name in names)
+    names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
+    rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
     found = []
     if rate == 0:
         found.append(f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule")
@@ -135,14 +132,15 @@ def trainer_hints(state: RunState) -> list[str]:
         size = f"{norm / optim.max_grad_norm:.0f} times what is let through (optim/grad_norm {norm:.3g})"
         found.append(f"gradients are {size}: a lower learning rate, more rollouts")
     if masked > 0.2:
-        found.append(f"{masked:.0%} of the tokens are masked (masked_fraction): see trainer.loss.token_mask and what mismatch_kl says")
+        look = "see trainer.loss.token_mask and what mismatch_kl and lag_kl say"
+        found.append(f"{masked:.0%} of the tokens are masked (masked_fraction): {look}")
     limit = RUN_LIMITS[state.config.model.dtype].kl
     if 0.0 in state.recent("trainer", "parity/agrees"):
         found.append(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}")
-    elif kl > limit and not mean_of(state, "orchestrator", "lag/mean") > 0:
-        found.append(f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is over {limit:g} though no token is old; {doctor}")
-    elif kl > 10 * limit:
-        found.append(f"rollouts are far from what is trained: mismatch_kl/mean {kl:.2g}; a lower learning rate or max_lag, or {doctor}")
+    elif kl > limit:
+        found.append(f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is over {limit:g}; {doctor}")
+    if lag_kl > 10 * limit:
+        found.append(f"rollouts are far from what is trained: lag_kl/mean {lag_kl:.2g}; a lower learning rate or max_lag")
     if entropy < 0.02:
         remedy = "a lower learning rate, or trainer.loss.entropy_coefficient"
         found.append(f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}")

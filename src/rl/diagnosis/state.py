@@ -1,6 +1,7 @@
 """A run as its files show it at one moment: which processes live and what they do, how far it is, what happened. Nothing is written."""
 
 import contextlib
+import shlex
 import socket
 import statistics
 import time
@@ -13,6 +14,7 @@ import psutil
 from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.metrics import read_metrics
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import HEARTBEAT_S, LockOwner, Phase, RoleStatus, RunEnd, describe, read_json, read_status
 
@@ -113,12 +115,12 @@ class RunState:
     @property
     def resume(self) -> str:
         """The command that continues the run."""
-        return f"rl @ {self.run_dir.config} --resume"
+        return f"rl @ {shlex.quote(str(self.run_dir.config))} --resume"
 
     @property
     def step(self) -> int:
-        """The newest step that the trainer reported."""
-        return max((step for step, source in self.lines if source == "trainer"), default=0)
+        """The newest step that the trainer reported; before the first, the one that the run begins behind."""
+        return max((step for step, source in self.lines if source == "trainer"), default=first_step(self.run_dir))
 
     def values(self, source: str, metric: str) -> list[float]:
         """A metric's values, oldest first."""

@@ -10,6 +10,7 @@ from rl.diagnosis.problems import problems_of
 from rl.diagnosis.rewards import reward_lines
 from rl.diagnosis.state import Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
+from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase
 
@@ -226,6 +227,8 @@ def pace_text(state: RunState) -> str:
 def report(state: RunState) -> list[str]:
     """How far the run is, what each process does, what happened, what stands in the way of a rising reward."""
     lines = [progress_text(state)]
+    if origin := read_origin(state.run_dir):
+        lines.append(f"{origin}" + "".join(f"; {change}" for change in origin.changes))
     for name in dict.fromkeys([*state.roles, *state.processes]):
         process = state.processes.get(name)
         if process or state.alive:

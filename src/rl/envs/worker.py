@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import traceback
@@ -106,6 +107,8 @@ class Worker:
             episodes = await self.play_once(order, num_episodes)
             for rollout in chain(*episodes):
                 rollout.retries = attempt
+                if order.split == "train":
+                    refuse_logprobs(rollout)
             failed = next((rollout for rollout in chain(*episodes) if rollout.error), None)
             if not failed or failed.cause == "not_append_only":  # the same template would refuse it again
                 break
@@ -123,6 +126,16 @@ class Worker:
             text = "".join(traceback.format_exception(error))
             failed = Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")
         return [[msgspec.structs.replace(failed)] for _ in range(num_episodes)]
+
+
+def refuse_logprobs(rollout: Rollout) -> None:
+    """Fails a rollout with a log-probability that no ratio can be computed from: in a batch it would cost the whole step."""
+    for number, turn in enumerate(rollout.turns if not rollout.error else [], 1):
+        for place, logprob in enumerate(turn.logprobs, 1):
+            if not isinstance(logprob, float | int) or not math.isfinite(logprob):
+                rollout.cause = "logprobs"
+                rollout.error = f"inference gave token {place} of turn {number} the log-probability {logprob}, which cannot be trained"
+                return
 
 
 def encode_result(order: PlayGroup, rollouts: list[Rollout]) -> bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl.config.check import bound_wider
 from rl.config.command_line import load_config
+from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.inference.adapter import is_adapter
 from rl.inference.server import Served, common_environment, cpu_environment, serve
@@ -35,7 +36,7 @@ SLOW_IMPORTS = (
 def main() -> None:
     """Entry point: exit code 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a wrong setting, 3 where another start is no use."""
     leave(lambda: preload(load_config(sys.argv[1:], "inference")[0]))
-    config, _ = load_config(sys.argv[1:], "inference")
+    config, _ = load_config(sys.argv[1:], "inference", usage=PROCESS_USAGE)
     try:
         code = run(config)
     except RunError as error:

@@ -20,6 +20,7 @@ from rl.inference.weight_files import read_tensors
 from rl.run_dir.status import Phase, Status, reachable
 from rl.system.credentials import resolve
 from rl.system.errors import ConfigError
+from rl.system.functions import Blame
 from rl.wire.messages import WeightVersion
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
@@ -102,17 +103,21 @@ def cpu_kv_cache_bytes(config: Any) -> int:
 
 @contextmanager
 def running_engine(args: Namespace, timeout_s: float):
-    """The engine, its process started; ended on the way out. Raises ConfigError for settings that vLLM refuses together."""
+    """The engine, its process started; ended on the way out. Raises ConfigError for settings that vLLM refuses together, and RunError for a
+    model that it cannot read: another start would end the same way."""
+    from pydantic import ValidationError
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     from rl.inference.engine import VersionedEngine
 
     context, method = UsageContext.OPENAI_API_SERVER, os.environ.get(engine_process.METHOD)
-    try:
-        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"vLLM refuses the model or its settings: {error}") from error
+    with Blame("vLLM, reading the model's configuration and the settings,", "give a model that vLLM serves"):
+        try:
+            config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+        except (ValueError, NotImplementedError) as error:
+            said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
+            raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
     if config.device_config.device_type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
     engine_process.fork_engine(config, method)

@@ -1,59 +1,110 @@
 """What the user sees while a run goes on. A reader of the run directory like any other: metrics.jsonl, status/ and rollouts/.
 
-On a terminal lines scroll above a progress bar; elsewhere (a log file, a pipe) there are lines only, and what is waited for is printed
-when it changes.
+On a terminal lines scroll above a progress bar, as wide as it is; elsewhere (a log file, a pipe) there are lines only, with all columns,
+and what is waited for is printed when it changes. Whatever is printed, no character of it acts on a terminal.
 """
 
-import json
+import os
+import statistics
 import sys
+import textwrap
 import time
 from typing import Any, TextIO
 
 from rl.config.run import RLConfig
+from rl.diagnosis.rollouts import heading, read_rollouts, short_messages_text
+from rl.diagnosis.state import span
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import environment_rewards, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe, read_status
+from rl.system.terminal import clip, visible
 from rl.wire.agreement import RUN_LIMITS, Agreement
-from rl.wire.batch_file import check_rollouts
 
 PROCESSES = ("inference", "orchestrator", "trainer")
 SFT_PROCESSES = ("data", "trainer")
-COLUMNS = (  # heading, source, metric, width, format
-    ("reward", "orchestrator", "reward/mean", 7, ".3f"),
-    ("eval", "eval", "newest", 7, ".3f"),
-    ("loss", "trainer", "loss/mean", 9, ".4f"),
-    ("entropy", "trainer", "entropy/mean", 8, ".3f"),
-    ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e"),
-    ("grad", "trainer", "optim/grad_norm", 7, ".3g"),
-    ("lag", "orchestrator", "lag/mean", 5, ".2f"),
-    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f"),
-    ("time", "trainer", "time/step", 7, ".1f"),
+COLUMNS = (  # heading, source, metric, width, format, rank
+    ("reward", "orchestrator", "reward/mean", 7, ".3f", 1),
+    ("eval", "eval", "newest", 7, ".3f", 2),
+    ("loss", "trainer", "loss/mean", 9, ".4f", 10),
+    ("entropy", "trainer", "entropy/mean", 8, ".3f", 8),
+    ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e", 7),
+    ("grad", "trainer", "optim/grad_norm", 7, ".3g", 6),
+    ("lag", "orchestrator", "lag/mean", 5, ".2f", 5),
+    ("lag kl", "trainer", "lag_kl/mean", 8, ".1e", 11),
+    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9),
+    ("time", "trainer", "time/step", 7, ".1f", 3),
+    ("left", "console", "left", 7, "", 4),
 )
+"""Those of the lowest ranks are shown where there is no room for all. `eval` is the newest one's mean reward, `left` the time until
+the last step."""
 SFT_COLUMNS = (
-    ("loss", "trainer", "loss/mean", 9, ".4f"),
-    ("valid", "trainer", "validation/loss", 9, ".4f"),
-    ("entropy", "trainer", "entropy/mean", 8, ".3f"),
-    ("grad", "trainer", "optim/grad_norm", 7, ".3g"),
-    ("lr", "trainer", "optim/lr", 8, ".1e"),
-    ("epoch", "trainer", "epoch", 6, ".2f"),
-    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f"),
-    ("time", "trainer", "time/step", 7, ".1f"),
+    ("loss", "trainer", "loss/mean", 9, ".4f", 1),
+    ("valid", "trainer", "validation/loss", 9, ".4f", 2),
+    ("entropy", "trainer", "entropy/mean", 8, ".3f", 8),
+    ("grad", "trainer", "optim/grad_norm", 7, ".3g", 5),
+    ("lr", "trainer", "optim/lr", 8, ".1e", 7),
+    ("epoch", "trainer", "epoch", 6, ".2f", 6),
+    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9),
+    ("time", "trainer", "time/step", 7, ".1f", 3),
+    ("left", "console", "left", 7, "", 4),
 )
 """Of supervised fine-tuning, which nothing but the trainer reports."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
 """Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
+STEP_WIDTH, NOTES_WIDTH = 6, 20
+"""Characters of the step's number, and those that are kept free for the longest wait."""
+SCREEN = 50
+"""Lines after which the heading comes again where there is no terminal that says how many it has."""
+PACE_STEPS = 10
+"""Newest steps whose median time the time that is left is reckoned by."""
 Line = dict[str, Any]
-Columns = tuple[tuple[str, str, str, int, str], ...]
+Columns = tuple[tuple[str, str, str, int, str, int], ...]
 
 
-def number(value: float | None, spec: str) -> str:
+def intro_lines(config: RLConfig) -> list[str]:
+    """What the run is: model, data, sizes and directory."""
+    root = os.path.relpath(config.run_dir.root)
+    where = f"in {config.run_dir.root if root.startswith('..') else root}"
+    if config.sft:
+        length = f"{config.sft.epochs:g} epochs" if config.sft.epochs else f"{config.max_steps} steps"
+        what = f"{config.model.name}, supervised fine-tuning on {config.sft.dataset}"
+        return [f"{config.name}: {what}", f"  {length} of {config.sft.batch_size} examples a step, {where}"]
+    envs = ", ".join(env.label for env in config.orchestrator.environment)
+    length = f"{config.max_steps} steps of {batch_text(config)}, max_lag {config.max_lag}"
+    return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}"]
+
+
+def batch_text(config: RLConfig) -> str:
+    """How many rollouts a batch has: whole groups."""
+    settings = config.orchestrator
+    sizes = {env.group_size or settings.group_size for env in settings.environment} or {settings.group_size}
+    rounded = f"batch_size = {settings.batch_size} is rounded up to whole groups"
+    if len(sizes) == 1:
+        (size,) = sizes
+        groups = -(-settings.batch_size // size)
+        more = f"; {rounded}" if groups * size > settings.batch_size else ""
+        return f"{groups * size} rollouts ({groups} groups of {size}{more})"
+    return f"{settings.batch_size} rollouts or a few more (groups of {', '.join(map(str, sorted(sizes)))}; {rounded})"
+
+
+def fitting(columns: Columns, width: int | None) -> Columns:
+    """The columns that a line of `width` characters has room for, by their ranks; all of them without a width."""
+    if width is None:
+        return columns
+    by_rank, room = sorted(columns, key=lambda column: column[-1]), width - STEP_WIDTH - NOTES_WIDTH
+    while by_rank and sum(wide + 1 for _, _, _, wide, _, _ in by_rank) > room:
+        by_rank.pop()
+    return tuple(column for column in columns if column in by_rank)
+
+
+def number(value: float | str | None, spec: str) -> str:
     """A value as printed; `-` where there is none (not measured, or not finite)."""
     return "-" if value is None else format(value, spec)
 
 
 def header(columns: Columns = COLUMNS) -> str:
-    names = "".join(f"{name:>{width + 1}}" for name, _, _, width, _ in columns)
+    names = "".join(f"{name:>{width + 1}}" for name, _, _, width, _, _ in columns)
     return f"{'step':>6}{names}  of that waiting"
 
 
@@ -64,16 +115,32 @@ def newest_eval(lines: dict[tuple[int, str], Line], step: int) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def step_line(step: int, orchestrator: Line, trainer: Line, evaluated: float | None = None, columns: Columns = COLUMNS) -> str:
-    """One line of the table, about a step that all sides have reported; `evaluated` is the newest eval's reward."""
-    lines = {"orchestrator": orchestrator, "trainer": trainer, "eval": {"newest": evaluated}}
-    cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec in columns)
+def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
+    """One line of the table, about a step that all sides have reported; `lines` are its values by their source."""
+    cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec, _ in columns)
+    return f"{step:>{STEP_WIDTH}}{cells}"
+
+
+def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
+    """What else there is to say about a step: its longest wait, that its batch was short, the rewards of several environments."""
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
-    waiting = f"  {seconds:.1f} {longest.removeprefix('time/')}" if seconds >= 0.05 else ""
+    notes = [f"{seconds:.1f} {longest.removeprefix('time/')}"] if seconds >= 0.05 else []
+    if missing := orchestrator.get("rollouts/missing"):
+        notes.append(f"short: {batch_size - missing:g} of {batch_size}")
     rewards = environment_rewards(orchestrator)
-    each = "".join(f"  {env} {reward:.2f}" for env, reward in rewards.items()) if len(rewards) > 1 else ""
-    return f"{step:>6}{cells}{waiting}{each}"
+    return notes + ([f"{env} {number(reward, '.2f')}" for env, reward in rewards.items()] if len(rewards) > 1 else [])
+
+
+def with_notes(line: str, notes: list[str], width: int | None) -> str:
+    """A line with notes behind it; those that there is no room for stand below."""
+    lines = [line]
+    for note in notes:
+        if width is None or len(lines[-1]) + 2 + len(note) <= width:
+            lines[-1] += f"  {note}"
+        else:
+            lines.append(clip(f"{'':>{STEP_WIDTH}}  {note}", width))
+    return "\n".join(lines)
 
 
 def eval_text(step: int, line: Line) -> str:
@@ -88,18 +155,10 @@ def eval_text(step: int, line: Line) -> str:
     return f"  eval at version {step}: {', '.join(parts)}"
 
 
-def rollout_text(step: int, rollout: Line) -> str:
-    """One rollout in full."""
-    reward, advantage = number(rollout.get("reward"), ".3f"), number(rollout.get("advantage"), "+.3f")
-    place = f"{rollout['env']}, group {rollout['group_id']}, rollout {rollout['rollout_id']}"
-    lines = [f"  --- a rollout of step {step} ({place}): reward {reward}, advantage {advantage}, stop: {rollout.get('stop')}"]
-    for message in rollout.get("messages", []):
-        content = message.get("content")
-        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
-        if message.get("tool_calls"):
-            text += json.dumps(message["tool_calls"])
-        lines.append(f"  {message['role']}: " + text.replace("\n", "\n      "))
-    return "\n".join([*lines, "  ---"])
+def rollout_text(rollout: Line) -> str:
+    """One rollout in short."""
+    text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'])}"
+    return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 
 
 def phase_text(name: str, status: RoleStatus, now: float) -> str:
@@ -118,68 +177,116 @@ class Console:
         self.limit = RUN_LIMITS[config.model.dtype]
         self.lines = read_metrics(run_dir.metrics)
         self.shown = {step for step, _ in self.lines if self._complete(step)}
+        self.max_steps = config.max_steps
         self.phases: dict[str, Phase | None] = {}
         """Of each process the phase that was printed last."""
-        self.printed_steps = 0
-        self.bar = ProgressBar(self.out, config.max_steps) if self.out.isatty() else None
+        self.headed: Columns = ()
+        """The columns of the heading that was printed last."""
+        self.lines_since = 0
+        """Lines printed since then."""
+        self.said_short = False
+        self.bar = ProgressBar(self.out) if self.out.isatty() else None
+
+    @property
+    def width(self) -> int | None:
+        """Characters of a line; None where there is no terminal."""
+        return self.bar.console.width if self.bar else None
 
     def update(self, new_lines: list[Line]) -> None:
         """Prints steps and evals that are complete now, and shows what the processes do."""
         merge_lines(self.lines, new_lines)
+        statuses = {name: status for name in self.processes if (status := read_status(self.run_dir.status(name)))}
+        self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # epochs are known to the trainer as steps
         for line in new_lines:
             if line["source"] == "eval":
-                self.say(eval_text(line["step"], line))
+                self._say_folded(eval_text(line["step"], line))
             if line.get("parity/agrees") == 0.0:
                 found = Agreement(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0)
                 self.say(f"warning: step {line['step']}: {found.complaint(self.limit)}")
         for step in sorted({line["step"] for line in new_lines} - self.shown):
             if self._complete(step):
                 self._show_step(step)
-        statuses = {name: status for name in self.processes if (status := read_status(self.run_dir.status(name)))}
         if self.bar:
-            self.bar.show(max(self.shown, default=0), statuses)
-        elif not self.printed_steps:
+            step = max(self.shown, default=0)
+            self.bar.show(step, self.max_steps, self._left(step), statuses)
+        elif not self.headed:
             self._say_new_phases(statuses)
+
+    def introduce(self) -> None:
+        """Prints what the run is."""
+        for line in intro_lines(self.config):
+            self._say_folded(line)
 
     def say(self, text: str) -> None:
         """Prints above the bar."""
+        text = visible(text)
+        if encoding := getattr(self.out, "encoding", None):
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        width = self.width or len(text) + 1
+        self.lines_since += sum(max(1, -(-len(line) // width)) for line in text.split("\n"))
         if self.bar:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self.out, flush=True)
 
+    def _say_folded(self, line: str) -> None:
+        """Prints a line of words that may be wider than the terminal."""
+        width = self.width or len(line) + 1
+        self.say("\n".join(textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)))
+
     def close(self) -> None:
         """Takes the bar away."""
         if self.bar:
-            self.bar.progress.stop()
+            self.bar.live.stop()
             self.bar = None
 
     def _complete(self, step: int) -> bool:
         return {(step, source) for source in self.sources} <= set(self.lines)
 
     def _show_step(self, step: int) -> None:
-        if not self.printed_steps:
-            self.say(header(self.columns))
+        columns, screen = fitting(self.columns, self.width), self.bar.console.height - 3 if self.bar else SCREEN
+        if columns != self.headed or self.lines_since >= screen:
+            self.say(header(columns))
+            self.headed, self.lines_since = columns, 0
         orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
-        self.say(step_line(step, orchestrator, trainer, newest_eval(self.lines, step), self.columns))
+        own = {"eval": {"newest": newest_eval(self.lines, step)}, "console": {"left": self._left(step)}}
+        row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
+        self.say(with_notes(row, step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), self.width))
         self.shown.add(step)
-        self.printed_steps += 1
+        if orchestrator.get("rollouts/missing") and not self.said_short:
+            self._explain_short_batch(step, orchestrator)
         every = self.config.orchestrator.show_rollout_every
         if every and (step == 1 or step % every == 0) and (rollout := self._example(step)):
-            self.say(rollout_text(step, rollout))
+            self.say(rollout_text({"step": step} | rollout))
+
+    def _explain_short_batch(self, step: int, line: Line) -> None:
+        """Says, once, why a batch is smaller than it should be."""
+        self.said_short = True
+        limit, played = self.config.orchestrator.max_refill, line.get("rollouts/finished", 0)
+        self._say_folded(
+            f"  step {step} trained a short batch: too few of the {played:g} rollouts that were played for it are in groups that can be "
+            f"trained, and orchestrator.max_refill = {limit} batches are the most that is played for one"
+        )
+
+    def _left(self, step: int) -> str | None:
+        """The time from a step to the last one, by the pace of the newest steps; None at the last one, and before there is a pace."""
+        lines = (self.lines.get((number, "trainer"), {}) for number in range(max(1, step - PACE_STEPS + 1), step + 1))
+        times = [seconds for line in lines if (seconds := line.get("time/step")) is not None]
+        if step <= PACE_STEPS:
+            times = times[1:]  # the first step's is the wait for everything to come up
+        return span(statistics.median(times) * (self.max_steps - step)) if times and step < self.max_steps else None
 
     def _example(self, step: int) -> Line | None:
         """The first rollout that the step trained on, else the first one."""
-        path = self.run_dir.rollouts(step)
-        if not path.exists():
-            return None
+        path, first = self.run_dir.rollouts(step), None
         try:
-            check_rollouts(path)
+            for rollout in read_rollouts(path) if path.exists() else ():
+                if rollout.get("trained"):
+                    return rollout
+                first = first or rollout
         except CorruptFileError as error:
             self.say(f"warning: {error}")
-            return None
-        rollouts = [json.loads(line) for line in path.read_bytes().splitlines()]
-        return next((rollout for rollout in rollouts if rollout.get("trained")), rollouts[0] if rollouts else None)
+        return first
 
     def _say_new_phases(self, statuses: dict[str, RoleStatus]) -> None:
         """Prints what a process does when it has entered another phase; a step or a detail alone is no news."""
@@ -192,25 +299,46 @@ class Console:
 class ProgressBar:
     """Rollouts of the batch that is filling, and what the processes do. Redrawn by `show` alone: no thread beside the supervision."""
 
-    def __init__(self, out: TextIO, max_steps: int):
+    def __init__(self, out: TextIO):
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.live import Live
 
-        self.max_steps = max_steps
         self.console = RichConsole(file=out)
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[doing]}"))
-        self.progress = Progress(*columns, console=self.console, auto_refresh=False, transient=True, redirect_stdout=False)
-        self.task = self.progress.add_task("starting", total=1, doing="")
-        self.progress.start()
+        self.live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self.live.start()
 
-    def show(self, step: int, statuses: dict[str, RoleStatus]) -> None:
-        """Redraws."""
-        orchestrator, trainer = statuses.get("orchestrator", RoleStatus()), statuses.get("trainer", RoleStatus())
-        max_steps = trainer.max_steps or self.max_steps  # epochs are known to the trainer as steps
+    def show(self, step: int, max_steps: int, left: str | None, statuses: dict[str, RoleStatus]) -> None:
+        """Redraws: one line where all fits, else what the processes do stands below."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar as Bar
+        from rich.table import Table
+        from rich.text import Text
+
+        orchestrator, width = statuses.get("orchestrator", RoleStatus()), self.console.width
         done, size, batch = step, max_steps, ""
-        if orchestrator.batch is not None and orchestrator.batch_done is not None and orchestrator.batch_size:
+        if 0 < (orchestrator.batch or 0) <= max_steps and orchestrator.batch_done is not None and orchestrator.batch_size:
             done, size = orchestrator.batch_done, orchestrator.batch_size
             batch = f", batch {orchestrator.batch} {done}/{size}"
-        doing = "  ".join(phase_text(name, status, time.time()) for name, status in statuses.items())
-        self.progress.update(self.task, description=f"step {step}/{max_steps}{batch}", completed=done, total=size, doing=doing)
-        self.progress.refresh()
+        text = clip(f"step {step}/{max_steps}{batch}" + (f", {left} left" if left else ""), width - 1)
+        bar = min(24, width - len(text) - 2)
+        first = Table.grid(padding=(0, 1))
+        cells = [Text(text), *([Bar(total=size, completed=done, width=bar)] if bar >= 4 else [])]
+        doing = [visible(phase_text(name, status, time.time())) for name, status in statuses.items()]
+        if len(line := "  ".join(doing)) <= width - len(text) - bar - 3:
+            first.add_row(*cells, Text(line))
+            self.live.update(first, refresh=True)
+        else:
+            first.add_row(*cells)
+            below = [Text(clip(line, width - 1), no_wrap=True) for line in packed(doing, width - 1)]
+            self.live.update(Group(first, *below), refresh=True)
+
+
+def packed(texts: list[str], width: int) -> list[str]:
+    """The texts in lines, as many in each as there is room for."""
+    lines: list[str] = []
+    for text in texts:
+        if lines and len(lines[-1]) + 2 + len(text) <= width:
+            lines[-1] += f"  {text}"
+        else:
+            lines.append(text)
+    return lines

@@ -1,10 +1,12 @@
 """The final report of a run: its numbers at the start and the end, where the time went, where its files are, and curves.png."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rl.run_dir.files import write_file
 from rl.run_dir.metrics import environment_rewards
 from rl.run_dir.paths import RunDir
 
@@ -14,15 +16,27 @@ Lines = dict[tuple[int, str], dict[str, Any]]
 """The lines of metrics.jsonl by (step, source): see read_metrics."""
 Curve = tuple[list[int], list[float]]
 """Steps, and the values of a metric at them."""
-PANELS: tuple[tuple[str, str], ...] = (
-    ("loss/mean", "loss"),
-    ("entropy/mean", "entropy, nats a token"),
-    ("mismatch_kl/mean", "trainer-inference mismatch, KL"),
-    ("optim/grad_norm", "gradient norm"),
+INTERVAL = 1.96
+"""Standard errors on each side of an evaluation's mean: a 95% interval."""
+Series = tuple[str, str, str]
+"""Source, metric, label."""
+PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
+    ("share of the rollouts", (("orchestrator", "rollouts/zero_advantage", "without signal"),
+                               ("orchestrator", "rollouts/truncated", "truncated"), ("orchestrator", "rollouts/errored", "failed"))),
+    ("tokens a rollout", (("orchestrator", "rollouts/length_mean", ""),)),
+    ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
+    ("lag, versions", (("orchestrator", "lag/max", "max"), ("orchestrator", "lag/mean", "mean"))),
+    ("trainer-inference mismatch, KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
+    ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
+    ("rollouts a step", (("orchestrator", "rollouts/finished", "finished"), ("orchestrator", "rollouts/trained", "trained"))),
+)  # fmt: skip
+"""Title and curves of the panels between the first and the last."""
+SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
+    ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
+    ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
+    ("learning rate", (("trainer", "optim/lr", ""),)),
+    ("tokens a second", (("trainer", "perf/tokens_per_s", ""),)),
 )
-"""Metric and title of the panels between the first and the last."""
-SFT_PANELS = (("entropy/mean", "entropy, nats a token"), ("optim/grad_norm", "gradient norm"), ("optim/lr", "learning rate"),
-              ("perf/tokens_per_s", "tokens a second"))  # fmt: skip
 """The same for supervised fine-tuning."""
 
 
@@ -93,7 +107,7 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         if rewards:
             report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
     if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
-        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on the same tokens)")
+        report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
     newest = run_dir.newest_weights()
     where = {
         "weights": str(newest[1]) if newest else None,
@@ -106,38 +120,58 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
 
 
 def draw_curves(lines: Lines, path: Path, title: str) -> None:
-    """Writes curves.png: reward and evals, loss, entropy, mismatch, gradient norm, time a step with the part spent waiting."""
-    from matplotlib import rcParams
+    """Writes curves.png: reward and evals, what PANELS lists, time a step with the part spent waiting. The old picture stays until then."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    figure.suptitle(title)
-    panels = list(figure.subplots(2, 3).flat)
     sft = is_sft(lines)
-    panels[0].set_title("loss, nats a token" if sft else "reward")
-    if sft:
-        panels[0].plot(*curve(lines, "trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
-    environments = environment_curves(lines)
-    first = ("training", curve(lines, "trainer", "loss/mean") if sft else curve(lines, "orchestrator", "reward/mean"))
-    for env, points in environments.items() or [first]:
-        panels[0].plot(*points, label=env)
-    colours = dict(zip(environments, rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    for label, points in eval_curves(lines).items():
-        panels[0].plot(*points, marker="o", linestyle="--", label=f"eval {label}", color=colours.get(label))
-    panels[0].legend(loc="best")
-    for panel, (metric, name) in zip(panels[1:], SFT_PANELS if sft else PANELS, strict=False):
-        panel.plot(*curve(lines, "trainer", metric))
+    size, rows = ((14, 7), 2) if sft else ((15, 10), 3)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    first, *middle, last = figure.subplots(rows, 3).flat
+    draw_first(first, lines, sft)
+    for panel, (name, series) in zip(middle, SFT_PANELS if sft else PANELS, strict=True):
+        for source, metric, label in series:
+            panel.plot(*curve(lines, source, metric), label=label)
         panel.set_title(name)
-    panels[5].plot(*curve(lines, "trainer", "time/step"), label="whole step")
+        if len(series) > 1:
+            panel.legend(loc="best")
+    last.plot(*curve(lines, "trainer", "time/step"), label="whole step")
     steps, waits = curve(lines, "trainer", "time/wait_for_batch")
-    panels[5].fill_between(steps, waits, alpha=0.4, label="trainer waits for the batch")
-    panels[5].set_title("seconds a step")
-    panels[5].legend(loc="best")
-    for panel in panels:
+    last.fill_between(steps, waits, alpha=0.4, label="trainer waits for the batch")
+    last.set_title("seconds a step")
+    last.legend(loc="best")
+    for panel in (first, *middle, last):
         panel.set_xlabel("step")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=100, format="png")
+    write_file(path, picture.getvalue())
+
+
+def draw_first(panel: Any, lines: Lines, sft: bool) -> None:
+    """The panel of what is learned: loss in supervised fine-tuning, else reward and evaluations, these with their intervals."""
+    from matplotlib import rcParams
+
+    panel.set_title("loss, nats a token" if sft else "reward")
+    if sft:
+        panel.plot(*curve(lines, "trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
+    environments = environment_curves(lines)
+    whole = ("training", curve(lines, "trainer", "loss/mean") if sft else curve(lines, "orchestrator", "reward/mean"))
+    for env, points in environments.items() or [whole]:
+        panel.plot(*points, label=env)
+    colours = dict(zip(environments, rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    for label, (versions, rewards) in eval_curves(lines).items():
+        errors = [INTERVAL * (lines[version, "eval"].get(f"eval/{label}/reward_mean_stderr") or 0.0) for version in versions]
+        style = {
+            "marker": "o",
+            "linestyle": "--",
+            "capsize": 3,
+            "label": f"eval {label}" + ", 95% interval" * any(errors),
+            "color": colours.get(label),
+        }
+        panel.errorbar(versions, rewards, yerr=errors, **style)
+    panel.legend(loc="best")
 
 
 def final_report(lines: Lines, run_dir: RunDir, title: str, say: Callable[[str], None]) -> None:

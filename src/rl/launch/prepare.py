@@ -1,4 +1,7 @@
-"""Prepares the run directory for a start: new, emptied (--clean) or continued (--resume). One `rl` at a time owns it."""
+"""Prepares the run directory for a start: new, emptied (--clean) or continued (--resume). One `rl` at a time owns it.
+
+A run lives where its config.toml lies: it may be moved and renamed. A directory in which nothing was made yet is simply used again.
+"""
 
 import contextlib
 import fnmatch
@@ -9,19 +12,22 @@ import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import from_toml, to_toml, without_none
+from rl.config.command_line import from_toml, read_toml, to_toml, without_none
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move, write_file
 from rl.run_dir.metrics import cut_metrics
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.origin import read_origin
+from rl.run_dir.paths import RunDir, is_run, numbered
 from rl.run_dir.status import ROLE_WAIT_S, hold_role
 from rl.system.errors import ConfigError, RunError
 
 MAY_CHANGE = (
+    "name",
     "output_dir",
     "max_steps",
     "wandb",
@@ -61,6 +67,11 @@ MAY_CHANGE = (
 Another machine, other time-outs or more steps continue the same experiment; another model, data or loss would be a second one."""
 
 
+REMEDY = "continue that run with --resume, delete it with --clean, or choose another --name"
+MAX_LISTED = 10
+"""Number of runs that an error lists."""
+
+
 @dataclass
 class Prepared:
     """A run directory that this process owns."""
@@ -83,27 +94,57 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     exists = run_dir.config.exists()
     if not exists and (foreign := foreign_files(run_dir.root)):
         raise RunError(f"{run_dir.root} is not a run directory: it has no config.toml but {', '.join(foreign[:3])}; choose another --name")
-    if exists and not clean and resume is None:
-        raise RunError(f"{run_dir.root} exists: continue that run with --resume, delete it with --clean, or choose another --name")
+    if not is_run(run_dir.root):  # asked before the lock makes any directory look like one
+        if resume is not None:
+            raise RunError(no_run(run_dir.root))
+        if exists and not clean:
+            raise RunError(f"{run_dir.root} exists: {REMEDY}")
     lock = hold_role(run_dir.lock("rl"))
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, lock)
         wait_for_survivors(run_dir)
         clean_leftovers(*run_dir.folders)
-        notes = []
-        if clean:
-            delete_run(run_dir)
-            notes += [f"deleted the run in {run_dir.root}"] if exists else []
-        elif exists and resume is not None:
+        notes, made = [], run_dir.anything_made()
+        if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.config), config)):
             notes += continue_run(config, run_dir, resume)
-        elif versions := numbered(run_dir.weights_dir):
-            theirs = f"versions {min(versions)} to {max(versions)} of another run"
-            raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
+        else:
+            if clean:
+                origin = read_origin(run_dir)
+                delete_run(run_dir)
+                base = f", a {origin}: what starts now begins at the base model" if origin else ""
+                notes += [f"deleted the run in {run_dir.root}{base}"] if exists else []
+            elif made:
+                raise RunError(f"{run_dir.root} exists: {REMEDY}")
+            elif exists:
+                notes += use_again(run_dir)
+            if versions := numbered(run_dir.weights_dir):
+                theirs = f"versions {min(versions)} to {max(versions)} of another run"
+                raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
         write_file(run_dir.config, to_toml(config).encode())
         for path in run_dir.status_dir.glob("*.json"):
             path.unlink()
         on_failure.pop_all()
     return Prepared(run_dir, notes, lock)
+
+
+def no_run(root: Path) -> str:
+    """The message for a --resume where there is no run."""
+    runs = sorted(path.parent.name for path in root.parent.glob("*/config.toml"))
+    close = get_close_matches(root.name, runs, n=1) or runs[:MAX_LISTED]
+    there = f"; in {root.parent} there are {', '.join(close)}" if close else ""
+    return f"--resume: there is no run in {root}{there}. Leave it out to start one, or name the one meant: rl @ RUN/config.toml --resume"
+
+
+def use_again(run_dir: RunDir) -> list[str]:
+    """Empties the directory of a run that made nothing, as after a failed start: its settings may be others now. Logs and events stay.
+
+    Returns notes for the console.
+    """
+    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
+        path.unlink(missing_ok=True)
+    return [f"{run_dir.root} is used again: the run in it had made nothing yet"]
 
 
 def foreign_files(root: Path) -> list[str]:
@@ -120,8 +161,11 @@ def wait_for_survivors(run_dir: RunDir) -> None:
 
 def delete_run(run_dir: RunDir) -> None:
     """Empties the run directory except for our lock. config.toml is deleted last, so that an interrupted deletion can be repeated."""
-    with contextlib.suppress(ConfigError):  # no configuration, or one of another version of rl: then only the new one's weights are known
-        delete_weights(from_toml(run_dir.config).run_dir.weights_dir)
+    stored = None
+    with contextlib.suppress(RunError):  # no configuration, or one of another version of rl: then only the new one's weights are known
+        stored = as_written(run_dir.config)
+    if stored and stored.trainer.weights.dir and not copied_from(stored.run_dir, run_dir):
+        delete_weights(stored.run_dir.weights_dir)
     delete_weights(run_dir.weights_dir)
     for path in [*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()]:
         if path in (run_dir.config, run_dir.lock("rl"), run_dir.status_dir):
@@ -147,17 +191,16 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
 
     Returns notes for the console. Raises RunError.
     """
-    try:
-        stored = from_toml(run_dir.config)
-    except ConfigError as error:
-        raise RunError(f"{run_dir.config} was not written by this version of rl:\n{error}") from None
-    changes = changed_keys(stored, config)
-    refused = [f"  {key}: {old!r} -> {new!r}" for key, old, new in changes if not may_change(key)]
-    if refused:
+    stored = as_written(run_dir.config)
+    if refused := refusals(stored, config):
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
-        remedy = "  start another run with a new --name, or delete this one with --clean; MAY_CHANGE in rl/launch/prepare.py lists what may"
-        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, remedy]))
-    notes = []
+        remedies = (
+            f"  go on with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start another with a new --name;",
+            "  or delete this one with --clean. MAY_CHANGE in rl/launch/prepare.py lists what a resume may change",
+        )
+        raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
+    bring_weights(stored, config)
+    changes, notes = changed_keys(stored, config), []
     if step >= 0:
         notes += cut_to(run_dir, step, logged=config.sft is None)
     notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
@@ -172,12 +215,46 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
 
 
+def as_written(path: Path) -> RLConfig:
+    """The configuration that a run was last started with, and where it lay then. Raises RunError."""
+    try:
+        table = read_toml(str(path))
+        return from_toml(path).model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
+    except ConfigError as error:
+        raise RunError(f"{path} was not written by this version of rl:\n{error}") from None
+
+
+def bring_weights(stored: RLConfig, config: RLConfig) -> None:
+    """Moves the versions of a run that was renamed along, where they lie outside of it: their directory bears its name."""
+    before, now = stored.run_dir, config.run_dir
+    if (
+        config.trainer.weights.dir
+        and not copied_from(before, now)
+        and before.weights_dir != now.weights_dir
+        and before.weights_dir.exists()
+    ):
+        if versions := numbered(now.weights_dir):
+            raise RunError(f"{now.weights_dir} holds versions {ranges(versions)} of another run; choose another name for {now.root}")
+        move(before.weights_dir, now.weights_dir)
+
+
+def copied_from(before: RunDir, now: RunDir) -> bool:
+    """Whether the run that was last started elsewhere is still there. Raises RunError if the versions of both would be in one place."""
+    if not before.config.exists() or before.root.samefile(now.root):
+        return False
+    if before.weights_dir == now.weights_dir:
+        raise RunError(f"{now.weights_dir} holds the versions of {before.root}, of which {now.root} is a copy: rename that directory")
+    return True
+
+
 def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
     """Moves everything later than `step` to `discarded/`. Raises RunError if the run cannot be rebuilt at `step` from what remains.
 
     The trainer starts at the newest remaining checkpoint, or at the base model, and trains the batches from there again: `logged` ones,
     or in supervised fine-tuning those that follow from data and seed.
     """
+    if (origin := read_origin(run_dir)) and step < origin.step:
+        raise RunError(f"--resume {step}: {run_dir.root} begins at step {origin.step}, as a {origin}; give at least that")
     batches, checkpoints = numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints)
     base = max((number for number in checkpoints if number <= step), default=0)
     needed = range(min(base + 1, step), step + 1) if step and logged else range(0)
@@ -202,6 +279,19 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
+    """The settings that differ and that a resume may not change, a line each."""
+    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new)]
+
+
+def moved(old: Any, new: Any) -> bool:
+    """Whether two values are absolute paths, with or without `:function`, of one name, of which only the new one is still there."""
+    if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/") and new.startswith("/")):
+        return False
+    before, after = Path(old.partition(":")[0]), Path(new.partition(":")[0])
+    return Path(old).name == Path(new).name and after.exists() and not before.exists()
 
 
 def may_change(key: str) -> bool:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rl.run_dir.checksums import DIGESTS, verify_checkpoint, verify_version
 from rl.run_dir.files import CorruptFileError, move, write_file
+from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, numbered
+from rl.system.errors import RunError
 from rl.wire.batch_file import check_rollouts, sound_batch
 
 
@@ -47,7 +49,11 @@ class Repair:
 
     def _newest_state(self, newest: int) -> tuple[int, int]:
         """(checkpoint, step) of the newest step at which the run can go on. Moves newer checkpoints that are damaged away."""
+        origin = read_origin(self.run_dir)
         for step, path in [*reversed(numbered(self.run_dir.checkpoints).items()), (0, None)]:
+            if path is None and origin:
+                what = f"checkpoint or batch {origin.step} of {self.run_dir.root} is damaged or missing, and the run begins with it"
+                raise RunError(f"{what}: make it again by `rl branch {origin.run}@{origin.step} --name ...`")
             if path is not None and self.thorough and (fault := find_fault(verify_checkpoint, path)):
                 self._discard(path, "checkpoints", f"{fault}; the trainer starts from an older checkpoint")
                 continue

@@ -48,6 +48,8 @@ class RoleState:
     """This attempt has come up."""
     was_ready: bool = False
     """Some attempt has come up."""
+    failed_starts: int = 0
+    """Attempts that failed by themselves before any had come up."""
     progressed: bool = False
     """This attempt has got something done."""
     streak: int = 0

@@ -16,6 +16,7 @@ from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.launch import devices, roles
 from rl.launch.children import Children
+from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
@@ -24,6 +25,7 @@ from rl.run_dir.metrics import MetricsReader
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.system.terminal import visible
 
 POLL_S = 0.2
 
@@ -49,7 +51,9 @@ class Watch:
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.wandb = None
+        self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
         old_lines = self.reader.new()  # the console has read these on its own
@@ -70,6 +74,7 @@ class Watch:
         """Shows and sends what is new, and returns it."""
         lines = self.reader.new()
         self.console.update(lines)
+        self.picture.poll(len(lines))
         if self.wandb:
             self.wandb.send(lines)
         return lines
@@ -90,6 +95,7 @@ class Watch:
         """The last lines, the report, and the end of W&B's run."""
         from rl.launch.curves import final_report
 
+        self.picture.close()
         self.show()
         self.console.close()
         final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
@@ -117,12 +123,14 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     finally:
         watch.console.close()
     if why:
-        print(why, file=sys.stderr, flush=True)
+        print(visible(why), file=sys.stderr, flush=True)  # it may have lines of logs, and those what a model has said
     stuck = children.stop()
     if stuck:
         print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)
-    if code:
+    if code == 1 and not prepared.run_dir.anything_made():
+        print("nothing was made yet: a start with other settings uses the directory again", file=sys.stderr)
+    elif code:
         print(f"resume with: {again}", file=sys.stderr)
     return code
 

@@ -9,6 +9,7 @@ slept makes nobody late.
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from rl.launch.children import Children
 from rl.launch.role_state import Death, Quarantine, RoleState, failure
 from rl.launch.roles import PREPARING, Role
 from rl.run_dir.events import Event, EventKind, append_event
-from rl.run_dir.logs import last_lines
+from rl.run_dir.logs import last_lines, last_words
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import describe, read_status
 from rl.system.children import Child, RestartPolicy
@@ -32,6 +33,8 @@ FIRST_SIGN_S = 300.0
 """A process that has no status file by then, and by inference.startup_timeout_s, is started again: its imports come before it."""
 MAX_QUARANTINED = 3
 """So many batches in a row that kill the trainer: it is not the batches."""
+MAX_FAILED_STARTS = 2
+"""What never came up once is not a crash: the same fault would end every attempt. A SIGKILL, which comes from outside, does not count."""
 SHOWN_DEATHS = 5
 
 
@@ -118,12 +121,13 @@ class Supervisor:
                 state.statuses[name] = status
                 state.silent_s[name] = state.silent_s.get(name, 0.0) + gap if same else 0.0
         state.progressed = state.progressed or any(status.progress for status in state.statuses.values())
+        state.was_ready = state.was_ready or state.is_up()
 
     def _watch(self, state: RoleState, child: Child, gap: float, slow_s: float) -> None:
         """Kills a process that is silent, or that does not come up."""
         self._read_statuses(state, gap)
         if not state.ready and state.is_up():
-            state.ready = state.was_ready = True
+            state.ready = True
             seconds = round(self.clock - (state.began if state.died is None else state.died), 1)
             self.event("ready", state.name, attempt=child.attempt, seconds=seconds)
             if state.died is not None:
@@ -174,7 +178,8 @@ class Supervisor:
         if code == 0 and state.name != "inference":
             state.child, state.done = None, True
         elif code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
-            self.event("give_up", state.name, attempt=child.attempt, exit=code, reason=child.ending())
+            said = f", saying: {words}" if (words := last_words(child.log)) else ""
+            self.event("give_up", state.name, attempt=child.attempt, exit=code, reason=f"{child.ending()}{said}")
             raise self._verdict(state, child)
         else:
             self._died(state, child, child.ending(), code)
@@ -193,20 +198,24 @@ class Supervisor:
 
     def _died(self, state: RoleState, child: Child, reason: str, code: int | None = None) -> None:
         """Records a death, and sets when the process is started again. Raises RunError where that is never."""
-        seconds = round(self.clock - state.began, 1)
+        seconds, words = round(self.clock - state.began, 1), last_words(child.log)
         death = Death(time.time(), child.attempt, reason, state.doing, state.training_step)
         state.deaths.append(death)
-        more = {"seconds": seconds, "said": "".join(last_lines(child.log, 1))[:500], **last_phase(state)}
+        more = {"seconds": seconds, "said": words[:500], **last_phase(state)}
         self.event("death", state.name, attempt=child.attempt, exit=code, reason=reason, **more)
         state.child, state.died = None, self.clock
         state.streak = 0 if state.progressed else state.streak + 1
         self._forget_statuses(state)
         state.recent.append(self.clock)
+        said = ""
+        if not state.was_ready and code not in (-signal.SIGKILL, DAMAGED):
+            state.failed_starts += 1
+            said = f", saying: {words.rstrip('.')}" if words else ""
         delay = self.restarts.delay_s(state.streak, state.recent)
-        if delay is None:
-            raise self._surrender(state, child, reason)
+        if delay is None or state.failed_starts >= MAX_FAILED_STARTS:
+            raise self._surrender(state, child, reason, said)
         state.start_at = self.clock + delay
-        self.say(f"  {state.name} {reason}, {death.doing}; it starts again in {delay:g} s (log: {child.log})")
+        self.say(f"  {state.name} {reason}, {death.doing}{said}; it starts again in {delay:g} s (log: {child.log})")
         if state.name == "trainer":
             self._wake("orchestrator")  # for the batches that are trained again, and the versions that are published again
             self._quarantine(death)
@@ -229,13 +238,17 @@ class Supervisor:
             self.event("give_up", "trainer", reason=reason)
             raise RunError(f"{reason}.\n{self.summary()}\n  the logs: {self.run_dir.logs}")
 
-    def _surrender(self, state: RoleState, child: Child, reason: str) -> RunError:
+    def _surrender(self, state: RoleState, child: Child, reason: str, said: str) -> RunError:
         """The end after too many deaths: who died how often, when, how."""
         most, window_s = self.settings.max_restarts, self.settings.window_s
         limit = f"{most} restarts within {window_s:g} s are the limit (supervisor.max_restarts, window_s)"
+        if state.failed_starts >= MAX_FAILED_STARTS:
+            limit = f"never came up: attempt {child.attempt} {reason}, too{said}"
         self.event("give_up", state.name, attempt=child.attempt, reason=limit)
+        if state.failed_starts >= MAX_FAILED_STARTS:
+            return failure(child, limit)
         if not most:
-            return failure(child, reason)
+            return failure(child, f"{reason}{said}")
         return RunError(f"{state.name} died once more: {limit}.\n{self.summary()}\n{failure(child, reason)}")
 
     def summary(self) -> str:

@@ -21,8 +21,6 @@ from rl.config.run import RLConfig
 from rl.orchestrator.tasks import TaskRef, TaskSource
 from rl.wire.rollouts import Group
 
-MAX_REFILL = 3
-"""So many batches' worth of rollouts are played for one batch; then it is trained short."""
 SLOW = 2.0
 """Times the typical time that a group takes: one that has played for longer holds no place."""
 PACE_GROUPS = 32
@@ -80,20 +78,22 @@ class InFlight:
     task: "asyncio.Task[None]"
 
 
-def eligible(shares: dict[str, float], places: Places, batch_size: int, batches_ahead: int, max_in_flight: int) -> list[str]:
+def eligible(
+    shares: dict[str, float], places: Places, batch_size: int, batches_ahead: int, max_in_flight: int, max_refill: int
+) -> list[str]:
     """The environments of which a group may be started now; none if there is no room.
 
     batches_ahead: how many batches may still be sampled. max_in_flight: rollouts that may play at once in all, slow ones included; each
     environment has its share of them. An environment that is slow and has used it up leaves the places to the others.
 
     Shares are of the rollouts that are played: what replaces dropped groups is shared like the rest, so that an environment that is
-    solved, or fails, does not take all of it.
+    solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled.
     """
     window = batch_size * batches_ahead
     if places.held >= window:
         return []
     dropped = places.dropped.total()
-    if places.usable and dropped + places.held >= MAX_REFILL * window:
+    if places.usable and dropped + places.held >= max_refill * window:
         return []
     below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
     played = places.usable + places.playing + places.dropped
@@ -128,7 +128,7 @@ class Admission:
             return list(self.source.shares)  # what was lost had its place already
         settings = self.config.orchestrator
         max_in_flight = settings.batch_size * (1 + settings.max_off_policy_steps)
-        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, max_in_flight)
+        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, max_in_flight, settings.max_refill)
 
     def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
         """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rl.config.run import RLConfig
 from rl.orchestrator import batches
-from rl.orchestrator.admission import MAX_REFILL, Admission
+from rl.orchestrator.admission import Admission
 from rl.orchestrator.batch_metrics import batch_metrics
 from rl.orchestrator.batches import OrchestratorState
 from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
-from rl.orchestrator.pending import PendingLog
+from rl.orchestrator.pending import PendingLog, PendingRollouts
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
@@ -23,6 +23,8 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
 from rl.wire.rollouts import Group
 
+MAX_FAILED = 3
+"""So many batches' worth of rollouts in groups that leave nothing to train on, one after the other, end the run."""
 MAX_WITHOUT_SIGNAL = 10
 """So many batches' worth of rollouts in groups without any signal end the run."""
 WARN_EVERY_S = 60.0
@@ -81,6 +83,7 @@ class BatchBuilder:
     def __post_init__(self) -> None:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
         self.pending = PendingLog(self.run_dir.pending)
+        self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
         self.history = RewardHistory()
         self.warnings = GroupWarnings()
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
@@ -99,6 +102,7 @@ class BatchBuilder:
                 self.metrics.write(newest, state.metrics)
         for warning in self.pending.load(settled, newest):
             log.warning(warning)
+        self.readable.rewrite(self.pending.groups)
         self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
         for group in self.pending.groups:
             if group.group_id not in counted:
@@ -118,6 +122,7 @@ class BatchBuilder:
         """Makes finished groups durable, with one write, then counts them."""
         groups = [judge(group, self.rules[group.env]) for group in groups]
         self.pending.append(groups)
+        self.readable.append(groups)
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
             self._count(group)
@@ -138,16 +143,18 @@ class BatchBuilder:
 
         On-policy that is every older one: a server that came back may have sampled by an older version before that was noticed.
         """
-        limit = self.progress.newest - (self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0)
+        settings = self.config.orchestrator
+        limit = self.progress.newest - (settings.max_off_policy_steps if self.config.max_lag else 0)
         num_playing = self.admission.places(self.pending.groups).playing.total()
         while True:
-            used = batches.choose(self.pending.groups, self.config.orchestrator.batch_size, num_playing)
+            used = batches.choose(self.pending.groups, settings.batch_size, num_playing, settings.max_refill)
             old = [group for group in used or [] if min(group.versions, default=limit) < limit]
             if not old:
                 return used
             for group in old:
                 group.why = "stale"
                 self.clock.stale[group.env] += 1
+            self.readable.rewrite(self.pending.groups)
 
     def _commit(self, used: list[Group]) -> None:
         """Makes the next batch of `used`; groups that were dropped until now are settled with it."""
@@ -158,7 +165,9 @@ class BatchBuilder:
         waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
         pools = self.source.settle()
         batch, rollouts = batches.form(step, used, dropped, self.rules)
-        metrics = batch_metrics(batch, settled) | pools | {f"env/{env}/quarantined": 1 for env in self.lost_envs}
+        counts = {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
+        counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
+        metrics = batch_metrics(batch, settled) | pools | counts
         self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
         metrics |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
         state = OrchestratorState(
@@ -171,6 +180,7 @@ class BatchBuilder:
         batches.commit(self.run_dir, batch, rollouts, state)
         self.progress.newest = step
         self.pending.rewrite(waiting)
+        self.readable.rewrite(waiting)
         self.metrics.write(step, metrics)
         batches.delete_old_batches(self.run_dir, self.config.orchestrator)
         log.info("batch %d: %d samples, reward %.3f", step, len(batch.samples), metrics["reward/mean"])
@@ -178,10 +188,10 @@ class BatchBuilder:
     def _check_learning(self) -> None:
         """Ends a run that only fails, or that has nothing left to learn from."""
         batch_size, num_without_signal = self.config.orchestrator.batch_size, len(self.history.without_signal)
-        if problem := only_failures(self.pending.groups, MAX_REFILL * batch_size):
-            raise RunError(problem)
+        if problem := only_failures(self.pending.groups, MAX_FAILED * batch_size):
+            raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
         if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
             if not self.history.is_solved():
-                raise RunError(self.history.diagnosis())
+                raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
             self.progress.end(f"solved: the last {num_without_signal} rollouts all have the highest reward ({self.history.histogram()})")
             log.info(self.progress.end_reason)

@@ -1,17 +1,17 @@
 """From finished groups to the next batch: which groups, and what is written of them. All but the writing is pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from rl.config.orchestrator import OrchestratorConfig
-from rl.orchestrator.admission import MAX_REFILL
 from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
 from rl.wire.batch_file import write_batch, write_rollouts
@@ -40,10 +40,10 @@ def decode_state(raw: msgspec.Raw) -> OrchestratorState:
         raise CorruptFileError(f"the orchestrator's state in the newest batch is not of this version of rl: {error}") from None
 
 
-def choose(finished: list[Group], batch_size: int, num_playing: int) -> list[Group] | None:
+def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill: int) -> list[Group] | None:
     """The groups of the next batch, oldest first, `batch_size` episodes or a part of a group more; None while there are not enough.
 
-    Short once MAX_REFILL batches' worth were played for it, but not while groups are playing: they would age by a version.
+    Short once `max_refill` batches' worth were played for it, but not while groups are playing: they would age by a version.
     """
     usable = sorted((group for group in finished if group.why is None), key=lambda group: group.group_id)
     count = 0
@@ -52,16 +52,14 @@ def choose(finished: list[Group], batch_size: int, num_playing: int) -> list[Gro
         if count >= batch_size:
             return usable[: i + 1]
     played = sum(group.num_episodes for group in finished)
-    return usable if usable and not num_playing and played >= MAX_REFILL * batch_size else None
+    return usable if usable and not num_playing and played >= max_refill * batch_size else None
 
 
 def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> tuple[TrainBatch, bytes]:
     """The batch, and the lines of rollouts/*.jsonl, one for every rollout, trained or not. Advantages become final here."""
     normalise(used, rules)
-    everything = [(group, rules[group.env].mask_truncated) for group in [*used, *dropped]]
-    lines = [rollout_line(group, i, step, masked) for group, masked in everything for i in range(len(group.rollouts))]
     samples = [sample for group in used for sample in group_samples(group, rules[group.env].mask_truncated)]
-    return TrainBatch(step=step, samples=samples), b"\n".join([*map(msgspec.json.encode, lines), b""])
+    return TrainBatch(step=step, samples=samples), rollout_lines([*used, *dropped], step, rules)
 
 
 def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: OrchestratorState) -> None:
@@ -72,7 +70,10 @@ def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: Orchestra
 
 def delete_old_batches(run_dir: RunDir, config: OrchestratorConfig) -> None:
     """Deletes the batches and rollouts that the settings do not keep; of batches nothing that a resume from any checkpoint needs."""
-    oldest = min(numbered(run_dir.checkpoints), default=0)
+    checkpoints = numbered(run_dir.checkpoints)
+    if len(checkpoints) > 1:  # a branch keeps the one that it begins with
+        checkpoints.pop(first_step(run_dir), None)
+    oldest = min(checkpoints, default=0)
     delete_old(numbered(run_dir.batches, ".batch"), config.batches.keep_last, config.batches.keep_every, needed_from=oldest)
     for suffix in (".jsonl", ".sha256"):
         delete_old(numbered(run_dir.rollouts_dir, suffix), config.rollouts.keep_last, config.rollouts.keep_every)
@@ -91,10 +92,17 @@ def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str
     return "truncated" if rollout.truncated and mask_truncated else None
 
 
-def rollout_line(group: Group, i: int, step: int, mask_truncated: bool = False) -> dict[str, Any]:
-    """One line of rollouts/*.jsonl: the rollout at index `i` of a group that the batch `step` settles."""
+def rollout_lines(groups: Iterable[Group], step: int | None, rules: Mapping[str, Rules]) -> bytes:
+    """The lines of rollouts/*.jsonl of all rollouts of these groups."""
+    masked = {env: rule.mask_truncated for env, rule in rules.items()}
+    lines = [rollout_line(group, i, step, masked[group.env]) for group in groups for i in range(len(group.rollouts))]
+    return b"\n".join([*map(msgspec.json.encode, lines), b""]) if lines else b""
+
+
+def rollout_line(group: Group, i: int, step: int | None, mask_truncated: bool = False) -> dict[str, Any]:
+    """One line of rollouts/*.jsonl: the rollout at index `i` of a group that the batch `step` settles; None: no batch has settled it."""
     rollout = group.rollouts[i]
-    why = why_not_trained(group, rollout, mask_truncated)
+    why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
     return {
         "step": step,
         "env": group.env,

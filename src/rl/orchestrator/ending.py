@@ -46,8 +46,8 @@ class RewardHistory(msgspec.Struct, kw_only=True):
         """Why a run ends that had no signal for too long and is not solved."""
         return (
             f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal (reward: count "
-            f"{self.histogram()}). Is the task too hard or the reward function wrong? Look at rollouts/, raise group_size "
-            "or temperature, or start from easier tasks"
+            f"{self.histogram()}). Is the task too hard or the reward function wrong? Look at what was answered, raise "
+            "group_size or temperature, or start from easier tasks"
         )
 
 

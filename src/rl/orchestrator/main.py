@@ -11,6 +11,7 @@ import msgspec
 
 from rl.config.check import bound_wider
 from rl.config.command_line import load_config, to_toml
+from rl.config.help import PROCESS_USAGE
 from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
@@ -83,7 +84,7 @@ def exit_code(error: BaseException) -> int:
 def main() -> None:
     die_with_parent()
     leave(lambda: None)  # all is imported
-    config, _ = load_config(sys.argv[1:], "orchestrator")
+    config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     code, status = 0, None
     try:

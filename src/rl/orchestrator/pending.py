@@ -1,10 +1,25 @@
-"""`batches/pending.log`: finished groups that no batch has used yet, so that an orchestrator's death costs no finished rollout."""
+"""Finished groups that no batch has used yet: `batches/pending.log`, so that an orchestrator's death costs no finished rollout, and
+`rollouts/pending.jsonl`, the same for people."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, append_file, decode_records, encode_record, reading, write_file
+from rl.orchestrator.batches import rollout_lines
+from rl.orchestrator.judge import Rules
+from rl.run_dir.files import (
+    HEADER,
+    MAGIC,
+    CorruptFileError,
+    append_file,
+    decode_records,
+    encode_record,
+    reading,
+    with_path,
+    write_all,
+    write_file,
+)
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group
 
@@ -64,3 +79,24 @@ class PendingLog:
         """Keeps only `groups`: called after a batch has settled the others."""
         write_file(self.path, b"".join(encode_record(ENCODER.encode(group)) for group in groups))
         self.groups = list(groups)
+
+
+class PendingRollouts:
+    """The rollouts of the groups in pending.log as readable text. It follows from that log, and is made anew at every start and commit: so
+    an append need not reach the disk before anything else happens, and half a line of a killed process lasts until the next start."""
+
+    def __init__(self, path: Path, rules: Mapping[str, Rules]):
+        self.path, self.rules = path, rules
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, groups: Iterable[Group]) -> None:
+        """Adds finished groups."""
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                write_all(file.fileno(), rollout_lines(groups, None, self.rules), "waiting")
+        except OSError as error:
+            raise with_path(error, self.path) from None
+
+    def rewrite(self, groups: Iterable[Group]) -> None:
+        """Keeps only `groups`."""
+        write_file(self.path, rollout_lines(groups, None, self.rules))

@@ -35,6 +35,8 @@ SERIAL = itertools.count(1)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP)
 """Errors of file systems that cannot swap two names: NFS, some FUSE ones."""
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, *NO_EXCHANGE)
+"""Errors of hard links to another file system, or on one that has none."""
 
 
 class CorruptFileError(RunError):
@@ -249,6 +251,21 @@ def move(path: Path, target: Path) -> None:
         shutil.rmtree(leaving, ignore_errors=True)
         path.rename(leaving)
         shutil.move(leaving, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Makes `target` hold what a file or a directory holds, whose files never change: as hard links, or as copies where there are none."""
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+        for path in source.iterdir():
+            link_tree(path, target / path.name)
+        return
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        shutil.copy2(source, target)
 
 
 def clean_leftovers(*directories: Path) -> list[Path]:

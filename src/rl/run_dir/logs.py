@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 
 LAST_LINES = 20
+POINTS_UP = re.compile(r"\babove\b")
+ERROR = re.compile(r"(?:\(\w+ pid=\d+\) +)?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)")
+"""The last line of a traceback, behind the mark that vLLM puts before the lines of its engine."""
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
 
 
@@ -37,3 +40,12 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
         return []
     end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
     return [line for line in lines[:end] if line.strip()][-count:]
+
+
+def last_words(log: Path | None) -> str:
+    """What a process said last; where that only points to an error above, as vLLM's server does for its engine, that error. Empty without
+    a readable log."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in last_lines(log, 1000)] or [""]
+    if not POINTS_UP.search(lines[-1]):
+        return lines[-1]
+    return next((match[1] for line in reversed(lines[:-1]) if (match := ERROR.fullmatch(line))), lines[-1])

@@ -10,6 +10,9 @@ from rl.run_dir.files import move, write_file
 from rl.run_dir.metrics import cut_metrics
 from rl.system import faults
 
+PENDING_ROLLOUTS = "pending.jsonl"
+"""The file of rollouts that no batch has settled: its lines move to the file of a step."""
+
 
 def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
     """Complete entries `000012<suffix>` of a directory by number, ascending; without temporary names."""
@@ -18,6 +21,11 @@ def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
     names = re.compile(rf"([0-9]{{6}}){re.escape(suffix)}")
     found = {int(match[1]): path for path in directory.iterdir() if (match := names.fullmatch(path.name))}
     return dict(sorted(found.items()))
+
+
+def is_run(root: Path) -> bool:
+    """Whether a directory with a config.toml is a run's, and not one of the user's with a file of that name."""
+    return (root / "config.toml").is_file() and any((root / name).is_dir() for name in ("status", "batches", "checkpoints"))
 
 
 class RunDir:
@@ -30,11 +38,15 @@ class RunDir:
         self.events = root / "events.jsonl"
         self.changes = root / "changes.jsonl"
         """Settings that resumes changed, one JSON object a line: time, step, key, old, new."""
+        self.origin = root / "origin.json"
+        """Where a branch comes from: an origin.Origin."""
         self.wandb = root / "wandb.json"
         self.curves = root / "curves.png"
         self.batches = root / "batches"
         self.pending = self.batches / "pending.log"
         self.rollouts_dir = root / "rollouts"
+        self.pending_rollouts = self.rollouts_dir / PENDING_ROLLOUTS
+        """What is in pending.log, for people."""
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
         self.evals = root / "evals"
@@ -94,6 +106,13 @@ class RunDir:
         versions = numbered(self.weights_dir)
         return max(versions.items()) if versions else None
 
+    def anything_made(self, after: int = 0) -> bool:
+        """Whether there is anything that other settings would make untrue: a batch, checkpoint or version later than `after`, or a
+        finished group."""
+        kinds = [(self.batches, ".batch"), (self.checkpoints, ""), (self.digests_dir, ".json"), (self.root / "weights", "")]
+        newest = max((number for directory, suffix in kinds for number in numbered(directory, suffix)), default=0)
+        return newest > after or (self.pending.is_file() and self.pending.stat().st_size > 0) or self.discarded.exists()
+
     def new_discarded(self) -> Path:
         """A directory below `discarded/` that is not there yet."""
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -129,6 +148,8 @@ class RunDir:
                 shutil.copy2(self.pending, waiting)
             else:
                 later.insert(0, (self.pending, waiting))
+                if self.pending_rollouts.exists():
+                    later.insert(1, (self.pending_rollouts, away / self.rollouts_dir.name / self.pending_rollouts.name))
         for path, target in later:
             faults.point("discard.move")
             move(path, target)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 KINDS = {"batches": "batch", "checkpoints": "checkpoint", "evals": "eval"}
 """Directory -> kind of its entries, where the two names differ."""
+NAMES = {"pending.jsonl": "waiting"}
+"""File -> its kind, where that is not its name without ending."""
 
 
 class Plan:
@@ -100,4 +102,4 @@ def kind_of(path: Path) -> str:
         return "quarantined"
     if stem.isdigit():
         return KINDS.get(folder, folder)
-    return "eval" if folder.isdigit() else stem
+    return "eval" if folder.isdigit() else NAMES.get(path.name, stem)

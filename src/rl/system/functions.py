@@ -1,11 +1,14 @@
 """Loads the user's functions that settings name: `file.py:function` or `module:function`."""
 
+import ast
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -44,10 +47,46 @@ def find_fault(name: str) -> str:
         return "names no function; write file.py:function or module:function"
     if source.endswith(".py"):
         path = Path(source).expanduser().absolute()
-        return "" if path.is_file() else f"names no file: there is no file {path}"
-    if not all(part.isidentifier() for part in source.split(".")) or importlib.util.find_spec(source.partition(".")[0]) is None:
+        return missing_in(path, function) if path.is_file() else f"names no file: there is no file {path}"
+    if not all(part.isidentifier() for part in source.split(".")) or not (place := first_place(source.partition(".")[0])):
         return f"names no module that is installed: install {source}, or name a file: file.py:function"
-    return ""
+    for part in source.split(".")[1:]:
+        place = next((path for path in (place.parent / f"{part}.py", place.parent / part / "__init__.py") if path.is_file()), Path())
+    return missing_in(place, function) if place.suffix == ".py" else ""
+
+
+def first_place(package: str) -> Path | None:
+    """The file that a package or module is imported from, without importing it; None where there is none. The processes of a run also
+    find those in the directory that `rl` is called in."""
+    spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+    return Path(spec.origin or "") if spec else None
+
+
+def missing_in(path: Path, function: str) -> str:
+    """What is wrong with the name of a function in a file: it is bound nowhere there; empty if it is, or if that cannot be told."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        return f"cannot be read: {path}:{error.lineno}: {error.msg}; correct it"
+    except (OSError, ValueError, RecursionError):
+        return ""  # whoever loads it says more
+    nodes = list(ast.walk(tree))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    bound |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    if function in bound or {"*", "__getattr__"} & bound or {"globals", "setattr", "exec"} & used:
+        return ""
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"]
+    return f"names no function: {lacks(path, function, names)}"
+
+
+def lacks(path: object, function: str, functions: list[str]) -> str:
+    """The message about a file that has other functions."""
+    close = get_close_matches(function, functions, n=1)
+    return f"{path} has no function {function}; " + (
+        f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
+    )
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
@@ -66,9 +105,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        close = get_close_matches(attribute, functions, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
-        raise RunError(f"{what}: {module.__file__} has no function {attribute}; {hint}")
+        raise RunError(f"{what}: {lacks(module.__file__, attribute, functions)}")
     return function
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import linear
 
+LOWEST = -200.0
+"""The lowest logarithm of a probability that is multiplied with it: both are the same 0 from -104 on, and -inf would give nan."""
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Logits worked on at once in float32, a few such buffers at a time: 16 MiB stay near the CPU's caches, 256 MiB keep a GPU busy."""
 SLICE_BYTES = 1 << 28
@@ -69,12 +71,12 @@ def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor
     log_sums, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for chunk in chunks(logits):
         x = logits[chunk] / temperatures[chunk, None]  # float32, a copy
-        top = x.max(dim=-1, keepdim=True).values
+        top = x.max(dim=-1, keepdim=True).values.clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf, too
         x.sub_(top)
         weights = x.exp()
         sums = weights.sum(dim=-1)
         log_sums[chunk] = top[:, 0] + sums.log()
-        entropies[chunk] = sums.log() - weights.mul_(x).sum(dim=-1) / sums
+        entropies[chunk] = sums.log() - weights.mul_(x.clamp_(min=LOWEST)).sum(dim=-1) / sums
     return log_sums, entropies
 
 
@@ -85,7 +87,7 @@ def merge_slices(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Te
     """
     log_sums = torch.logaddexp(a[0], b[0])
     shares = [(part[0] - log_sums, part[1]) for part in (a, b)]
-    return log_sums, sum(log_share.exp() * (entropy - log_share) for log_share, entropy in shares)
+    return log_sums, sum(torch.where(log_share > LOWEST, log_share.exp() * (entropy - log_share), 0.0) for log_share, entropy in shares)
 
 
 @dataclass
@@ -119,7 +121,9 @@ class Tokens:
             if grad_entropies is None:
                 x.exp_().mul_(-grad_rows[chunk, None])
             else:
-                factors = (x + self.entropies[chunk, None]).mul_(-grad_entropies[chunk, None]).sub_(grad_rows[chunk, None])
+                factors = (
+                    (x.clamp_(min=LOWEST) + self.entropies[chunk, None]).mul_(-grad_entropies[chunk, None]).sub_(grad_rows[chunk, None])
+                )
                 x.exp_().mul_(factors)
             x.index_put_((self.rows[first:last] - chunk.start, places[first:last]), grad[first:last], accumulate=True)
             logits[chunk] = x.div_(self.temperatures[chunk, None])

@@ -4,8 +4,9 @@ Per trained token, with p the trainer's and q the sampler's (inference) probabil
 
     r = exp(clamp(log p - log q, -10, 10))           importance ratio
 
-There is one optimizer step a batch, so there is this one ratio: how far the policy has moved since the token was sampled, times how
-differently the inference engine computes. Clips act on r with its gradient; truncation and masks act on r without gradient.
+It says how far the policy has moved since the token was sampled, times how differently the inference engine computes. Clips act on r
+with its gradient; truncation and masks act on r without gradient. With several optimizer steps a batch the clipped losses split r at o,
+the policy that the batch began with: p / o is clipped, o / q weighs and masks.
 
 A loss function (the others are in losses.py) gives one number a token, and which tokens its own clip leaves without gradient. What is
 minimised is their sum, weighted by `LossInputs.weights` (see `sample_weights`), over all tokens of all samples, micro batches and ranks.
@@ -52,6 +53,8 @@ class LossInputs:
     """log-probability under the frozen reference model."""
     teacher_logprobs: Tensor | None = None
     """log-probability under the teacher; nan where there is none."""
+    old_logprobs: Tensor | None = None
+    """log o, for a loss that is clipped or of the user's where a batch has several optimizer steps; else None."""
 
 
 LossFunction = Callable[[LossInputs, Any], tuple[Tensor, Tensor]]
@@ -69,11 +72,13 @@ class LossTerms:
     ratio: Tensor
     """r."""
     kl: Tensor
-    """k3 of log r: an estimate of KL(q || p)."""
+    """k3 of the log ratio that masks act on: an estimate of KL(q || p), or of KL(q || o)."""
     reference_kl: Tensor | None
     """The estimate of KL(p || reference) by `kl_estimator`, before the coefficient; None without a reference."""
     teacher_kl: Tensor | None
     """log p - log teacher, whose mean over sampled tokens is KL(p || teacher); nan where there is no teacher, None if nowhere."""
+    update_kl: Tensor | None = None
+    """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have moved the policy; None without o."""
 
 
 def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunction) -> LossTerms:
@@ -93,15 +98,16 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
     if config.entropy_coefficient:
         assert inputs.entropies.requires_grad or not inputs.trainer_logprobs.requires_grad, "the entropies have no gradient"
         loss = loss - config.entropy_coefficient * inputs.entropies
-    log_r = log_ratio(inputs).detach()
-    masked = outside_masks(inputs, config, log_r)
+    log_mismatch = mismatch(inputs)
+    masked = outside_masks(inputs, config, log_mismatch)
     return LossTerms(
         loss=torch.where(masked, 0.0, loss),
         masked=masked | clipped,
-        ratio=log_r.exp(),
-        kl=k3(log_r),
+        ratio=log_ratio(inputs).detach().exp(),
+        kl=k3(log_mismatch),
         reference_kl=None if kl is None else kl.detach(),
         teacher_kl=teacher_kl,
+        update_kl=None if inputs.old_logprobs is None else k3(log_update(inputs).detach()),
     )
 
 
@@ -124,6 +130,17 @@ def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, cons
 def log_ratio(inputs: LossInputs) -> Tensor:
     """log r [N], with gradient."""
     return (inputs.trainer_logprobs - inputs.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def log_update(inputs: LossInputs) -> Tensor:
+    """log p - log o [N], with gradient; where o is not known, log r."""
+    return log_ratio(inputs if inputs.old_logprobs is None else replace(inputs, logprobs=inputs.old_logprobs))
+
+
+def mismatch(inputs: LossInputs) -> Tensor:
+    """The log ratio [N] that masks act on, without gradient: log o - log q where o is known, else log r."""
+    first = inputs.trainer_logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    return (first - inputs.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_means(inputs: LossInputs, values: Tensor) -> Tensor:

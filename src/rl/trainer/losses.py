@@ -5,30 +5,51 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rl.config.loss import AnyLossConfig, CispoConfig, ClipConfig, CrossEntropyConfig, CustomConfig, DppoConfig, GspoConfig
+from rl.config.loss import (
+    AnyLossConfig,
+    CispoConfig,
+    ClipConfig,
+    ClippedSettings,
+    CrossEntropyConfig,
+    CustomConfig,
+    DppoConfig,
+    GspoConfig,
+)
 from rl.system.functions import load_function
-from rl.trainer.loss import LossFunction, LossInputs, log_ratio, policy_gradient, sequence_means
+from rl.trainer.loss import LossFunction, LossInputs, log_ratio, log_update, mismatch, policy_gradient, sequence_means
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) and where it has no gradient, all [N].
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: ClipConfig | GspoConfig) -> tuple[Tensor, Tensor]:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), where A < 0 at most -delta A; and where it has no gradient, all [N].
 
-    PPO (https://arxiv.org/abs/1707.06347). The minimum is the upper clip where A > 0 and the lower one where A < 0.
+    PPO (https://arxiv.org/abs/1707.06347), whose minimum is the upper clip where A > 0 and the lower one where A < 0; delta is the bound of
+    its dual clip (https://arxiv.org/abs/1912.09729).
     """
-    rises = advantages > 0
-    loss = -advantages * torch.where(rises, ratio.clamp(max=1.0 + high), ratio.clamp(min=1.0 - low))
-    return loss, torch.where(rises, ratio > 1.0 + high, (advantages < 0) & (ratio < 1.0 - low))
+    low, high, rises = 1.0 - config.clip_low, 1.0 + config.clip_high, advantages > 0
+    loss = -advantages * torch.where(rises, ratio.clamp(max=high), ratio.clamp(low, config.delta))
+    return loss, torch.where(rises, ratio > high, (advantages < 0) & ((ratio < low) | (ratio > config.delta)))
+
+
+def sampler_weight(inputs: LossInputs, config: ClippedSettings) -> Tensor | float:
+    """w = min(o / q, truncate) [N] without gradient, of the policy that the batch began with; 1 where that is not told apart from p.
+
+    Decoupled PPO (https://arxiv.org/abs/2110.00641, https://arxiv.org/abs/2505.24298): what a clip bounds is p / o, and the sampler is
+    corrected for by itself, truncated (https://fengyao.notion.site/off-policy-rl). Without clip and truncation w p / o = r.
+    """
+    return 1.0 if inputs.old_logprobs is None else mismatch(inputs).exp().clamp(max=config.truncate)
 
 
 def clip(inputs: LossInputs, config: ClipConfig) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with two widths: GRPO (https://arxiv.org/abs/2402.03300), DAPO
-    (https://arxiv.org/abs/2503.14476)."""
-    return clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, config.clip_low, config.clip_high)
+    """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with two widths: GRPO (https://arxiv.org/abs/2402.03300), DAPO
+    (https://arxiv.org/abs/2503.14476); r = p / o where o is told apart, see `sampler_weight`."""
+    loss, clipped = clipped_surrogate(log_update(inputs).exp(), inputs.advantages, config)
+    return sampler_weight(inputs, config) * loss, clipped
 
 
 def cispo(inputs: LossInputs, config: CispoConfig) -> tuple[Tensor, Tensor]:
-    """-clip(r, 1 - clip_low, 1 + clip_high) A log p, the clipped ratio without gradient (https://arxiv.org/abs/2506.13585)."""
-    weight = log_ratio(inputs).detach().exp().clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    """-w clip(r, 1 - clip_low, 1 + clip_high) A log p, the clipped ratio without gradient (https://arxiv.org/abs/2506.13585); r as in
+    `clip`."""
+    weight = log_update(inputs).detach().exp().clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * sampler_weight(inputs, config)
     return -weight * inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(weight, dtype=torch.bool)
 
 
@@ -37,23 +58,32 @@ def gspo(inputs: LossInputs, config: GspoConfig) -> tuple[Tensor, Tensor]:
 
     This is GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3). Its value at a token is that of s, its gradient s A d log p.
     GSPO's own gradient of s A is s A (1/n) sum d log p, once a sequence. With equal A and weight at all n tokens the sums over the
-    sequence agree, sum_t w s A d log p_t = n w s A (1/n) sum_t d log p_t, and no gradient has to cross ranks.
+    sequence agree, sum_t w s A d log p_t = n w s A (1/n) sum_t d log p_t, and no gradient has to cross ranks. A token beyond the clamp of
+    its log r has none, as it has none in the product.
+
+    With o told apart, see `sampler_weight`, s is of p / o and weighed with the same mean of o / q, truncated.
     """
-    s = sequence_means(inputs, log_ratio(inputs).detach()).exp()[inputs.sequences]
-    ratio = s * (inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).exp()
-    return clipped_surrogate(ratio, inputs.advantages, config.clip_low, config.clip_high)
+    log_r = log_update(inputs)
+    s = sequence_means(inputs, log_r.detach()).exp()[inputs.sequences]
+    loss, clipped = clipped_surrogate(s * (log_r - log_r.detach()).exp(), inputs.advantages, config)
+    if inputs.old_logprobs is None:
+        return loss, clipped
+    return sequence_means(inputs, mismatch(inputs)).exp().clamp(max=config.truncate)[inputs.sequences] * loss, clipped
 
 
 def dppo(inputs: LossInputs, config: DppoConfig) -> tuple[Tensor, Tensor]:
-    """-r A unless p has moved too far from q in the direction of A, + kl_tau (log r)^2 on every token.
+    """-r A unless p has moved too far from q in the direction of A, or r beyond delta where A < 0; + kl_tau (log r)^2 on every token.
 
-    DPPO with binary total variation |p - q| (https://arxiv.org/abs/2602.04879); the squared log ratio as in Kimi k1.5
+    DPPO with binary total variation |p - q| (https://arxiv.org/abs/2602.04879), which compares with the sampler whatever the number of
+    optimizer steps; the dual clip delta is PPO's (https://arxiv.org/abs/1912.09729); the squared log ratio as in Kimi k1.5
     (https://arxiv.org/abs/2501.12599), per token.
     """
     moved = inputs.trainer_logprobs.detach().exp() - inputs.logprobs.exp()
     masked = torch.where(inputs.advantages > 0, moved > config.mask_high, (inputs.advantages < 0) & (moved < -config.mask_low))
     log_r = log_ratio(inputs)
-    return torch.where(masked, 0.0, -log_r.exp() * inputs.advantages) + config.kl_tau * log_r.square(), masked
+    ratio = torch.where(inputs.advantages < 0, log_r.exp().clamp(max=config.delta), log_r.exp())
+    loss = torch.where(masked, 0.0, -ratio * inputs.advantages) + config.kl_tau * log_r.square()
+    return loss, masked | ((inputs.advantages < 0) & (log_r.exp() > config.delta))
 
 
 def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> tuple[Tensor, Tensor]:

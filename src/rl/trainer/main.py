@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl.config.command_line import load_config, to_toml
+from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import newest_sound_checkpoint
@@ -29,7 +30,7 @@ SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.tr
 def main() -> None:
     """The console script."""
     leave(lambda: preload(load_config(sys.argv[1:], "trainer")[0]))
-    config, _ = load_config(sys.argv[1:], "trainer")
+    config, _ = load_config(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
     exit_on_sigterm()
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:

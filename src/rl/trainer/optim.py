@@ -11,7 +11,7 @@ from rl.config.trainer import OptimConfig
 
 
 def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 1).
+    """Learning rate of step `step` (the first is 1), whose optimizer steps all have it.
 
     Warm-up: lr * step / warmup_steps for step <= warmup_steps. Then with f = (step - warmup_steps) / (max_steps - warmup_steps), the
     fraction of the rest that is done: constant lr; linear lr * (1 - f); cosine lr * (1 + cos(pi f)) / 2. Decay is measured at the
@@ -60,3 +60,12 @@ def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -
     if norm > max_norm:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / norm)
+
+
+def apply_gradient(optimizer: torch.optim.Optimizer, norm: float, max_norm: float, lr: float) -> None:
+    """An optimizer step with a learning rate, on the gradient whose norm is `norm`, scaled down to `max_norm` if it is above; clears it."""
+    clip_gradients([parameter for group in optimizer.param_groups for parameter in group["params"]], norm, max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()

@@ -5,6 +5,7 @@ the samples one by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class MicroBatch:
     envs: Tensor  # [N] int64: place of the token's environment in TrainBatch.envs
     teacher_logprobs: Tensor | None  # [N] float32, nan where there is none; None: none has any
     fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
+    old_logprobs: Tensor | None = None  # [N] float32, of the policy that the batch began with, once a clipped loss needs them
+    reference_logprobs: Tensor | None = None  # [N] float32, of the reference model, once they were computed
 
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on the device. Out of pinned memory this returns at once: the copy is in the order of the device's work."""
@@ -56,18 +59,30 @@ class Packed:
     micro_batches: list[MicroBatch]
     shared_token_fraction: float
     """The part of all ranks' input tokens that is not computed, because another sample of the micro batch begins alike."""
+    starts: tuple[int, ...] = (0,)
+    """Where in the list each minibatch begins."""
+
+    @property
+    def minibatches(self) -> list[list[MicroBatch]]:
+        """The micro batches of each minibatch: as many on every rank."""
+        return [self.micro_batches[start:end] for start, end in pairwise([*self.starts, len(self.micro_batches)])]
 
 
-def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout) -> Packed:
+def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, minibatches: Sequence[Sequence[int]] | None = None) -> Packed:
     """Packs a batch for one rank; every rank computes the same plan from the same batch and takes its part.
 
-    `weights`: what each loss token of each sample counts, see loss.sample_weights.
+    `weights`: what each loss token of each sample counts, see loss.sample_weights. `minibatches`: places of the samples of each; default:
+    one of all.
     """
-    line = make_line(batch)
-    ranks = plan(line, layout)
-    computed = sum(piece_tokens(line, piece) for pieces in ranks for piece in pieces)
-    micro_batches = [to_micro_batch(line, piece, batch, weights) for piece in ranks[layout.rank]]
-    return Packed(batch, micro_batches, 1.0 - computed / max(1, int(line.lengths.sum())))
+    micro_batches, starts, computed, length = [], [], 0, 0
+    for places in minibatches or [None]:
+        line = make_line(batch, places)
+        ranks = plan(line, layout)
+        starts.append(len(micro_batches))
+        micro_batches += [to_micro_batch(line, piece, batch, weights) for piece in ranks[layout.rank]]
+        computed += sum(piece_tokens(line, piece) for pieces in ranks for piece in pieces)
+        length += int(line.lengths.sum())
+    return Packed(batch, micro_batches, 1.0 - computed / max(1, length), tuple(starts))
 
 
 def to_micro_batch(line: Line, piece: Piece, batch: TrainBatch, weights: Sequence[float]) -> MicroBatch:

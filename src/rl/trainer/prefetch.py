@@ -6,7 +6,7 @@ from dataclasses import replace
 from rl.config.run import RLConfig
 from rl.trainer.balance import Layout
 from rl.trainer.batch_sources import BatchSource
-from rl.trainer.loss import sample_weights
+from rl.trainer.minibatches import cut, minibatch_weights
 from rl.trainer.packing import Packed, pack
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
@@ -59,12 +59,13 @@ class Prefetch:
             return self.background.result(f"batch {step}, which rank 0 was to send; see its log", self.deadline_s, others)
 
 
-def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int) -> Packed:
-    """Packs a batch for this rank, each token with its weight in the batch's loss."""
+def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1) -> Packed:
+    """Packs a batch for this rank in so many minibatches, each token with its weight in the loss of its own."""
     settings = config.trainer
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
     max_tokens = settings.micro_batch_tokens * world.context_size  # of a row, which that many ranks share
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
-    packed = pack(batch, sample_weights(batch.samples, settings.loss, constant_length), layout)
+    parts = cut(batch, minibatches, config.seed)
+    packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)
     rows = [localise(row, world) for row in packed.micro_batches]
     return replace(packed, micro_batches=[row.pinned() for row in rows] if world.device.type == "cuda" else rows)

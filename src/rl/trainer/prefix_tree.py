@@ -14,6 +14,7 @@ Example: samples `a b c` and `a b d e`, everything after `a` trained::
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,10 +45,11 @@ class Line:
     shared: np.ndarray  # [n] int64: how many first tokens it shares with the one before it, 0 where a tree begins
 
 
-def make_line(batch: TrainBatch) -> Line:
-    """The samples of a batch in the order in which neighbours share the most."""
+def make_line(batch: TrainBatch, places: Iterable[int] | None = None) -> Line:
+    """The samples at these places of a batch, default all, in the order in which neighbours share the most."""
     groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
-    for place, sample in enumerate(batch.samples):
+    for place in range(len(batch.samples)) if places is None else places:
+        sample = batch.samples[place]
         trained = np.flatnonzero(np.array(sample.loss_mask, dtype=bool))
         if len(trained):
             inputs = np.array(sample.token_ids[: trained[-1]], dtype=np.uint32)

@@ -13,8 +13,10 @@ from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.files import move
 from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, Status
+from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.batch_sources import BatchSource, FromOrchestrator, quarantined_steps
 from rl.trainer.fake import FakeBatches, step_line
@@ -52,6 +54,11 @@ class Learner:
     status: Status | None = None
     """Counts the micro batches of a step, where somebody reads them."""
 
+    def advance(self) -> None:
+        """Counts a micro batch."""
+        if self.status:
+            self.status.advance()
+
 
 @dataclass
 class Trainer:
@@ -61,7 +68,7 @@ class Trainer:
     base: Path
     learner: Learner
     step: int
-    """Optimizer steps done: the policy version of the model's weights."""
+    """Batches trained: the policy version of the model's weights."""
     batches: Prefetch
     publisher: Publisher
     saver: Saver
@@ -88,7 +95,8 @@ class Trainer:
             self.batches.ask(self.step + 1)
             if self.learner.world.device.type == "cuda":
                 self.status.enter(Phase.TRYING_MEMORY)
-                try_largest(self.learner.model, self.learner.optimizer, self.batches.pack, self.config, self.learner.world)
+                whole = partial(self.batches.pack, minibatches=1)
+                try_largest(self.learner.model, self.learner.optimizer, whole, self.config, self.learner.world)
         if self.step:
             self.publish()  # a kill may have come before; what is there already is not written again
         elif before := self.validate():
@@ -142,7 +150,8 @@ class Trainer:
         """Writes the line of this step: its own metrics, seconds, and throughput."""
         metrics = metrics | timer.metrics() | self.publisher.metrics()
         if isinstance(ready, Packed):
-            metrics |= performance(ready, timer, self.work, self.config.model.dtype, self.learner.world)
+            dtype, learner = self.config.model.dtype, self.learner
+            metrics |= performance(ready, timer, self.work, dtype, learner.world, learner.settings.epochs)
         self.write(metrics)
 
     def write(self, metrics: dict[str, float]) -> None:
@@ -186,7 +195,8 @@ def start(
     client = OrchestratorClient(run_dir.status("orchestrator")) if asks else None
     parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
-    packing = partial(prepare, config=config, world=world, hidden_size=model.config.get_text_config().hidden_size)
+    hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches
+    packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s, quarantined_steps(log, world))
     publisher, saver = Publisher(run_dir, settings.weights, client, waits[1]), Saver(run_dir, settings, world, step)
     if replay:
@@ -206,6 +216,8 @@ def newest_checkpoint(config: RLConfig, log: RunDir, world: World, found: checkp
         at = f"{replay.start:06d}"
         return (log.checkpoints / at, checkpoint.read_manifest(log.checkpoints / at)) if replay.start else None
     sound = checkpoint.newest_sound(log.checkpoints, world, found)
+    if sound is None and (origin := read_origin(log)):
+        raise RunError(f"{log.checkpoints} is empty, and the run begins at step {origin.step}, as a {origin}: branch it again")
     if world.is_main and found and sound:
         for step in found[1]:
             away = log.discarded / time.strftime("%Y%m%d-%H%M%S") / "checkpoints" / f"{step:06d}"

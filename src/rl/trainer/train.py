@@ -1,6 +1,7 @@
 """The training loop: `train` goes through the steps of a run, `train_step` is the algorithm."""
 
 import math
+from statistics import fmean
 
 from torch import Tensor
 
@@ -11,8 +12,9 @@ from rl.trainer.losses import loss_function
 from rl.trainer.measure.memory import explain_out_of_memory
 from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
+from rl.trainer.minibatches import compares_with_old, keep_old_logprobs
 from rl.trainer.model import Scores, score
-from rl.trainer.optim import clip_gradients, gradient_norm, lr_at
+from rl.trainer.optim import apply_gradient, gradient_norm, lr_at
 from rl.trainer.packing import MicroBatch, Packed
 from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
@@ -52,7 +54,7 @@ def train(trainer: Trainer) -> None:
 
 
 def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, float]:
-    """One optimizer step of a run, with its learning rate; explains out of memory. Returns the metrics."""
+    """One step of a run, with its learning rate; explains out of memory. Returns the metrics."""
     config, step = trainer.config, packed.batch.step
     trainer.status.enter(Phase.TRAINING, step)
     lr = lr_at(step, config.trainer.optim, config.max_steps)
@@ -62,43 +64,58 @@ def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, flo
 
 
 def train_step(learner: Learner, packed: Packed, lr: float, timer: Timer) -> dict[str, float]:
-    """One optimizer step on this rank's micro batches of a batch. Returns the metrics.
+    """One step on this rank's micro batches: an optimizer step on each minibatch, as often as there are epochs. Returns the metrics.
 
-    Raises RunError, for numbers that are not finite or (strict) for a disagreement with inference, before anything is changed.
+    Raises RunError, for numbers that are not finite or (strict) for a disagreement with inference. Nothing of the step remains then: what
+    is on disk lies between steps.
     """
-    model, optimizer, settings, world = learner.model, learner.optimizer, learner.settings, learner.world
-    statistics = Statistics(packed.batch, world.device)
-    for micro_batch in packed.micro_batches:
+    world, statistics, norms = learner.world, Statistics(packed.batch, learner.world.device), []
+    if compares_with_old(learner.settings):
+        keep_old_logprobs(learner.model, packed.micro_batches[len(packed.minibatches[0]) :], world, learner.advance)
+        timer.lap("old_logprobs")
+    for minibatch in packed.minibatches * learner.settings.epochs:
+        accumulate(learner, packed, minibatch, statistics, first=not norms)
+        if learner.parity and not norms:
+            agreement = learner.parity.judge(statistics.agreement.total(world))
+        timer.lap("forward_backward")
+        norms.append(optimizer_step(learner, packed.batch.step, statistics.total_loss(world), lr))
+        timer.lap("optimizer")
+    metrics = statistics.metrics(world) | (agreement if learner.parity else {})
+    metrics["loss/mean"] /= len(norms)
+    timer.lap("forward_backward")
+    return metrics | {"optim/grad_norm": fmean(norms), "optim/lr": lr, "optim/steps": len(norms)}
+
+
+def accumulate(learner: Learner, packed: Packed, minibatch: list[MicroBatch], statistics: Statistics, first: bool) -> None:
+    """Adds the gradient of a minibatch's loss to the model's. `first`: the policy is still the one that the batch began with."""
+    model, settings, world = learner.model, learner.settings, learner.world
+    for micro_batch in minibatch:
         batch = micro_batch.to(world.device)
-        reference = reference_logprobs(learner.reference, batch, world) if learner.reference else None
+        if learner.reference and batch.reference_logprobs is None:
+            micro_batch.reference_logprobs = batch.reference_logprobs = reference_logprobs(learner.reference, batch, world)
         scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
-        inputs = loss_inputs(batch, len(packed.batch.samples), scores, world, reference)
+        if first and compares_with_old(settings):
+            micro_batch.old_logprobs = batch.old_logprobs = scores.logprobs.detach()
+        inputs = loss_inputs(batch, len(packed.batch.samples), scores, world)
         terms = compute_loss(inputs, settings.loss, loss_function(settings.loss))
         loss = (terms.loss * batch.weights).sum()
-        reduce_replicas(model, micro_batch is packed.micro_batches[-1], world)
+        reduce_replicas(model, micro_batch is minibatch[-1], world)
         loss.backward()
-        statistics.add(batch, loss.detach(), scores, terms)
-        if learner.status:
-            learner.status.advance()
-    metrics = statistics.metrics(world)
-    if learner.parity:
-        metrics |= learner.parity.judge(statistics.agreement.total(world))
-    timer.lap("forward_backward")
-    parameters = list(model.parameters())
-    norm = gradient_norm(parameters)
-    if not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"])):
-        found = f"step {packed.batch.step}: loss {metrics['loss/mean']}, gradient norm {norm}"
+        statistics.add(batch, loss.detach(), scores, terms, first)
+        learner.advance()
+
+
+def optimizer_step(learner: Learner, step: int, loss: float, lr: float) -> float:
+    """Applies the gradient. Returns its norm. Raises RunError, before anything is changed, if that or the loss is not finite."""
+    norm = gradient_norm(learner.model.parameters())
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        found = f"step {step}: loss {loss}, gradient norm {norm}"
         raise RunError(f"{found}; nothing of the step was applied. Its file in rollouts/ shows what the batch was made of", RESTART)
-    clip_gradients(parameters, norm, settings.optim.max_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    timer.lap("optimizer")
-    return metrics | {"optim/grad_norm": norm, "optim/lr": lr}
+    apply_gradient(learner.optimizer, norm, learner.settings.optim.max_grad_norm, lr)
+    return norm
 
 
-def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: World, reference: Tensor | None = None) -> LossInputs:
+def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: World) -> LossInputs:
     """The inputs of the loss functions, for one of the micro batches of `num_samples` samples."""
 
     def sequence_sum(values: Tensor) -> Tensor:
@@ -107,11 +124,12 @@ def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: Worl
     return LossInputs(
         trainer_logprobs=scores.logprobs,
         logprobs=batch.logprobs,
+        old_logprobs=batch.old_logprobs,
         advantages=batch.advantages,
         entropies=scores.entropies,
         weights=batch.weights,
         sequences=batch.sequences,
         sequence_sum=sequence_sum,
-        reference_logprobs=reference,
+        reference_logprobs=batch.reference_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
     )

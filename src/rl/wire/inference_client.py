@@ -1,6 +1,7 @@
 """Inference servers over HTTP: generate, load a version, ask for the version held. Repeats the request, never the rollout."""
 
 import asyncio
+import math
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,9 +54,13 @@ class Generation(msgspec.Struct):
     """The server's answer to `/generate`."""
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
+    """Nan where one is not finite, which in JSON is null."""
     policy_versions: list[VersionSpan]
     finish_reason: str
+
+    def __post_init__(self) -> None:
+        self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
 
 
 class Fault(msgspec.Struct):

@@ -58,7 +58,7 @@ class TrainingSample(msgspec.Struct, kw_only=True):
 
 
 class TrainBatch(msgspec.Struct, kw_only=True):
-    """What optimizer step `step` trains on; it turns policy version step-1 into version step."""
+    """What step `step` trains on; that turns policy version step-1 into version step."""
 
     step: int
     samples: list[TrainingSample]

@@ -8,9 +8,10 @@ from rl.wire.messages import VersionSpan
 
 Split = Literal["train", "eval"]
 
-Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher"]
+Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher", "logprobs"]
 """Why a rollout failed: the environment's code raised; a reward function raised or gave no finite number (a judge that is down, too);
-the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it."""
+the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it;
+the sampler gave a log-probability that is not finite."""
 
 
 class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -1,9 +1,5 @@
 """Trainer against vLLM: every supported family of models on the same tokens, and the check that each run makes."""
 
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,21 +17,20 @@ from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
 from tests.tiny_model import FAMILIES, make_tiny_model
 from tests.trainer.samples import make_sample
+from tests.zygote import inference_zygote
 
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
-    """(dtype, family) -> folder with a model and what vLLM sampled from it; one process of vLLM for each dtype, both at once."""
+    """(dtype, family) -> folder with a model and what vLLM sampled from it, all in one process."""
     root = tmp_path_factory.mktemp("families")
     folders = {(dtype, name): make_tiny_model(root / dtype / name, family=name) for dtype in LIMITS for name in FAMILIES}
 
-    def sample(dtype: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "tests.sample_families", dtype, *(str(folders[dtype, name]) for name in FAMILIES)]
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, timeout=280)
-
-    with ThreadPoolExecutor() as pool:
-        for done in pool.map(sample, LIMITS):
-            assert done.returncode == 0, done.stderr[-3000:]
+    process = inference_zygote().fork("tests.sample_families", *map(str, folders.values()), log=root / "log")
+    try:
+        assert process.wait(280) == 0, process.log.read_text()[-3000:]
+    finally:
+        process.kill()
     return folders
 
 

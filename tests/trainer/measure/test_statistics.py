@@ -31,8 +31,10 @@ def test_two_environments_in_two_micro_batches(world):
     expected = {
         "loss/mean": 1.5,
         "mismatch_kl/max": kl[4],
-        "mismatch_kl/mean": sum(kl) / 6,
-        "mismatch_kl/add/mean": (kl[0] + kl[4]) / 2,
+        "mismatch_kl/mean": (kl[1] + kl[2] + kl[4]) / 3,
+        "mismatch_kl/add/mean": kl[4],
+        "lag_kl/mean": (kl[0] + kl[3] + kl[5]) / 3,
+        "lag_kl/sort/mean": (kl[3] + kl[5]) / 2,
         "entropy/mean": 2.5,
         "entropy/sort/mean": 11 / 4,
         "masked_fraction": 2 / 6,

@@ -29,7 +29,7 @@ from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled
 from rl.trainer.sft.tokens import Examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
 from tests.tiny_model import make_tiny_model
-from tests.trainer.test_main import TWO_RANKS, run_trainer
+from tests.trainer.test_main import run_trainer
 
 STEPS = 6
 
@@ -228,7 +228,7 @@ def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
 
 def test_two_ranks_equal_one(straight, tmp_path):
     config = make_config(tmp_path, straight.model.name)
-    run_trainer(config, TWO_RANKS)
+    run_trainer(config, ranks=2)
     ours, theirs = (read_metrics(c.run_dir.metrics) for c in (config, straight))
     for key, line in theirs.items():
         for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "validation/loss"):

@@ -283,6 +283,7 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path):
         rollout(2, 1.0, "g", why="not_trainable"),
     ]
     write_rows(run / "rollouts" / "000002.jsonl", *bad, rollout(2, 0.5, "h"), rollout(3, 0.1, "i", trained=False))
+    write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))  # no batch has settled it: it comes in a numbered file
 
     def answers(**settings):
         samples, manifest = prepared(tmp_path / str(len(list(tmp_path.iterdir()))), folders / "chatml", dataset=str(run), **settings)

@@ -15,11 +15,14 @@ from rl.config.check import bound_wider, exposure
 from rl.config.command_line import to_toml
 from rl.config.installed import missing_environments
 from rl.config.run import RLConfig
-from rl.diagnosis.disk import REMEDY, needs, tensor_shapes
+from rl.diagnosis.disk import REMEDY as DISK_REMEDY
+from rl.diagnosis.disk import needs, tensor_shapes
 from rl.launch import devices
 from rl.launch.children import Children
+from rl.launch.prepare import REMEDY
 from rl.orchestrator.setups import task_faults
 from rl.run_dir.files import write_file
+from rl.run_dir.paths import is_run
 from rl.run_dir.token import run_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, visible_gpus
@@ -57,9 +60,11 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
 def run_directory(config: RLConfig) -> Check:
     """Whether a run of that name exists."""
     root = config.run_dir.root
-    if config.run_dir.config.exists():
-        return Check("warn", "run", f"{root} exists: continue that run with --resume, delete it with --clean, or choose another --name")
-    return Check("ok", "run", f"{root} is free")
+    if not config.run_dir.config.exists():
+        return Check("ok", "run", f"{root} is free")
+    if is_run(root) and not config.run_dir.anything_made():
+        return Check("ok", "run", f"{root} is used again: the run in it has made nothing yet")
+    return Check("warn", "run", f"{root} exists: {REMEDY}")
 
 
 def division(config: RLConfig) -> Check:
@@ -147,7 +152,7 @@ def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
         remedy = ": a smaller model, trainer.lora, or a larger machine"
         yield Check("warn", "memory", text + remedy) if need > free else Check("ok", "memory", text)
     for need in needs(config, model):
-        yield Check("ok", "disk", str(need)) if need.fits else Check("warn", "disk", f"{need}: {REMEDY}")
+        yield Check("ok", "disk", str(need)) if need.fits else Check("warn", "disk", f"{need}: {DISK_REMEDY}")
 
 
 def engine_arguments(config: RLConfig, work: Path, children: Children) -> Check:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import datasets
 import verifiers as vf
 
+from rl.config.outside import rows_fault
 from rl.models.hub import hub_or_cache
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
 from rl.wire.worker_messages import EnvSpec
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 ROLES = ("system", "user", "assistant", "tool")
 PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
 """Parameters of a reward function that verifiers fills, beside those named like columns."""
@@ -47,8 +46,8 @@ def read(source: str) -> datasets.Dataset:
     path = Path(source)
     if path.is_file():
         return read_jsonl(path)
-    if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
-        raise RunError(f"dataset {source} is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset")
+    if fault := rows_fault(source):
+        raise RunError(f"dataset {source} {fault}")
     name, _, split = source.partition(":")
     with hub_or_cache(name) as unreachable:
         remedy = f"{unreachable}: check the network, or give a JSONL file" if unreachable else "check name and split (owner/name:split)"

@@ -106,11 +106,11 @@ def peak_flops(device_name: str) -> float | None:
     return next((flops for pattern, flops in PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
 
 
-def performance(packed: Packed, timer: Timer, work: Work, dtype: str, world: World) -> dict[str, float]:
+def performance(packed: Packed, timer: Timer, work: Work, dtype: str, world: World, epochs: int = 1) -> dict[str, float]:
     """Throughput, memory and utilisation of a step. Every rank calls this.
 
-    Throughput counts the samples' real tokens over the wall time of the whole step, waiting and writing included.
-    Memory is that of the rank with the most; model FLOP/s utilisation is the mean over the ranks, on known GPUs only.
+    Throughput counts the samples' real tokens over the wall time of the whole step, waiting and writing included, each once in however
+    many epochs. Memory is that of the rank with the most; model FLOP/s utilisation is the mean over the ranks, on known GPUs only.
     """
     done = world.reduce(torch.tensor(float(sum(map(work.of, packed.micro_batches))), dtype=torch.float64), dist.ReduceOp.SUM)
     memory = world.reduce(torch.tensor(peak_memory_gib(world.device)), dist.ReduceOp.MAX)
@@ -121,7 +121,7 @@ def performance(packed: Packed, timer: Timer, work: Work, dtype: str, world: Wor
     }
     on_gpu = world.device.type == "cuda" and dtype == "bfloat16"
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
-    return metrics | ({"perf/mfu": float(done) / timer.step_s / (peak * world.size)} if peak else {})
+    return metrics | ({"perf/mfu": epochs * float(done) / timer.step_s / (peak * world.size)} if peak else {})
 
 
 def peak_memory_gib(device: torch.device) -> float:

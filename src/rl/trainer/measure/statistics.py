@@ -20,7 +20,7 @@ SCALE = math.asinh(MAX_LOG_RATIO / FINEST)
 BINS = 1025
 """Odd: log r = 0 is the middle of a bin."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-MEANS = ("entropy/{}mean", "mismatch_kl/{}mean", "ratio/{}mean", "reference_kl/{}mean", "teacher_kl/{}mean")
+MEANS = tuple(f"{name}/{{}}mean" for name in ("entropy", "mismatch_kl", "lag_kl", "ratio", "reference_kl", "teacher_kl", "update_kl"))
 """Metrics that are means over the tokens which have the value; `{}` is an environment with a slash, or nothing."""
 
 
@@ -42,21 +42,32 @@ class Statistics:
         """Over the tokens that were sampled by exactly the version that is trained."""
 
     @torch.no_grad()
-    def add(self, batch: MicroBatch, loss: Tensor, scores: Scores, terms: LossTerms) -> None:
-        """Adds a micro batch: its loss, and the values of its N tokens, each in the row of its environment."""
+    def add(self, batch: MicroBatch, loss: Tensor, scores: Scores, terms: LossTerms, first: bool = True) -> None:
+        """Adds a micro batch: its loss, and the values of its N tokens, each in the row of its environment.
+
+        `first`: the policy is still the one that the batch began with. That one is compared with the sampler, so later optimizer steps add
+        to the comparison only where its log-probabilities were kept.
+        """
         self.loss += loss
         if not len(terms.ratio):
             return
         nothing = torch.full_like(terms.ratio, math.nan)
-        optional = [nothing if values is None else values for values in (terms.reference_kl, terms.teacher_kl)]
-        values = torch.stack([scores.entropies, terms.kl, terms.ratio, *optional, terms.masked.float()], dim=1).double()
+        kl = terms.kl if first or terms.update_kl is not None else nothing
+        kls = [torch.where(batch.fresh, kl, nothing), torch.where(batch.fresh, nothing, kl)]
+        optional = [nothing if values is None else values for values in (terms.reference_kl, terms.teacher_kl, terms.update_kl)]
+        values = torch.stack([scores.entropies, *kls, terms.ratio, *optional, terms.masked.float()], dim=1).double()
         has_value = ~values.isnan()
         self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
         self.counts.index_add_(0, batch.envs, has_value.double())
         bins = batch.envs * BINS + to_bin(terms.ratio.log())
         self.log_ratios += torch.bincount(bins, minlength=self.log_ratios.numel()).view_as(self.log_ratios)
-        self.kl_max = torch.maximum(self.kl_max, terms.kl.max())
-        self.agreement.add(terms.ratio.log()[batch.fresh])
+        self.kl_max = torch.maximum(self.kl_max, kls[0].nan_to_num(0.0).max())
+        if first:
+            self.agreement.add(terms.ratio.log()[batch.fresh])
+
+    def total_loss(self, world: World) -> float:
+        """The loss until now, on all ranks. Every rank calls this."""
+        return float(world.reduce(self.loss.clone(), dist.ReduceOp.SUM))
 
     def metrics(self, world: World) -> dict[str, float]:
         """The metrics over the tokens of all ranks. Every rank calls this."""
@@ -66,8 +77,9 @@ class Statistics:
         sums, counts, log_ratios = (
             part.view_as(like) for part, like in zip(flat[1:].split([part.numel() for part in parts]), parts, strict=True)
         )
-        metrics = {"loss/mean": float(flat[0]), "mismatch_kl/max": kl_max}
-        metrics |= metrics_of("", sums.sum(0), counts.sum(0), log_ratios.sum(0))
+        metrics = {"loss/mean": float(flat[0])} | metrics_of("", sums.sum(0), counts.sum(0), log_ratios.sum(0))
+        if "mismatch_kl/mean" in metrics:
+            metrics["mismatch_kl/max"] = kl_max
         for i, env in enumerate(self.envs):
             metrics |= metrics_of(env, sums[i], counts[i], log_ratios[i])
         return metrics

@@ -13,6 +13,7 @@ from rl.config.sft import SftConfig
 from rl.models.chat import Message, Tool
 from rl.models.hub import hub_or_cache
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.wire.batch_file import check_rollouts
 
@@ -98,7 +99,7 @@ def files_of(source: Source) -> list[Path] | None:
     else:
         remedy = "give a JSONL file, a pattern, a run directory, or owner/name of a Hugging Face data set"
         raise RunError(f"{source.key} = {source.dataset!r}: there is no {path.absolute()}; {remedy}")
-    files = sorted(map(Path, glob.glob(pattern)))
+    files = sorted(path for path in map(Path, glob.glob(pattern)) if path.name != PENDING_ROLLOUTS)
     if not files:
         raise RunError(f"{source.key} = {source.dataset!r}: no file matches {pattern}")
     return files

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
 from rl.trainer.parallel.world import World
@@ -58,7 +59,8 @@ class Saver:
         checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group)
         self.step = step
         if self.world.is_main:
-            delete_old(numbered(self.run_dir.checkpoints), self.config.keep_last, self.config.keep_every)
+            needed = {first_step(self.run_dir)}  # of a branch: a replay begins there
+            delete_old(numbered(self.run_dir.checkpoints), self.config.keep_last, self.config.keep_every, needed)
 
     def finish(self) -> None:
         """Waits until the checkpoint in progress is complete, and raises the thread's error.

@@ -1,0 +1,134 @@
+"""Writes the pages of docs/ that follow from the code: settings.md, metrics.md, migrating.md. `uv run scripts/reference.py`
+
+With --check it writes nothing, and ends with 1 if a page is not what it would write.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rl.config.fields import default_text, models_in, tags, type_name
+from rl.config.foreign import FOREIGN
+from rl.config.help import description, in_order, variants
+from rl.config.run import RLConfig
+from rl.run_dir.metric_names import SECTIONS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MADE = "<!-- made by `uv run scripts/reference.py`; do not edit -->\n"
+
+SETTINGS = """# Settings
+
+Every key, with its type and default. A key is a flag (`--trainer.optim.lr 3e-6`), a line of a TOML file, or an environment variable
+(`RL__TRAINER__OPTIM__LR=3e-6`); a key without a default need not be set, unless it says "required". `rl --help SECTION` prints the same,
+`rl --schema` as JSON. Run-wide keys may also stand in a section (`--trainer.max_steps`). `inf` switches a bound off.
+
+Also understood: `--steps` (max_steps), `--learning_rate` (trainer.optim.lr), `--trainer-gpus`, `--inference-gpus`, `--trainer-cpus`,
+`--inference-cpus`, `--strict-parity`; a text for `--model` (its name), `--orchestrator.environment` and `--orchestrator.eval` (the id),
+`--trainer.loss` and `--orchestrator.credit` (the type); lists and pairs with commas (`--trainer.optim.betas 0.9,0.99`).
+"""
+
+METRICS = """# Metrics
+
+Every number of a run, under the names of `metrics.jsonl`, which W&B and the console have, too. A line of the file is
+`{"step": N, "time": ..., "source": "trainer", NAME: value, ...}`; sources are `trainer`, `orchestrator` and `eval`. Of two lines with the
+same step and source the later one counts, so a resume never doubles a curve. `<env>` is an environment's name.
+"""
+
+MIGRATING = """# Coming from prime-rl, verl, TRL or OpenRLHF
+
+What settings are called there and here. `rl` knows these names, too: whoever types one is told the key. A name is known by its last parts,
+in any section: `actor_rollout_ref.rollout.n` as `rollout.n`.
+"""
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def row(key: str, info: FieldInfo, kinds: list[str]) -> str:
+    """A line of a table of keys."""
+    default = "required" if info.is_required() else f"`{text}`" if (text := default_text(info.default)) else ""
+    of_kinds = f" ({', '.join(kinds)})" if kinds else ""
+    return f"| `{key}` | `{cell(type_name(info.annotation))}` | {cell(default)}{of_kinds} | {cell(description(info))} |"
+
+
+def table(rows: list[str]) -> str:
+    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def rows_of(model: type[BaseModel], section: str, without: tuple[str, ...] = ()) -> list[str]:
+    """The lines of a class's keys, without its sections."""
+    rows = []
+    for name, info in model.model_fields.items():
+        if not models_in(info.annotation) and name not in without:
+            key = f"{section}.{name}".lstrip(".")
+            rows += [row(key, own, kinds) for kinds, own in variants(key)] or [row(key, info, [])]
+    return rows
+
+
+def section_parts(section: str, info: FieldInfo) -> Iterator[str]:
+    """The text of a section, and of all that lie in it."""
+    models = models_in(info.annotation)
+    yield f"## {section}\n\n{description(info)}\n"
+    if len(models) == 1:
+        yield table(rows_of(models[0], section))
+        for name, inner in in_order(models[0]):
+            if models_in(inner.annotation):
+                yield from section_parts(f"{section}.{name}", inner)
+        return
+    shared = models[0].__base__
+    assert shared and issubclass(shared, BaseModel)
+    yield table(rows_of(shared, section))
+    for model in models:
+        yield f'`{section}.type = "{tags(model)[0]}"`: {" ".join((model.__doc__ or "").split())}\n'
+        own = ("type", *shared.model_fields)
+        yield table([row(f"{section}.{name}", field, []) for name, field in model.model_fields.items() if name not in own])
+
+
+def settings_page() -> str:
+    parts = [MADE + SETTINGS, "## Run-wide\n", table(rows_of(RLConfig, ""))]
+    for name, info in RLConfig.model_fields.items():
+        if models_in(info.annotation):
+            parts += section_parts(name, info)
+    return "\n".join(filter(None, parts))
+
+
+def metrics_page() -> str:
+    parts = [MADE + METRICS]
+    for title, metrics in SECTIONS.items():
+        parts.append(f"## {title}\n")
+        parts.append("\n".join(["| metric | |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in metrics.items())]) + "\n")
+    return "\n".join(parts)
+
+
+def migrating_page() -> str:
+    lines = ["| there | here | |", "|---|---|---|"]
+    for foreign in FOREIGN:
+        names = ", ".join(f"`{name}`" for name in foreign.names.split())
+        here = " and ".join(f"`{key}`" for key in foreign.here.split(" and ")) if foreign.here else "-"
+        lines.append(f"| {names} | {here} | {cell(foreign.note)} |")
+    return MADE + MIGRATING + "\n" + "\n".join(lines) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """The pages by their files."""
+    return {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page(), DOCS / "migrating.md": migrating_page()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if something would be written")
+    check = parser.parse_args().check
+    changed = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    for path in [] if check else changed:
+        path.write_text(pages()[path])
+    print("\n".join(f"{path.name}: {'not current' if check else 'written'}" for path in changed) or "all pages are current")
+    return int(check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

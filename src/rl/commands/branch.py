@@ -1,0 +1,187 @@
+"""`rl branch RUN[@STEP] --name NEW`: a new run that goes on from a checkpoint of another with other settings."""
+
+import fnmatch
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.commands.options import take
+from rl.commands.policy_spec import find_run, run_dir_of, stored_config, version_number
+from rl.config.command_line import CommandLine, fail, load_config, to_toml
+from rl.config.run import RLConfig
+from rl.launch import devices
+from rl.launch.children import Children
+from rl.launch.prepare import REMEDY, changed_keys, delete_run, foreign_files, moved, ranges
+from rl.launch.run import launch
+from rl.orchestrator.batches import decode_state
+from rl.orchestrator.ending import RewardHistory
+from rl.orchestrator.tasks import TaskState
+from rl.run_dir.checksums import verify_checkpoint
+from rl.run_dir.files import link_tree, write_directory, write_file
+from rl.run_dir.origin import Change, Origin, first_step
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import hold_role
+from rl.system.errors import RunError
+from rl.system.machine import machine
+from rl.wire.batch_file import decode_batch, sound_batch, write_batch
+
+HELP = """usage: rl branch RUN[@STEP] --name NEW [@ FILE] [--KEY VALUE] ...
+
+Starts a new run from a checkpoint of another one, with its optimizer state and with other settings: outputs/x@40 is its checkpoint of step
+40, outputs/x its newest, outputs/x@best the best in its evaluations. Steps are counted on, so the first one of the branch is 41. What it
+does not set itself is as in RUN, which stays as it is: files are linked, not moved, and copied only to another file system. The directory
+keeps a note of its origin; `rl doctor` shows it, and `rl replay` begins there. It is resumed like any run: rl @ outputs/NEW/config.toml
+--resume. With unchanged settings a branch trains the same bits as RUN would have on the same batches.
+
+Not to be changed are the model (model.name, model.dtype, trainer.lora), whose weights the checkpoint holds, and whether it is `rl sft`.
+If what is played changes, tasks start anew; else they go on where they were.
+
+  --name NEW                  the new run's name; --output_dir DIR: where, by default beside RUN
+  --max_steps N               the last step, those of RUN included
+  --KEY VALUE, @ FILE         any other setting; rl --help SECTION shows them
+  --dry-run                   print the resolved configuration, and exit
+  --clean                     delete a run NEW that is there
+"""
+FIXED = {
+    "model.name": "the checkpoint holds the weights of that model; start a run with the other one",
+    "model.dtype": "version {step} was published in it, and would be another policy",
+    "trainer.lora*": "the checkpoint holds what was trained, the whole model or adapters of one shape; start a run from the exported model",
+}
+"""Settings that make a checkpoint what it is, and why a branch cannot have another value."""
+TASKS = ("id", "dataset", "args.*", "set_kwargs.*", "head_server", "reward", "name", "weight", "max_samples", "difficulty*")
+"""Settings of an environment that decide which tasks it has, or how often each is played."""
+DATA = ("sft.*", "model.*", "renderer.*")
+"""Settings that the examples of supervised fine-tuning are made with."""
+
+
+def main(args: list[str], children: Children) -> int:
+    _, rest = take("rl branch", args, (), HELP)
+    if not rest or rest[0].startswith(("-", "@")):
+        fail("rl branch", "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW")
+    try:
+        return run(rest[0], rest[1:], children)
+    except RunError as error:
+        print(f"rl branch: {error}", file=sys.stderr)
+        return 1
+
+
+def run(spec: str, flags: list[str], children: Children) -> int:
+    """Makes the branch and trains it. Everything is checked before anything is written."""
+    root, version = find_run(spec)
+    root = root.resolve()
+    parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()
+    wet = [flag for flag in flags if flag != "--dry-run"]  # which ends with the configuration alone
+    config, line = load_config(wet, "rl branch", variables=os.environ, usage=HELP, base=parent_config)
+    config = config.with_absolute_paths()
+    if line.resume is not None:
+        fail("rl branch", "--resume goes on with a run as it is: rl @ RUN/config.toml --resume; a branch is a new one")
+    if config.run_dir.root == root:
+        fail("rl branch", f"{root.name} is the run itself; name the new one: --name NEW")
+    parent = run_dir_of(root, stored)
+    step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
+    changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")]
+    check_changes(stored, config, changed, step)
+    if "--dry-run" in flags:
+        print(to_toml(config), end="")
+        return 0
+    changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
+    config = devices.write_into(config, devices.split(config, machine()))
+    make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
+    print("\n".join([f"{config.run_dir.root}: branch of {root} at step {step}", *(f"  {change}" for change in changes)]), flush=True)
+    again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
+    return launch(config, CommandLine(resume=-1), children, again)
+
+
+def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
+    """The step of the checkpoint that the text after the @ means. Raises RunError for one that the run has not."""
+    there = numbered(parent.checkpoints)
+    step = version_number(parent.root, version, there, tuple(evals))
+    if step == 0:
+        what = f"{parent.root}@0: is the base model" if version else f"{parent.root}: has no checkpoint yet"
+        raise RunError(f"{what}; a run that begins there is no branch: rl @ {parent.config} --name NEW")
+    if step not in there:
+        raise RunError(
+            f"{parent.root}@{version}: there is no checkpoint of step {step}, only of {ranges(there)}. Which ones a run keeps is set by "
+            "trainer.checkpoint: interval, keep_last, keep_every"
+        )
+    return step
+
+
+def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int) -> None:
+    """Raises RunError with every setting that cannot be another one from this step on."""
+    refused = []
+    for key, old, new in changed:
+        why = next((text for pattern, text in FIXED.items() if fnmatch.fnmatchcase(key, pattern)), "")
+        if why and not moved(old, new):
+            refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
+    if bool(stored.sft) != bool(config.sft):
+        kinds = ("supervised fine-tuning", "reinforcement learning")
+        before, after = kinds if stored.sft else reversed(kinds)
+        refused.append(f"  {before} -> {after}\n    give the version to train on as model.name: its optimizer state is of the other loss")
+    elif config.max_steps <= step and not (config.sft and config.sft.epochs):
+        refused.append(f"  max_steps = {config.max_steps}\n    is reached at step {step}; raise it")
+    if refused:
+        raise RunError("\n".join([f"what a branch at step {step} cannot have:", *refused]))
+
+
+def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> None:
+    """Makes the directory of the branch, complete by rename. Raises RunError."""
+    run_dir, step = config.run_dir, origin.step
+    verify_checkpoint(parent.checkpoint(step))
+    batch = None if config.sft else sound_batch(parent.batch(step))
+    take_place(run_dir, clean=clean)
+
+    def fill(folder: Path) -> None:
+        new = RunDir(folder, folder / "weights")
+        link_tree(parent.checkpoint(step), new.checkpoint(step))
+        if batch is not None:
+            new.batches.mkdir()
+            if any(fnmatch.fnmatchcase(change.key, f"orchestrator.environment.*.{key}") for change in origin.changes for key in TASKS):
+                write_with_new_tasks(new, step, batch)
+            else:
+                link_tree(parent.batch(step), new.batch(step))
+        if parent.digests(step).exists():
+            new.digests_dir.mkdir()
+            link_tree(parent.digests(step), new.digests(step))
+        if parent.weights(step).is_dir() and not config.trainer.weights.dir:
+            link_tree(parent.weights(step), new.weights(step))
+        if parent.data.is_dir() and not any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA):
+            link_tree(parent.data, new.data)
+        write_file(new.origin, msgspec.json.encode(origin) + b"\n")
+        write_file(new.config, to_toml(config).encode())
+
+    try:
+        if config.trainer.weights.dir and parent.weights(step).is_dir():
+            write_directory(run_dir.weights(step), lambda folder: link_tree(parent.weights(step), folder))
+        write_directory(run_dir.root, fill)
+    except FileNotFoundError as error:
+        raise RunError(f"{error.filename}: went away while it was linked, for the run goes on and keeps its newest; try again") from None
+
+
+def take_place(run_dir: RunDir, *, clean: bool) -> None:
+    """Makes room for a new run. A branch that has trained nothing is replaced, as after a failed start. Raises RunError."""
+    if not run_dir.config.exists() and (foreign := foreign_files(run_dir.root)):
+        raise RunError(f"{run_dir.root} is there already, with {', '.join(foreign[:3])}; choose another --name")
+    if run_dir.config.exists():
+        lock = hold_role(run_dir.lock("rl"))
+        try:
+            if not clean and run_dir.anything_made(after=first_step(run_dir)):
+                raise RunError(f"{run_dir.root} exists: {REMEDY}")
+            delete_run(run_dir)
+        finally:
+            os.close(lock)
+    if versions := numbered(run_dir.weights_dir):
+        raise RunError(f"{run_dir.weights_dir} holds versions {ranges(versions)} of another run; choose another --name")
+
+
+def write_with_new_tasks(run_dir: RunDir, step: int, data: bytes) -> None:
+    """Writes the batch with the state of an orchestrator that has issued no task of these environments yet. Groups are counted on."""
+    content = decode_batch(data, str(run_dir.batch(step)))
+    state = decode_state(content.state)
+    tasks = TaskState(next_group=state.tasks.next_group, issued={}, in_flight=[])
+    write_batch(run_dir.batch(step), content.batch, msgspec.structs.replace(state, tasks=tasks, history=RewardHistory(), pending=[]))

@@ -1,0 +1,40 @@
+"""Faults of what a configuration names outside of itself: data sets and reward functions of environments. Nothing is imported.
+
+They are looked for where a configuration is made, not where that of a run is read: a run can be replayed and exported without them.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl.config.check import Fault
+from rl.config.run import RLConfig
+from rl.system.functions import find_fault
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
+
+
+def outside_faults(config: RLConfig) -> Iterator[Fault]:
+    """Every data set and reward function that is not there; one that several environments or evaluations name, once."""
+    seen = set()
+    for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
+        for i, entry in enumerate(entries if not config.sft else ()):
+            # The rows of a NeMo Gym server are made with it, and may be made later than the configuration.
+            named = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
+            if not entry.python or ".py:" in (entry.reward or ""):  # its own interpreter may have modules that ours has not
+                named["reward"] = find_fault
+            for key, find in named.items():
+                value = getattr(entry, key)
+                if value and value not in seen and (fault := find(value)):
+                    yield f"orchestrator.{kind}.{i}.{key}", value, fault
+                seen.add(value)
+
+
+def rows_fault(source: str) -> str:
+    """What is wrong with the name of a data set, as far as it shows without the network; empty if nothing is."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return "" if path.stat().st_size else "is empty; write one JSON object a line"
+    if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
+        return f"is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset"
+    return ""

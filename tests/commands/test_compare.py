@@ -1,0 +1,77 @@
+"""`rl compare`: what it prints of two runs that are written here."""
+
+import pytest
+
+from rl.commands import compare
+from rl.commands.compare import means, set_nowhere, stretches
+from rl.config.command_line import build, parse_args, to_toml
+from rl.run_dir.metrics import MetricsLog
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Runs x and y of four and of two steps, with other learning rates."""
+    monkeypatch.chdir(tmp_path)
+    for name, lr, steps in (("x", "1e-6", 4), ("y", "2e-6", 2)):
+        flags = ["--orchestrator.environment.id", "e", "--name", name, "--max_steps", "4", "--trainer.optim.lr", lr]
+        config = build(parse_args([*flags, *(["--trainer.lora", "--trainer.gpus", "0"] if name == "y" else [])]))
+        config.run_dir.root.mkdir(parents=True)
+        config.run_dir.config.write_text(to_toml(config))
+        logs = {source: MetricsLog(config.run_dir.metrics, source) for source in ("orchestrator", "trainer", "eval")}
+        for step in range(1, steps + 1):
+            logs["orchestrator"].write(step, {"reward/mean": step / 4, "rollouts/errored": 0.0})
+            logs["trainer"].write(step, {"loss/mean": 0.1, "entropy/mean": 2.0 if name == "x" else float("nan"), "time/step": 2.0})
+        for version in (0, steps):
+            logs["eval"].write(version, {"eval/e/reward_mean": 0.25 + version / 10, "eval/e/reward_mean_stderr": 0.03})
+
+
+def said(capsys, *args):
+    try:
+        code = compare.main(list(args), None)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_settings_curves_and_evaluations_side_by_side(runs, capsys):
+    assert said(capsys, "x", "outputs/y") == (0, """\
+A  outputs/x: 4 of 4 steps
+B  outputs/y: 2 of 4 steps
+
+settings that differ  A      B
+trainer.optim.lr      1e-06  2e-06
+trainer.gpus          -      0
+trainer.lora.rank     -      16
+trainer.lora.alpha    -      32.0
+trainer.lora.targets  -      all-linear
+
+steps               1    2     3  4
+reward/mean   A  0.25  0.5  0.75  1  ▁▃▆█
+              B  0.25  0.5     -  -  ▁▃
+entropy/mean  A     2    2     2  2  ▁▁▁▁
+              B     -    -     -  -
+time/step     A     2    2     2  2  ▁▁▁▁
+              B     2    2     -  -  ▁▁
+
+evaluation  version              A              B   B - A
+e                 0  0.250 ± 0.030  0.250 ± 0.030  +0.000
+                  2              -  0.450 ± 0.030
+                  4  0.650 ± 0.030              -
+
+""", "")  # fmt: skip
+
+
+def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
+    assert "\nno setting differs\n" in said(capsys, "x", "x")[1]
+    assert said(capsys, "x", "z")[::2] == (
+        1, "rl compare: outputs/z: there is no such run and no such model folder; in outputs there are the runs x, y\n"
+    )  # fmt: skip
+    assert set_nowhere(None, []) and not set_nowhere(None, 0)  # [[eval]] in one of them is said by its keys
+    assert said(capsys, "x")[0] == said(capsys, "x", "y", "z")[0] == said(capsys, "x", "@y")[0] == 2
+
+
+def test_steps_are_cut_into_stretches_of_nearly_equal_length():
+    assert stretches(20, 6) == [(1, 3), (4, 7), (8, 10), (11, 13), (14, 17), (18, 20)]
+    assert stretches(2, 6) == [(1, 1), (2, 2)] and stretches(1, 1) == [(1, 1)]
+    assert means(([1, 2, 5], [1.0, 2.0, 4.0]), [(1, 2), (3, 4), (5, 9)]) == [1.5, None, 4.0]

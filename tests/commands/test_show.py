@@ -1,0 +1,119 @@
+"""`rl show`: which rollouts it prints, what it says where there are none, and the pager."""
+
+import json
+import os
+import pty
+
+import pytest
+
+from rl.commands import pager, show
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import write_rollouts
+
+
+def row(step, group, reward, why=None):
+    fields = {"step": step, "env": "adder", "task": group, "group_id": group, "rollout_id": 0, "trained": why is None, "why": why}
+    return fields | {"messages": [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}], "reward": reward, "metrics": {"m": -reward}}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The directory of a run of two steps, under outputs/ of the current one."""
+    root = tmp_path / "outputs" / "x"
+    run_dir = RunDir(root, root / "weights")
+    for step, rows in {1: [row(1, 0, 0.5), row(1, 1, 0.0, "no_signal")], 2: [row(2, 2, 1.0), row(2, 3, 0.25)]}.items():
+        write_rollouts(run_dir.rollouts(step), b"".join(json.dumps(one).encode() + b"\n" for one in rows))
+    run_dir.pending_rollouts.write_text(json.dumps(row(None, 4, 0.75, "pending")) + "\n")
+    run_dir.config.touch()
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+@pytest.fixture
+def rl(capsys):
+    """The exit code, the groups that were printed, and the errors of a command line."""
+
+    def call(*args):
+        try:
+            code = show.main(list(args), None)
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return code, [int(line.split()[-1]) for line in out.splitlines() if line.startswith("assistant: \\x1b[1mgroup")], err
+
+    return call
+
+
+def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
+    assert rl("x") == rl(str(run)) == rl("outputs/x") == (0, [4, 2, 3, 0, 1], "")
+    assert rl("x", "--step", "1") == (0, [0, 1], "") and rl("x", "--why", "no_signal")[1] == [1] and rl("x", "--task", "0")[1] == [0]
+    assert rl("x", "--sort", "reward")[1] == [2, 4, 0, 3, 1] and rl("x", "--sort", "reward", "--reverse", "--limit", "2")[1] == [1, 3]
+    assert rl("x", "--sort", "m", "--limit", "1")[1] == [1] and rl("x", "--limit", "3")[1] == [4, 2, 3]
+    assert rl("x", "--env", "adder", "--why", "trained", "--sort", "reward")[1] == [2, 0, 3]
+    assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
+
+
+def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
+    monkeypatch.setattr(show, "MOST_SORTED", 2)
+    said = "rl show: these were the first 2 of 3 in this order; --limit N prints more\n"
+    assert rl("x", "--sort", "reward", "--why", "trained") == (0, [2, 0], said)
+    assert rl("x", "--sort", "reward", "--limit", "2")[2] == rl("x", "--sort", "reward", "--step", "1")[2] == ""
+
+
+def test_where_nothing_fits_it_says_what_there_is(run, rl):
+    assert rl("x", "--why", "nosignal") == (
+        1, [], "rl show: --why nosignal: no rollout has it; there are: trained (3), pending (1), no_signal (1)\n"
+    )  # fmt: skip
+    assert rl("x", "--step", "7")[2].endswith("of these steps there are: 1-2\n")
+    assert rl("x", "--sort", "best")[2].startswith("rl show: --sort best: the rollouts have no such number; there are: group_id, m, reward")
+    assert rl("x", "--why", "pending", "--task", "0")[2] == "rl show: x: no rollout is like that\n"
+    assert "in outputs there are the runs x" in rl("y")[2] and rl("x", "--reverse")[0] == 1
+    assert rl()[0] == rl("x", "y")[0] == rl("x", "--limit", "0")[0] == 2
+    assert rl(str(run / "rollouts" / "000002.jsonl"), "--step", "2")[0] == 1
+
+
+def test_a_damaged_file_is_named_after_the_others(run, rl):
+    path = run / "rollouts" / "000002.jsonl"
+    path.write_text("{}\n")
+    code, groups, err = rl("x")
+    assert (code, groups) == (1, [4, 0, 1]) and err.startswith(f"rl show: outputs/x/rollouts/{path.name}: damaged")
+    for other in (run / "rollouts").iterdir():
+        other.unlink()
+    assert rl("x") == (1, [], "rl show: x: there is no finished rollout; `rl doctor x` says what the run waits for\n")
+
+
+class Read:
+    """Texts that are made when they are asked for."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __iter__(self):
+        while self.made < 100_000:
+            self.made += 1
+            yield f"text {self.made} \ud800"
+
+
+@pytest.mark.parametrize(("command", "most"), [("head -n 2", 20_000), ("no-such-pager", None), ("", None)])
+def test_on_a_terminal_a_pager_reads_as_much_as_it_wants(monkeypatch, command, most):
+    """`head` closes its input after two lines; without a pager, and where there is no terminal, all is printed."""
+    master, slave = pty.openpty()
+    texts = Read() if most else ["text 1 \ud800", "text 2"]
+    if command:
+        monkeypatch.setenv("PAGER", command)
+    saved = os.dup(1)
+    read, write = os.pipe()
+    try:
+        os.dup2(slave if command else write, 1)
+        with open(1, "w", encoding="utf-8", closefd=False) as out:
+            monkeypatch.setattr(pager.sys, "stdout", out)
+            pager.page(texts)
+    finally:
+        os.dup2(saved, 1)
+        for fd in (saved, slave, write):
+            os.close(fd)
+    said = ""
+    while said.count("\n") < 2:
+        said += os.read(master if command else read, 4096).decode().replace("\r\n", "\n")
+    assert said == ("text 1 \\ud800\ntext 2 \\ud800\n" if most else "text 1 \\ud800\ntext 2\n")
+    assert not most or texts.made < most

@@ -1,0 +1,54 @@
+"""What is said about an unknown key. A wrong hint is worse than none."""
+
+import pytest
+
+from rl.config.fields import field_tree
+from rl.config.foreign import BY_NAME, FOREIGN
+from rl.config.hints import ALIASES, hint
+from rl.config.run import RLConfig
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("trainer.optim.lrr", "did you mean trainer.optim.lr?"),
+        ("max_step", "did you mean max_steps?"),
+        ("optim.lr", "did you mean trainer.optim.lr?"),
+        ("trainer.batch_size", "did you mean orchestrator.batch_size or sft.batch_size?"),
+        ("orchestrator.environment.0.wieght", "did you mean orchestrator.environment.weight?"),
+        ("trainer.optim.beta", "did you mean trainer.optim.betas?"),
+        ("trainer.loss.clip_low", "goes with trainer.loss.type = clip, cispo or gspo"),
+        ("orchestrator.credit.epsilon", "goes with orchestrator.credit.type = grpo"),
+        ("trainer.ckpt.interval", "is called trainer.checkpoint.interval here"),
+        ("ckpt.weights.save_format", "ckpt is called trainer.checkpoint here"),
+        ("model.ac.freq", "is called trainer.activation_checkpointing here"),
+        ("orchestrator.rollouts_per_example", "is called orchestrator.group_size here"),
+        ("eval.rollouts_per_example", "is called orchestrator.eval.samples here"),
+        ("num_generations", "is called orchestrator.group_size here"),
+        ("actor_rollout_ref.rollout.n", "is called orchestrator.group_size here"),
+        ("seq_len", "is called model.max_model_len here: prompt and answer together"),
+        ("beta", "is called trainer.loss.kl_coefficient here"),
+        ("kl_coef", "is called trainer.loss.kl_coefficient here"),
+        ("inference.gpu_memory_utilization", "is called inference.vllm.gpu_memory_utilization here"),
+        ("inference.parallel.tp", "is called inference.vllm.tensor_parallel_size here"),
+        ("max_async_level", "is called max_lag here: 0 is on-policy"),
+        ("deployment.gpus_per_node", "deployment is called trainer.gpus and inference.gpus here: for several nodes see docs/multi_node.md"),
+        (
+            "critic.optim.lr",
+            "there are no critic, no value loss and no discount here; credit comes from groups of rollouts (orchestrator.credit)",
+        ),
+        *((key, "see --help all") for key in ("version", "bogus", "nope", "foo.name", "trainer.top_n", "x.interval", "ops")),
+    ],
+)
+def test_hints(key, said):
+    assert hint(key) == said
+
+
+def test_the_table_names_keys_that_there_are_and_none_of_ours():
+    tree = field_tree(RLConfig)
+    for row in FOREIGN:
+        for key in row.here.split(" and ") if row.here else ():
+            assert key in tree or key.startswith(("--", "inference.vllm.")), row
+        assert row.here or row.note
+    assert not BY_NAME.keys() & {*tree, *ALIASES}
+    assert len(BY_NAME) == sum(len(row.names.split()) for row in FOREIGN) > 150

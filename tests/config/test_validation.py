@@ -1,0 +1,115 @@
+"""All faults that can be known are told at once, and none that only follows from another."""
+
+import pytest
+
+from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.system.errors import ConfigError
+
+ENV = ["--orchestrator.environment.id", "e"]
+
+
+def faults(*args: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        build(parse_args(list(args)))
+    return str(error.value)
+
+
+def test_faults_of_all_levels_are_told_at_once():
+    said = faults("--trainer.loss.type", "clip", "--trainer.loss.clip_low", "x", "--max_steps", "5", "--steps", "6", "--nope.a", "1",
+                  "--nope.b", "2", "--name", "--orchestrator.batch_size", "3")  # fmt: skip
+    assert said.startswith("7 faults in the configuration\n")
+    for text in (
+        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    are one setting with two values",
+        "trainer.loss.clip_low = 'x' (--trainer.loss.clip_low)\n    Input should be a valid number",
+        "nope.a = 1 (--nope.a)\n    unknown key",
+        "nope.b = 2 (--nope.b)\n    unknown key",
+        "name (--name)\n    needs a value: str",
+        "orchestrator.environment = []\n    name what to train on",
+        "orchestrator.batch_size = 3\n    is less than one group of 8 rollouts (group_size)",
+    ):
+        assert text in said
+
+
+def test_what_cannot_be_read_hides_nothing_that_is_there():
+    said = faults("@", "/nowhere.toml", "stray", "--trainer.optim.lrr", "1", "--orchestrator.batch_size", "3")
+    assert said.startswith("3 faults") and "/nowhere.toml: no such file" in said and "stray: not understood" in said
+    assert "trainer.optim.lrr = 1" in said and "orchestrator.environment" not in said  # which may be in the file
+
+
+@pytest.mark.parametrize(
+    ("faulty", "flags", "hidden"),
+    [
+        ("orchestrator.group_size", ["--orchestrator.batch_size", "3"], "batch_size"),
+        ("orchestrator.max_off_policy_steps", ["--max_lag", "9"], "max_lag"),
+        ("model.max_model_len", ["--orchestrator.sampling.max_tokens", "4000"], "max_tokens"),
+        ("trainer.gpus", ["--inference.gpus", "0,1"], "inference.gpus"),
+        ("trainer.loss.kl_coefficient", ["--trainer.loss.kl_reference", "m"], "kl_reference"),
+        ("trainer.loss.clip_high", ["--trainer.loss.type", "clip", "--trainer.loss.token_mask", "0.9,1.1"], "token_mask"),
+        ("trainer.loss.type", ["--trainer.loss.importance", "none", "--trainer.loss.truncate", "3"], "truncate ="),
+        ("trainer.loss.type", ["--trainer.loss.clip_low", "0.1"], "clip_low"),
+        ("trainer.data.fake", ["--orchestrator.environment", "[]"], "orchestrator.environment"),
+    ],
+)
+def test_what_depends_on_a_faulty_key_is_not_known(faulty, flags, hidden):
+    said = faults(*ENV, *flags, f"--{faulty}", "x")
+    assert said.startswith("1 fault in") and f"{faulty} = 'x'" in said and hidden not in said
+
+
+def test_what_depends_on_a_key_under_another_name_is_not_known():
+    said = faults("--orchestrator.env.id", "e", "--kl_coef", "0.1", "--trainer.loss.kl_reference", "m", "--max_lag", "9")
+    assert said.startswith("3 faults") and "env.id" in said and "kl_coef = 0.1" in said and "max_lag = 9" in said
+    assert faults("--orchestrator.environment.idd", "e").startswith("1 fault in")
+
+
+def test_of_an_unknown_type_what_no_class_has_is_known():
+    said = faults(
+        *ENV,
+        "--trainer.loss.type",
+        "dpo",
+        "--trainer.loss.clip_low",
+        "0.1",
+        "--trainer.loss.bogus",
+        "1",
+        "--trainer.loss.kl_coefficient",
+        "x",
+    )
+    assert said.startswith("3 faults") and "trainer.loss.bogus = 1" in said and "kl_coefficient = 'x'" in said and "clip_low" not in said
+
+
+def test_a_missing_key_hides_nothing():
+    said = faults("--sft.epochs", "1", "--sft.validation_fraction", "0.1", "--sft.validation", "v", "--trainer.loss.type", "gspo")
+    assert said.startswith("3 faults") and "sft.dataset\n    is missing" in said
+    said = faults(*ENV, "--orchestrator.environment.teacher.timeout_s", "9", "--orchestrator.environment.bogus", "1", "--max_lag", "9")
+    assert said.startswith("3 faults") and "teacher.base_url" in said and "max_lag = 9" in said
+
+
+def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
+    keys = ("trainer.optim.lr", "trainer.optim.eps", "trainer.optim.weight_decay", "trainer.lora.alpha", "trainer.batch_timeout_s",
+            "trainer.loss.kl_coefficient", "trainer.loss.entropy_coefficient", "orchestrator.sampling.temperature",
+            "orchestrator.environment.weight", "orchestrator.rollout_timeout_s", "orchestrator.credit.length_penalty",
+            "supervisor.stall_s", "inference.startup_timeout_s")  # fmt: skip
+    for value in ("inf", "nan"):
+        said = faults(*ENV, *(word for key in keys for word in (f"--{key}", value)))
+        assert said.startswith(f"{len(keys)} faults") and said.count("Input should be a finite number") == len(keys)
+    bounds = ("trainer.loss.truncate", "trainer.optim.max_grad_norm", "trainer.checkpoint.interval_s", "orchestrator.eval.target",
+              "orchestrator.worker_memory_gib", "orchestrator.environment.difficulty.easy_above")  # fmt: skip
+    build(parse_args([*ENV, *(word for key in bounds for word in (f"--{key}", "inf")), "--trainer.loss.token_mask", "0,inf"]))
+    assert faults(*ENV, *(word for key in bounds for word in (f"--{key}", "nan"))).startswith(f"{len(bounds)} faults")
+
+
+def test_what_people_type_is_understood(tmp_path):
+    args = ["--model", "owner/m", "--orchestrator.environment", "reverse-text", "--orchestrator.eval", "e", "--trainer.loss", "gspo",
+            "--orchestrator.credit", "rloo", "--trainer.optim.betas", "0.9,0.99", "--orchestrator.sampling.stop", ".",
+            "--orchestrator.inference_urls", "http://a,http://b", "--model.dtype", "float32"]  # fmt: skip
+    config = build(parse_args(args))
+    settings = config.orchestrator
+    assert (config.model.name, config.model.dtype, config.trainer.optim.betas) == ("owner/m", "float32", (0.9, 0.99))
+    assert ([env.id for env in settings.environment], [env.id for env in settings.eval]) == (["reverse-text"], ["e"])
+    assert (config.trainer.loss.type, settings.credit.type, settings.sampling.stop) == ("gspo", "rloo", ["."])
+    assert settings.inference_urls == ["http://a", "http://b"]
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    assert from_toml(tmp_path / "c.toml") == config
+    (tmp_path / "short.toml").write_text('model = "m"\n[orchestrator]\nenvironment = ["a", "b"]\n')
+    short = build(parse_args(["@", str(tmp_path / "short.toml"), "--model.max_model_len", "512"]))
+    assert (short.model.name, [env.id for env in short.orchestrator.environment]) == ("m", ["a", "b"])
+    assert "model.name = 'n'" in faults(*ENV, "--model", "m", "--model.name", "n")

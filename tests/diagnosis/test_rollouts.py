@@ -1,0 +1,112 @@
+"""Rollouts out of files: also of a run that is being written, killed or damaged."""
+
+import json
+import os
+
+import pytest
+
+from rl.diagnosis.rollouts import Selection, heading, messages_text, ranked, read_all, read_rollouts, rollout_files, short_messages_text
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import sum_path, write_rollouts
+
+
+def row(group, reward=0.0, why=None, **more):
+    fields = {"env": "e", "task": 7, "group_id": group, "rollout_id": 0, "trained": why is None, "why": why}
+    return fields | {"messages": [{"role": "user", "content": "?"}], "reward": reward, "metrics": {}} | more
+
+
+def lines(*rows):
+    return b"".join(json.dumps(one).encode() + b"\n" for one in rows)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    write_rollouts(run_dir.rollouts(1), lines(row(1), row(2, why="no_signal")))
+    write_rollouts(run_dir.rollouts(2), lines(row(3), row(4, 1.0)))
+    run_dir.pending_rollouts.write_bytes(lines(row(5, why="pending"), row(6, why="pending")))
+    return run_dir
+
+
+def groups(run_dir, step=None, selection=None, damaged=None):
+    rows = read_all(rollout_files(run_dir, step), [] if damaged is None else damaged)
+    return [one["group_id"] for one in filter(selection.takes if selection else None, rows)]
+
+
+def test_the_newest_come_first_and_before_them_what_no_batch_has_settled(run):
+    assert groups(run) == [5, 6, 3, 4, 1, 2] and groups(run, 1) == [1, 2] and groups(run, 9) == []
+    run.pending_rollouts.unlink()
+    assert groups(run) == [3, 4, 1, 2]
+
+
+def test_a_line_that_is_being_written_is_not_read_and_a_settled_group_not_twice(run):
+    with run.pending_rollouts.open("ab") as file:
+        file.write(lines(row(7, why="pending")) + b'{"step": nul')
+    assert groups(run) == [5, 6, 7, 3, 4, 1, 2]
+    write_rollouts(run.rollouts(3), lines(row(6), row(5)))  # the batch is committed, and pending.jsonl is still as it was
+    os.utime(run.rollouts(3))
+    assert groups(run) == [7, 6, 5, 3, 4, 1, 2]
+
+
+def test_a_damaged_file_costs_itself_alone(run):
+    run.rollouts(2).write_bytes(lines(row(9)))
+    sum_path(run.rollouts(1)).unlink()
+    run.rollouts(1).write_bytes(lines(row(1)) + b"[]\n")
+    damaged: list[str] = []
+    assert groups(run, damaged=damaged) == [5, 6, 1]
+    assert damaged == [
+        f"{run.rollouts(2)}: damaged, its checksum does not fit; move it away to go on without it",
+        f"{run.rollouts(1)}:2: no rollout: it needs messages and a reward",
+    ]
+    run.rollouts(1).write_bytes(b"{\n")
+    with pytest.raises(CorruptFileError, match=r"000001.jsonl:1: not JSON"):
+        list(read_rollouts(run.rollouts(1)))
+
+
+def test_rollouts_are_chosen_by_what_they_are_and_what_became_of_them(run):
+    failed = row(8, why="timeout", env="f", task=0, error="late")
+    write_rollouts(run.rollouts(3), lines(failed, row(9, why="error"), row(10, 1.0)))
+    run.pending_rollouts.unlink()
+    wanted = [{"env": "f"}, {"task": "7", "why": "error"}, {"why": "error"}, {"why": "timeout"}, {"why": "trained"}, {"why": "no_signal"}]
+    found = [groups(run, selection=Selection(**one)) for one in wanted]
+    assert found == [[8], [9], [8, 9], [8], [10, 3, 4, 1], [2]]
+    seen = Selection()
+    groups(run, selection=seen)
+    assert seen.seen["env"] == {"e": 6, "f": 1} and seen.seen["why"] == {"trained": 4, "error": 2, "timeout": 1, "no_signal": 1}
+
+
+def test_the_best_and_the_worst_by_any_number():
+    rows = [row(i, reward, metrics={"m": -reward}) for i, reward in enumerate([0.5, float("nan"), 2.0, 0.5, -1.0])]
+    assert [one["group_id"] for one in ranked(rows, "reward", 3)] == [2, 0, 3]
+    assert [one["group_id"] for one in ranked(rows, "reward", 2, lowest_first=True)] == [4, 0]
+    assert [one["group_id"] for one in ranked(rows, "m", 1)] == [4] and ranked(rows, "trained", 9) == ranked(rows, "none", 9) == []
+
+
+def test_a_rollout_in_words():
+    assert heading(row(3, 0.5, step=4, agent="judge", advantage=-0.25, metrics={"exact": 1.0}, outcome="finished", stop="max_turns",
+                       num_tokens=1234, num_turns=3, versions=[2, 3])) == (
+        "step 4, e, task 7, group 3, rollout 0, agent judge\n"
+        "  reward 0.500 (exact 1), advantage -0.250, trained\n"
+        "  finished (max_turns), 1,234 tokens, 3 turns, sampled by version 2, 3"
+    )  # fmt: skip
+    assert heading(row(3, outcome="truncated", stop="max_turns_reached", num_turns=1)).endswith("\n  truncated")
+    evaluated = {"policy_version": 10, "env": "e\x1b", "task": 1, "rollout": 2, "reward": None, "messages": [], "outcome": "failed"}
+    assert heading(evaluated) == "version 10, e\\x1b, task 1, rollout 2\n  reward -\n  failed"
+    told = [
+        {"role": "assistant", "content": "so\nbe it\r", "reasoning_content": "hm", "tool_calls": [
+            {"function": {"name": "add", "arguments": '{"a": 1}'}}, {"name": "old"}]},
+        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "url": "x"}]},
+    ]  # fmt: skip
+    assert messages_text(told) == (
+        'assistant: (thinks) hm\n    so\n    be it\\r\n    calls add({"a": 1})\n    {"name": "old"}\n'
+        'user: see\n    {"type": "image_url", "url": "x"}'
+    )
+
+
+def test_a_conversation_in_short_is_about_a_screen():
+    turns = [{"role": "tool", "content": f"{i} " + "long\n" * 5000} for i in range(40)]
+    said = short_messages_text(turns).splitlines()
+    assert said[0] == "tool: 0 long" and "[... 30 messages ...]" in said and any(line.startswith("tool: 39 ") for line in said)
+    assert len(said) <= 80 and sum(map(len, said)) < 5000
+    assert short_messages_text(turns[:1]).count("\n") == 60

@@ -1,0 +1,31 @@
+"""Text from elsewhere, made harmless and short."""
+
+import pytest
+
+from rl.system.terminal import clip, cut_middle, sparkline, visible
+
+
+def test_what_acts_on_a_terminal_is_shown_and_the_rest_stays():
+    assert visible("\x1b[31mred\x07\r\b\x00\x7f\x9b") == "\\x1b[31mred\\x07\\r\\x08\\x00\\x7f\\x9b"
+    assert visible("a\u202eb\u2066\u200b\ufeff\u2028\ud800") == "a\\u202eb\\u2066\\u200b\\ufeff\\u2028\\ud800"
+    plain = "line\n\ttab ümläut 汉字 ✓ e\u0301 \U0001f468\u200d\U0001f469 क\u200cष \\x1b"
+    assert visible(plain) == plain
+
+
+def test_the_middle_is_left_out_and_counted():
+    assert cut_middle("abc\ndef", 7, 2) == "abc\ndef"
+    assert cut_middle("abcdefghij", 4, 9) == "ab[... 6 characters ...]ij"
+    assert cut_middle("abcdefghij", 5, 9) == "ab[... 6 characters ...]ij"
+    assert cut_middle("\n".join("abcdefg"), 99, 4) == "a\nb\n[... 3 lines ...]\nf\ng"
+    assert cut_middle("\n".join("abcdefg"), 99, 3) == "a\n[... 4 lines ...]\nf\ng"
+    assert cut_middle("x\n" * 50_000, 1000, 10).count("\n") == 10
+
+
+@pytest.mark.parametrize(("width", "said"), [(5, "hello"), (4, "hel…"), (1, "…"), (0, "")])
+def test_clip(width, said):
+    assert clip("hello", width) == said
+
+
+def test_sparkline():
+    assert sparkline([0.0, None, 0.5, 1.0], 0.0, 1.0) == "▁ ▅█"
+    assert sparkline([3.0, 3.0], 3.0, 3.0) == "▁▁" and sparkline([-1.0, 9.0], 0.0, 1.0) == "▁█"

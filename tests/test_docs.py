@@ -1,0 +1,247 @@
+"""Every command and every TOML in README, CONTRIBUTING and docs/ is understood by what it is for, up to where it would begin to work."""
+
+import __future__
+
+import argparse
+import ast
+import contextlib
+import importlib
+import os
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.commands import replay
+from rl.commands.options import take
+from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config, parse_args, to_toml
+from rl.config.fields import field_tree
+from rl.config.help import COMMANDS
+from rl.config.hints import ALIASES
+from rl.config.run import RLConfig
+from rl.launch.children import Children
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROGRAMS = ("uv", "pip", "prime", "rl", "python", "pytest", "torchrun", "trainer", "orchestrator", "inference", "vf-init")
+"""First words of what is a command; a block that begins with another one is a picture, or what something printed."""
+ANY_FLAG = {"--help", "--resume", "--version", *SWITCHES, *(f"--{name}" for name in (*SHORT_FLAGS, *ALIASES))}
+
+
+class Understood(Exception):
+    """A script has parsed its arguments; `rest` are those that it hands on to `rl`, if it does."""
+
+    def __init__(self, rest: list[str]):
+        self.rest = rest
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a page in one of the languages, and, of commands, those that are indented."""
+    fenced = re.findall(rf"^```(?:{language})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    indented = [re.sub(r"(?m)^    ", "", block) for block in re.findall(r"(?:(?<=\n\n)(?:    .*\n)+)", outside)]
+    return fenced + (indented if "bash" in language else [])
+
+
+def commands_in(block: str) -> Iterator[str]:
+    """The commands of a block, each in one line, without comments."""
+    for line in re.sub(r"\\\n *", "", block).splitlines():
+        with contextlib.suppress(ValueError):  # a picture with quotes
+            for part in re.split(r" && | > ", line):
+                words = [word for word in shlex.split(part, comments=True) if not re.match(r"RL_[A-Z_]+=", word)]
+                if words:
+                    yield shlex.join(words)
+
+
+def block_commands(page: Path) -> list[str]:
+    found = []
+    for block in blocks(page.read_text(), "bash|sh|"):
+        commands = [command for command in commands_in(block) if not command.startswith("/")]
+        found += commands if commands and commands[0].split()[0] in PROGRAMS else []
+    return found
+
+
+def spans(page: Path) -> list[str]:
+    """What stands in the running text as code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()).replace("\\|", "|") for span in re.findall(r"`([^`]+)`", text)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Iterator[Path]:
+    """A directory that has what the pages take for granted: a clone, files of the user's own, a run."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("configs", "environments", "scripts", "tests", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    python = [block for page in PAGES for block in blocks(page.read_text(), "python")]
+    (folder / "tasks.jsonl").write_text('{"prompt": "What is 7 + 5?", "answer": "12"}\n')
+    (folder / "data.jsonl").write_text('{"prompt": "What is 7 + 5?", "completion": "12"}\n')
+    (folder / "rewards.py").write_text(next(block for block in python if "def exact(" in block))
+    (folder / "my_loss.py").write_text(next(block for block in python if "def topr(" in block))
+    (folder / "run.toml").write_text('[orchestrator.environment]\nid = "e"\n[[orchestrator.eval]]\ninterval = 5\n')
+    (folder / "t.toml").write_text("learning_rate = 1e-6\n")
+    (folder / "o.toml").write_text('[environment]\nid = "e"\n')
+    (folder / "i.toml").write_text("port = 8000\n")
+    (folder / "my_run.toml").write_text(
+        next(block for page in PAGES for block in blocks(page.read_text(), "toml") if "./environments/my_env" in block)
+    )
+    for name in ("x", "my_env-SmolLM2-135M-Instruct"):
+        config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", name]))
+        (folder / "outputs" / name).mkdir(parents=True)
+        (folder / "outputs" / name / "config.toml").write_text(to_toml(config))
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def understood(command: str) -> None:
+    """Fails unless the command's own program understands all of its arguments."""
+    words = shlex.split(command)
+    if words[0] == "uv" and words[1] == "run":
+        words = words[2:]
+        while words[0] in ("--group", "--no-group"):
+            assert words[1] in PROJECT["dependency-groups"], command
+            words = words[2:]
+        return program(words, command)
+    if words[0] in ("uv", "pip"):
+        return None if words[0] == "pip" else program(words, command)
+    assert words[0] == "prime", f"{command}: what is installed by uv is run by uv"
+    return None
+
+
+def program(words: list[str], command: str) -> None:
+    name, *args = words
+    if name == "rl":
+        rl(args)
+    elif name in ("trainer", "orchestrator", "inference"):
+        dry_run(args, name)
+    elif name == "torchrun":
+        assert args[args.index("-m") + 1] == "rl.trainer.main"
+        dry_run(args[args.index("@") :], "trainer")
+    elif name == "pytest":
+        assert all(Path(word).exists() for word in args if "/" in word), command
+        assert [word for word in args if "/" not in word] in ([], ["-m", "proof"]), command
+    elif name.startswith("scripts/"):
+        script(Path(name), args)
+    elif name == "uv":
+        assert args[0] in ("build", "venv", "sync", "pip"), command
+    else:
+        assert name == "vf-init", command
+
+
+def dry_run(args: list[str], name: str) -> None:
+    """What `load_config` makes of the arguments: the end of a dry run."""
+    args = ["run.toml" if word == "/shared/run.toml" else word for word in args]
+    with pytest.raises(SystemExit) as end:
+        load_config(args if "--help" in args else [*args, "--dry-run"], name)
+    assert end.value.code == 0, args
+
+
+def rl(args: list[str]) -> None:
+    """A dry run of the command; of those that have none, what they do before anything starts."""
+    command, *rest = args if args and args[0] in COMMANDS else ("", *args)
+    if not command:
+        assert not rest or rest[0].startswith(("-", "@")), args
+        return dry_run(rest, "rl")
+    module = importlib.import_module(COMMANDS[command][0])
+    if command == "replay":
+        _, (run,) = take("rl replay", rest, replay.OPTIONS)
+        replay.open_run(run)
+    elif command == "doctor" and (not rest or not rest[0].startswith(("-", "@"))):
+        _, run = take("rl doctor", rest, module.OPTIONS)
+        assert not run or module.find_run(run[0]).is_dir()
+    else:
+        with pytest.raises(SystemExit) as end:
+            module.main(rest if "--help" in rest else [*rest, "--dry-run"], Children())
+        assert end.value.code == 0, args
+    return None
+
+
+def script(path: Path, args: list[str]) -> None:
+    """What the script's own parser makes of the arguments; what it leaves is for `rl`."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, given: list[str] | None = None, namespace: object = None) -> object:
+        if given is not None and given != args:  # a subcommand's own parser, below the script's
+            return parse(parser, given, namespace)
+        raise Understood(parse(parser, given, namespace)[1])
+
+    def next_script(_python: str, argv: list[str]) -> None:
+        script(Path(argv[1]).relative_to(ROOT), argv[2:])
+        raise Understood([])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), *args])
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
+        patch.setattr(os, "execv", next_script)
+        with pytest.raises((Understood, SystemExit)) as stopped:
+            run_parts(path)
+    if isinstance(stopped.value, Understood) and stopped.value.rest:
+        dry_run(stopped.value.rest, "rl")
+    assert isinstance(stopped.value, Understood) or not args, stopped.value  # without arguments it may say what there is
+
+
+def run_parts(path: Path) -> None:
+    """Runs a script without what needs packages beyond Python's own and those of ours that are light: torch alone takes seconds."""
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(ROOT / path), "__doc__": None}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            if not all(name.split(".")[0] in sys.stdlib_module_names or name.startswith("rl.config") for name in modules):
+                continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            names["__doc__"] = names["__doc__"] or node.value.value
+        else:
+            code = compile(ast.Module([node], []), str(path), "exec", flags=__future__.annotations.compiler_flag)
+            try:
+                exec(code, names)
+            except NameError:  # of a package that was left out
+                names |= {target.id: {} for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_understood(page, place, monkeypatch, capsys):
+    monkeypatch.setattr("rl.launch.children.Children.stop_on_signals", lambda self: None)
+    for command in [*block_commands(page), *(span for span in spans(page) if re.match(r"(uv run|uv pip|pip|python) [^=]", span))]:
+        for part in command.split(" && "):
+            try:
+                understood(part)
+            except (Exception, SystemExit) as error:
+                raise AssertionError(f"{page.name}: {command}\n{capsys.readouterr().err}") from error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_flags_that_a_text_names_are_there(page):
+    keys = {f"--{key}" for key in field_tree(RLConfig)}
+    for span in spans(page):
+        program, *words = span.split()
+        if program != "rl" or page.name in ("log.md", "migrating.md"):
+            continue
+        command = words[0] if words else ""
+        assert command in COMMANDS or not command.isalpha(), f"{page.name}: `{span}`"
+        options = getattr(importlib.import_module(COMMANDS[command][0]), "OPTIONS", ()) if command in COMMANDS else ()
+        known = ANY_FLAG | keys | {f"--{option.name}" for option in options}
+        for flag in (word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)):
+            assert flag in known or re.match(r"--(args|inference\.vllm)\.", flag), f"{page.name}: `{span}`: {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_configuration_is_one(page, place):
+    for number, text in enumerate(blocks(page.read_text(), "toml")):
+        path = place / f"{page.stem}-{number}.toml"
+        path.write_text(text)
+        environment = [] if re.search(r"environment\]|\[sft", text) else ["--orchestrator.environment.id", "e"]
+        build(parse_args(["@", str(path), *environment]))
+
+
+def test_pages_have_commands_and_all_are_in_the_index():
+    assert sum(len(block_commands(page)) for page in PAGES) >= 40
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= set(re.findall(r"\]\((\w+\.md)\)", index))

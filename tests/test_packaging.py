@@ -1,0 +1,74 @@
+"""What is installed: exact versions of everything, and a wheel that works in an empty environment."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from rl.main import DISTRIBUTION
+
+PROJECT = tomllib.loads(Path("pyproject.toml").read_text())
+LOCAL = {DISTRIBUTION, *PROJECT["tool"]["uv"]["sources"]}
+
+
+def test_everything_that_is_installed_has_the_version_that_the_constraints_say():
+    lines = [Requirement(line) for line in PROJECT["tool"]["uv"]["constraint-dependencies"]]
+    here = {line.name: line.specifier for line in lines if line.marker is None or line.marker.evaluate()}
+    installed = {canonicalize_name(found.name): Version(found.version).public for found in metadata.distributions()}
+    wrong = {name: version for name, version in installed.items() if name not in LOCAL and str(here.get(name)) != f"=={version}"}
+    assert not wrong, "`uv sync`, or after a change of dependencies `uv run scripts/constraints.py`"
+    assert len(here) > 200 and all(re.fullmatch(r"==[\w.!+]+", str(line.specifier)) and not line.url for line in lines)
+
+
+def test_the_distribution_is_called_as_the_command_says_and_its_switches_are_all_documented():
+    assert PROJECT["project"]["name"] == DISTRIBUTION and metadata.version(DISTRIBUTION) == PROJECT["project"]["version"]
+    assert PROJECT["project"]["optional-dependencies"] == {name: PROJECT["dependency-groups"][name] for name in ("cpu", "gpu")}
+    pages = [Path("README.md"), *Path("docs").glob("*.md")]
+    assert not [page for page in pages if re.search(r"pip install ['\"]?rl\b", page.read_text())]  # that package is somebody else's
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(420)
+def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
+    """Built, installed with the versions of this project, and run as its user would: a model, rows and a reward function."""
+    uv, dist, env = shutil.which("uv") or sys.executable.replace("python", "uv"), tmp_path / "dist", tmp_path / "env"
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")} | {"HF_HUB_OFFLINE": "1"}
+
+    def run(*command: object, cwd: Path = tmp_path) -> str:
+        done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    root = Path.cwd()
+    run(uv, "build", "--quiet", "--out-dir", dist, root)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"rl", wheel.name.split("-py3")[0] + ".dist-info"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    with tarfile.open(sdist) as archive:
+        assert {"LICENSE", "README.md", "configs", "docs", "environments", "src", "tests"} <= {
+            name.split("/")[1] for name in archive.getnames()
+        }
+    run(uv, "venv", "--quiet", "--python", sys.executable, env)
+    run(uv, "pip", "install", "--quiet", "--python", env / "bin" / "python", f"{wheel}[cpu]", cwd=root)
+    rl = env / "bin" / "rl"
+    assert run(rl, "--version") == f"rl {metadata.version(DISTRIBUTION)}\n" and "usage: rl " in run(rl, "--help")
+    assert str(env) in run(env / "bin" / "python", "-c", "import rl; print(rl.__file__)")
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text("def length(completion):\n    return float(len(completion[-1]['content']) % 2)\n")
+    run(rl, "--model", model, "--model.dtype", "float32", "--model.max_model_len", "256", "--name", "tiny", "--quick",
+        "--orchestrator.environment.dataset", "tasks.jsonl", "--orchestrator.environment.reward", "rewards.py:length")  # fmt: skip
+    assert (tmp_path / "outputs" / "tiny-quick" / "weights" / "000002" / "model.safetensors").is_file()
