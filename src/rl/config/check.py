@@ -10,7 +10,6 @@ from rl.config.loss import (
     AnyLossConfig,
     CispoConfig,
     ClipConfig,
-    ClippedSettings,
     CrossEntropyConfig,
     CustomConfig,
     GspoConfig,
@@ -79,7 +78,7 @@ def check(config: RLConfig) -> Iterator[Fault]:
         yield from check_sft(config.sft, config.trainer.loss)
     elif not config.trainer.data.fake:
         yield from check_sampling(config)
-    yield from check_loss(config.trainer.loss)
+    yield from check_loss(config.trainer.loss, several_steps=config.trainer.minibatches * config.trainer.epochs > 1)
     yield from check_minibatches(config)
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
@@ -179,8 +178,8 @@ def check_credit(config: RLConfig) -> Iterator[Fault]:
             yield f"{key}.difficulty.easy_above", env.difficulty.easy_above, remedy
 
 
-def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
-    """Faults of the loss: combinations that make no sense."""
+def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Fault]:
+    """Faults of the loss: combinations that make no sense, with one optimizer step a batch or with several."""
     for name in MASKS:
         low, high = getattr(loss, name)
         if not low <= 1 <= high:
@@ -193,7 +192,7 @@ def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
         remedy = "has no effect while trainer.loss.kl_coefficient is 0: set that, or leave this out"
         yield "trainer.loss.kl_reference", loss.kl_reference, remedy
     if isinstance(loss, ClipConfig | CispoConfig | GspoConfig):
-        yield from check_clip(loss)
+        yield from check_clip(loss, several_steps)
     if isinstance(loss, PolicyGradientConfig) and loss.importance == "none" and loss.truncate != PolicyGradientConfig().truncate:
         remedy = 'has no weight to truncate with trainer.loss.importance = "none": set that to "token", or leave this out'
         yield "trainer.loss.truncate", loss.truncate, remedy
@@ -204,7 +203,6 @@ def check_loss(loss: AnyLossConfig) -> Iterator[Fault]:
 def check_minibatches(config: RLConfig) -> Iterator[Fault]:
     """Faults of several optimizer steps a batch: fine-tuning has other settings for that, and a minibatch is made of whole groups."""
     settings, played, fake = config.trainer, config.orchestrator, config.trainer.data.fake
-    steps, loss = settings.minibatches * settings.epochs, settings.loss
     if config.sft:
         if settings.minibatches > 1:
             yield "trainer.minibatches", settings.minibatches, "cuts batches of rollouts; of examples lower sft.batch_size instead"
@@ -218,16 +216,21 @@ def check_minibatches(config: RLConfig) -> Iterator[Fault]:
     if settings.minibatches > groups:
         remedy = f"are more than a batch has groups ({groups}), and each has whole ones; lower it, or raise orchestrator.batch_size"
         yield "trainer.minibatches", settings.minibatches, remedy
-    if steps == 1 and isinstance(loss, ClippedSettings) and loss.truncate != type(loss)().truncate:
-        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
-        yield "trainer.loss.truncate", loss.truncate, remedy
 
 
-def check_clip(loss: ClipConfig | CispoConfig | GspoConfig) -> Iterator[Fault]:
-    """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on."""
+def check_clip(loss: ClipConfig | CispoConfig | GspoConfig, several_steps: bool) -> Iterator[Fault]:
+    """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on.
+
+    With several optimizer steps clip and masks act on different ratios, and weights of the sampler are truncated.
+    """
     if loss.clip_low == 0 and loss.clip_high == 0:
         remedy = 'and trainer.loss.clip_low = 0 leave no ratio unclipped; raise one, or use type = "policy_gradient", which has no clip'
         yield "trainer.loss.clip_high", 0.0, remedy
+    if several_steps:
+        return
+    if loss.truncate != type(loss)().truncate:
+        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
+        yield "trainer.loss.truncate", loss.truncate, remedy
     name = "geometric_mask" if isinstance(loss, GspoConfig) else "token_mask"  # of the ratio that is clipped
     low, high = getattr(loss, name)
     if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:

@@ -62,9 +62,7 @@ class CommandLine:
 
     def gives(self, key: str) -> bool:
         """Whether a setting is given anywhere, instead of left to its default."""
-        return any(
-            canonical(name, value) == key for layer in (self.files, self.variables, self.flags) for name, (value, _) in layer.items()
-        )
+        return any(canonical(name) == key for layer in (self.files, self.variables, self.flags) for name in layer)
 
 
 def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:
@@ -250,7 +248,7 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         found = chain(check(config), outside_faults(config) if outside else ())
         found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
-    if lines and outside and config and not config.sft:
+    if config and lines and outside and not config.sft:
         lines += missing_environments(config.orchestrator.env_ids)
     raise_all(lines)
     assert config, "settings without a fault make a configuration"

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+DISTRIBUTION = "rl-triad"
+"""The name of the package that brings the module `rl`; on the registry `rl` is another one."""
+
 
 @dataclass(frozen=True)
 class Machine:

