@@ -6,7 +6,8 @@ from importlib import metadata
 import pytest
 
 from rl.commands import collect, environment, evaluate
-from rl.commands.options import load, take
+from rl.commands.options import load, name_of_play, take
+from rl.commands.policy_spec import Source
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
@@ -28,6 +29,19 @@ def test_own_flags_are_split_off():
     assert rest == ["@", "x", "--seed", "1"]
     values, rest = take("rl collect", ["--tokens", "--seed", "1"], collect.OPTIONS)
     assert values["tokens"] is True and rest == ["--seed", "1"]
+
+
+def test_what_is_played_names_the_folder():
+    """The default name has the configuration's model, which --policy may not be; a name that is given holds."""
+    given = ["--orchestrator.environment.id", "owner/sums"]
+    for args, policy, name in (
+        (given, None, "sums-SmolLM2-135M-Instruct"),
+        (given, "outputs/x@best", "sums-x-12"),
+        ([*given, "--name", "mine"], "outputs/x@best", "mine"),
+        ([*given, "--trainer.name", "mine"], "outputs/x@best", "mine"),
+    ):
+        line = parse_args(args)
+        assert name_of_play(build(line), line, ["sums"], Source("x 12"), policy) == name
 
 
 @pytest.mark.parametrize(

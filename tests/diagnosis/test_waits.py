@@ -533,7 +533,7 @@ def test_last_seen_says_heartbeat_and_the_end_of_the_newest_log(run):
 def test_the_verdict_on_a_trial(run, rollouts, said):
     run.metrics(range(1, 3), **{"loss/mean": 0.0})
     run.dir.rollouts_dir.mkdir()
-    lines = [{"env": "sums", "group_id": 1, "advantage": 0.0} | rollout for rollout in rollouts]
+    lines = [{"env": "sums", "group_id": 1, "advantage": 0.0, "messages": []} | rollout for rollout in rollouts]
     run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
     assert verdict(read_state(run.dir, run.config)) == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
 

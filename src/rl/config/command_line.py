@@ -62,7 +62,9 @@ class CommandLine:
 
     def gives(self, key: str) -> bool:
         """Whether a setting is given anywhere, instead of left to its default."""
-        return any(canonical(name) == key for layer in (self.files, self.variables, self.flags) for name in layer)
+        return any(
+            canonical(name, value) == key for layer in (self.files, self.variables, self.flags) for name, (value, _) in layer.items()
+        )
 
 
 def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:

@@ -1,13 +1,11 @@
 """What rewards say: why one does not rise, by the metrics of the run, and what a trial showed, by its rollouts."""
 
-import json
 import math
 import statistics
 from collections import defaultdict
-from contextlib import suppress
-from typing import Any
 
 from rl.config.quick import TOKENS
+from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
 from rl.run_dir.paths import numbered
 from rl.wire.agreement import RUN_LIMITS
@@ -44,18 +42,15 @@ def verdict(state: RunState) -> str:
     if state.config.sft:
         losses = state.values("trainer", "loss/mean")
         return f"{head}; loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else head
-    rollouts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in numbered(state.run_dir.rollouts_dir, ".jsonl").values():
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError, KeyError):  # damaged: what is left counts
-                rollout = json.loads(line)
-                rollouts[rollout["env"]].append(rollout)
+    rollouts: dict[str, list[Row]] = defaultdict(list)
+    for rollout in read_all(numbered(state.run_dir.rollouts_dir, ".jsonl").values(), damaged=[]):
+        rollouts[rollout.get("env", "")].append(rollout)
     with_teacher = {env.label for env in state.config.orchestrator.environment if env.teacher or state.config.orchestrator.teacher}
     found = [f"{env}: {what_rollouts_say(each, env in with_teacher)}" for env, each in sorted(rollouts.items())]
     return "; ".join([head, *found, *([f"see {state.run_dir.rollouts_dir}"] if found else [])])
 
 
-def what_rollouts_say(rollouts: list[dict[str, Any]], has_teacher: bool) -> str:
+def what_rollouts_say(rollouts: list[Row], has_teacher: bool) -> str:
     """The rewards of an environment's rollouts, what can be learned from them, and how many failed or were cut off."""
     count, failed = len(rollouts), [rollout["error"] for rollout in rollouts if rollout.get("error")]
     if len(failed) == count:

@@ -46,6 +46,8 @@ EVALS = {
     "eval/<env>/avg@<k>": "reward_mean under a name that gives the number k of samples of each example.",
     "eval/<env>/pass@<k>": "Probability that one of k samples solves an example (reward 1 or more), unbiased.",
     "eval/<env>/pass@<k>_stderr": "Its standard error over the examples.",
+    "eval/<env>/agent_<agent>": "Mean reward of one agent, where there are several; a failed rollout counts as 0.",
+    "eval/<env>/agent_<agent>_stderr": "Its standard error over the examples in which it plays.",
     "eval/<env>/length_mean": "Mean number of sampled tokens of a rollout.",
     "eval/<env>/errored": "Share of the episodes that failed for good.",
     "eval/<env>/truncated": "Share of the rollouts in which an answer was cut off by a limit of tokens.",
