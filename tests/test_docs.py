@@ -155,7 +155,7 @@ def rl(args: list[str]) -> None:
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
         replay.open_run(run)
     elif command in ("show", "compare"):
-        _, runs = take(f"rl {command}", rest, module.OPTIONS)
+        _, runs = take(f"rl {command}", rest, getattr(module, "OPTIONS", ()))
         assert len(runs) == (2 if command == "compare" else 1)
     elif command == "doctor" and (not rest or not rest[0].startswith(("-", "@"))):
         _, run = take("rl doctor", rest, module.OPTIONS)

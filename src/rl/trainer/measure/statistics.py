@@ -20,7 +20,15 @@ SCALE = math.asinh(MAX_LOG_RATIO / FINEST)
 BINS = 1025
 """Odd: log r = 0 is the middle of a bin."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-MEANS = tuple(f"{name}/{{}}mean" for name in ("entropy", "mismatch_kl", "lag_kl", "ratio", "reference_kl", "teacher_kl", "update_kl"))
+MEANS = (
+    "entropy/{}mean",
+    "mismatch_kl/{}mean",
+    "lag_kl/{}mean",
+    "ratio/{}mean",
+    "reference_kl/{}mean",
+    "teacher_kl/{}mean",
+    "update_kl/{}mean",
+)
 """Metrics that are means over the tokens which have the value; `{}` is an environment with a slash, or nothing."""
 
 
