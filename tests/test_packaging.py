@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -26,7 +27,10 @@ LOCAL = {DISTRIBUTION, *PROJECT["tool"]["uv"]["sources"]}
 def test_everything_that_is_installed_has_the_version_that_the_constraints_say():
     lines = [Requirement(line) for line in PROJECT["tool"]["uv"]["constraint-dependencies"]]
     here = {line.name: line.specifier for line in lines if line.marker is None or line.marker.evaluate()}
-    installed = {canonicalize_name(found.name): Version(found.version).public for found in metadata.distributions()}
+    installed = {
+        canonicalize_name(found.name): Version(found.version).public
+        for found in metadata.distributions(path=[sysconfig.get_path("purelib")])
+    }
     wrong = {name: version for name, version in installed.items() if name not in LOCAL and str(here.get(name)) != f"=={version}"}
     assert not wrong, "`uv sync`, or after a change of dependencies `uv run scripts/constraints.py`"
     assert len(here) > 200 and all(re.fullmatch(r"==[\w.!+]+", str(line.specifier)) and not line.url for line in lines)

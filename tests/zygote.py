@@ -30,6 +30,13 @@ TRAINER = (
 ORCHESTRATOR = ("rl.launch.prepare", "rl.orchestrator.main", "tests.stub_pool")
 
 
+def readable(fd: int, timeout: float | None) -> bool:
+    """Whether there is something to read within `timeout` seconds."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
 class Forked:
     """A process that a zygote forked, with the part of Popen's interface that tests use. What it prints is in the file `log`."""
 
@@ -45,7 +52,7 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, negative for the signal that ended it."""
         if self.returncode is None:
-            if not select.select([self.answers], [], [], timeout)[0]:
+            if not readable(self.answers, timeout):
                 raise subprocess.TimeoutExpired(str(self.log), timeout or 0.0)
             self.returncode = int(os.read(self.answers, NUMBER))
             os.close(self.answers)
@@ -89,7 +96,7 @@ class Zygote:
         order = {"role": role, "argv": [role, *arguments], "log": str(log), "env": self.environment | dict(env), "setup": setup}
         self.process.stdin.write(json.dumps(order | {"fifo": fifo, "fault": fault, "trace": trace}) + "\n")
         self.process.stdin.flush()
-        if not select.select([answers], [], [], 120)[0]:
+        if not readable(answers, 120):
             raise TimeoutError(f"the zygote of {role} did not fork within 120 s")
         return Forked(int(os.read(answers, NUMBER)), answers, log)
 

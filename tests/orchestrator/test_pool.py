@@ -74,7 +74,7 @@ def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
         for task, group in enumerate(groups):
             assert len(group) == 2
             if kind == "exit" and task == 1:
-                assert {rollout.cause for rollout in group} == {"environment"} and "SystemExit" in group[0].error
+                assert {rollout.cause for rollout in group} == {"reward"} and "SystemExit" in group[0].error
             elif deadly and task == 1:
                 assert {rollout.cause for rollout in group} == {"worker"} and "died 2 times" in group[0].error
             else:

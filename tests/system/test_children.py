@@ -108,6 +108,7 @@ def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
     child = start("x", python(far + "os._exit(0)"), dict(os.environ), tmp_path / "x-1.log", new_session=False, marker="1:2:x:1")
     child.wait(20.0)
     pid = int(child.log.read_text())
+    until(lambda: process_table.markers(pid))  # there are none while it is being executed
     assert alive(pid) and os.getsid(pid) == pid and process_table.markers(pid)[-1] == "1:2:x:1"
     child.kill_tree()
     until(lambda: not alive(pid))

@@ -181,12 +181,13 @@ def test_one_large_equals_many_micro_batches(tied_folder, world):
 
 def test_own_logprobs_give_ratio_one(model_folder, world):
     model = policy(model_folder, world)
+    optimizer = make_optimizer(model, TrainerConfig().optim)  # of sharded parameters, which a forward pass would gather
     batch = TrainBatch(step=1, samples=[s for s in make_batch(3).samples if s.group_id == 0])
     (row,) = rows_of(batch)
     own = score(model, row, world)
     row.logprobs = own.logprobs.detach()
     assert not own.entropies.requires_grad
-    metrics = step(model, make_optimizer(model, TrainerConfig().optim), Packed(batch, [row], 0.0), world)
+    metrics = step(model, optimizer, Packed(batch, [row], 0.0), world)
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
 
 

@@ -40,6 +40,7 @@ def children():
     children.stop(1.0)
 
 
+@pytest.mark.proof
 def test_a_configuration_and_the_smoke(tmp_path):
     """All that is asked before a run, at once."""
     model = make_own_tiny_model(tmp_path / "tiny")
