@@ -6,6 +6,8 @@ from rl.models.tiny import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, byte_
 
 MAX_LEN = 1024
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
+LENGTH_DEPENDENT = ("phi3", "llama_dynamic")
+"""Families whose rotary embedding depends on the longest sequence."""
 
 
 def make_tiny_model(
@@ -65,6 +67,28 @@ def make_config(family: str, hidden: int, layers: int):
         case "gemma3":
             kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
             return transformers.Gemma3TextConfig(**grouped, sliding_window=4, layer_types=kinds, query_pre_attn_scalar=32)
+        case "phi3":  # longrope: one set of frequencies up to 64 tokens, another beyond
+            factors = {"short_factor": [1.0 + n / 16 for n in range(16)], "long_factor": [2.0 + n for n in range(16)]}
+            rope = {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1.0,
+                "original_max_position_embeddings": 64,
+                **factors,
+            }
+            return transformers.Phi3Config(**sizes, original_max_position_embeddings=64, rope_parameters=rope)
+        case "llama_dynamic":
+            rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "max_trained_positions": 128}
+            return transformers.LlamaConfig(**sizes, rope_parameters=rope)
+        case "gemma2":  # a cap on the scores of attention
+            return transformers.Gemma2Config(**grouped, attn_logit_softcapping=2.0, query_pre_attn_scalar=32)
+        case "gpt_oss":  # a sink in the softmax of each head
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+            return transformers.GptOssConfig(**grouped, **experts, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        case "lfm2":  # short convolutions between layers with attention
+            return transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+        case "xlstm":  # no attention at all
+            return transformers.xLSTMConfig(hidden_size=hidden, num_hidden_layers=layers, num_heads=2, qk_dim_factor=0.5)
         case "gpt2":
             dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
             return transformers.GPT2Config(n_embd=hidden, n_layer=layers, n_head=hidden // 32, n_positions=MAX_LEN, **dropout)

@@ -260,7 +260,6 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
         ["--orchestrator.sampling.max_tokens", "9"],
         ["--trainer.loss.truncate", "3"],
         ["--trainer.weights.dir", "/dev/shm"],
-        ["--trainer.attention", "eager"],
     ],
 )
 def test_what_may_not_change(place, args):

@@ -99,7 +99,7 @@ def test_what_is_not_plain_attention_is_refused():
     tree = TreeMask(torch.tensor([2, 2]), torch.tensor([0, 1]))
     tensors = qkv(2, 2)
     for special in ({"softcap": 30.0}, {"s_aux": torch.zeros(6)}):
-        with pytest.raises(RunError, match=f"{next(iter(special))}: set trainer.attention = eager"):
+        with pytest.raises(RunError, match=f"{next(iter(special))}: set trainer.attention = auto"):
             attention(nn.Module(), *tensors, None, tree=tree, **special)
     with pytest.raises(RunError, match="keyword arguments"):
         attention(nn.Module(), *tensors, None)

@@ -13,7 +13,7 @@ from rl.system.errors import RESTART, RunError
 from rl.trainer.attention import TreeMask
 from rl.trainer.balance import Layout
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model import check_attention, load_policy, score
+from rl.trainer.model import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed, pack
 from rl.trainer.start import Learner
@@ -243,18 +243,15 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_attention_that_trees_do_not_describe_is_refused(tied_folder, world):
+def test_windows_and_implementations_that_the_attention_does_not_see_are_refused(tied_folder, world):
     model = policy(tied_folder, world)
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(RunError, match="linear_attention"):
-        check_attention(model)
     (row,) = rows_of(make_batch(1))
     model.config.layer_types = ["full_attention", "sliding_attention"]
     model.config.sliding_window = 4
-    with pytest.raises(RunError, match=r"window of 4 tokens; set trainer.attention = eager"):
+    with pytest.raises(RunError, match=r"window of 4 tokens; set trainer.attention = auto"):
         score(model, row, world)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(RunError, match=r"does not call it; set trainer.attention = eager"):
+    with pytest.raises(RunError, match=r"does not call its attention function; set trainer.attention = auto"):
         score(model, row, world)
 
 

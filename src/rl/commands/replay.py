@@ -45,6 +45,7 @@ POLL_S = 0.2
 CHANGES_BITS = (
     "trainer.ranks",
     "trainer.micro_batch_tokens",
+    "trainer.attention",
     "trainer.dp_replicate",
     "trainer.context_parallel",
     "trainer.cpus",

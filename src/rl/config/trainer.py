@@ -136,8 +136,9 @@ class TrainerConfig(Settings):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is recomputed in the backward pass to save memory: `full` keeps one tensor a layer and costs about a third more compute,
     `selective` keeps the results of matrix products and attention and recomputes the rest."""
-    attention: Literal["auto", "blocks", "flex", "eager"] = "auto"
-    """How attention over prefix trees is computed. auto: `blocks` on CPUs, `flex` (compiled) on GPUs; `eager` for models that need it."""
+    attention: Literal["auto", "blocks", "flex", "eager", "unpacked"] = "auto"
+    """How a row of samples is computed. auto: the fastest way that a test at the start finds exact for the model: `blocks` on CPUs, `flex`
+    (compiled) on GPUs, `eager` with dense masks, `unpacked` with one sample a row. Any other is tested, too."""
     compile: bool = False
     """Whether the layers go through torch.compile: a minute or more at the start, faster steps on GPUs."""
     deterministic: bool | None = None

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "trainer.dp_replicate",
     "trainer.context_parallel",
     "trainer.activation_checkpointing",
+    "trainer.attention",
     "trainer.strict_parity",
     "trainer.checkpoint",
     "trainer.weights.keep_last",

@@ -303,7 +303,7 @@ def attention(
     asked += ["bidirectional attention"] * (getattr(module, "is_causal", True) is False)
     if tree is None or asked:
         what = f"wants {', '.join(asked)}" if asked else "is not given the keyword arguments of the model's call"
-        raise RunError(f"{type(module).__name__} {what}: set trainer.attention = eager")
+        raise RunError(f"{type(module).__name__} {what}: set trainer.attention = auto")
     assert dropout == 0.0
     window = sliding_window or None
     tree.windows.add(window)

@@ -21,7 +21,7 @@ class Layout:
     """Place among the ranks that have samples of their own (the data-parallel ones)."""
     num_ranks: int
     max_tokens: int
-    """The most tokens of a micro batch; one sample that is longer has a micro batch of its own."""
+    """The most tokens of a micro batch; one sample that is longer has a micro batch of its own. 0: each sample has."""
     hidden_size: int
     """The model's; it says how a token's matrix products compare with its attention, see `path_cost`."""
 

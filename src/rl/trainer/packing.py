@@ -42,6 +42,11 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # [N] float32, of the policy that the batch began with, once a clipped loss needs them
     reference_logprobs: Tensor | None = None  # [N] float32, of the reference model, once they were computed
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether the row is the tokens of one sample."""
+        return bool((self.ends == len(self.ends)).all())
+
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on the device. Out of pinned memory this returns at once: the copy is in the order of the device's work."""
         return MicroBatch(**{name: value if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()})

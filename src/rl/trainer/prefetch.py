@@ -59,11 +59,14 @@ class Prefetch:
             return self.background.result(f"batch {step}, which rank 0 was to send; see its log", self.deadline_s, others)
 
 
-def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1) -> Packed:
-    """Packs a batch for this rank in so many minibatches, each token with its weight in the loss of its own."""
+def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1, several: bool = True) -> Packed:
+    """Packs a batch for this rank in so many minibatches, each token with its weight in the loss of its own.
+
+    `several`: whether a row may hold more than one sample, see model.is_packed.
+    """
     settings = config.trainer
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
-    max_tokens = settings.micro_batch_tokens * world.context_size  # of a row, which that many ranks share
+    max_tokens = settings.micro_batch_tokens * world.context_size * several  # of a row, which that many ranks share
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
     packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)

@@ -15,7 +15,7 @@ from rl.trainer.packing import pack
 from rl.wire.agreement import LIMITS, agreement
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
-from tests.tiny_model import FAMILIES, make_tiny_model
+from tests.tiny_model import FAMILIES, LENGTH_DEPENDENT, make_tiny_model
 from tests.trainer.samples import make_sample
 from tests.zygote import inference_zygote
 
@@ -24,7 +24,7 @@ from tests.zygote import inference_zygote
 def sampled(tmp_path_factory):
     """(dtype, family) -> folder with a model and what vLLM sampled from it, all in one process."""
     root = tmp_path_factory.mktemp("families")
-    folders = {(dtype, name): make_tiny_model(root / dtype / name, family=name) for dtype in LIMITS for name in FAMILIES}
+    folders = {(dtype, name): make_tiny_model(root / dtype / name, family=name) for dtype in LIMITS for name in FAMILIES + LENGTH_DEPENDENT}
 
     process = inference_zygote().fork("tests.sample_families", *map(str, folders.values()), log=root / "log")
     try:
@@ -35,10 +35,11 @@ def sampled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES + LENGTH_DEPENDENT)
 def test_trainer_equals_vllm(sampled, world, family, dtype):
     folder = sampled[dtype, family]
-    config = RLConfig(model=ModelConfig(name=str(folder), dtype=dtype))
+    settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones
+    config = RLConfig(model=ModelConfig(name=str(folder), dtype=dtype, max_model_len=512), trainer=settings)
     batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), family).batch
     model = load_policy(str(folder), config.model, config.trainer, world)
     tokens = compare(model, config, batch, world)

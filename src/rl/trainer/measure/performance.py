@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl.trainer.model import layer_windows
+from rl.trainer.modes import layer_windows
 from rl.trainer.packing import MicroBatch, Packed
 from rl.trainer.parallel.world import World
 
@@ -82,8 +82,8 @@ def work_of(model: PreTrainedModel) -> Work:
     """Counted from the model's own matrices, whatever the architecture calls them."""
     config = model.config.get_text_config()
     per_token = sum(times * matrix.shape[-2:].numel() * (6 if matrix.requires_grad else 4) for matrix, times in layer_matrices(model))
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_attention_heads", 0)  # a model of another kind has none
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     widths = getattr(config, "qk_head_dim", head_dim) + getattr(config, "v_head_dim", head_dim)
     head = model.get_output_embeddings().weight
     return Work(per_token, head.numel() * (6 if head.requires_grad else 4), 6 * heads * widths, Counter(layer_windows(model)))

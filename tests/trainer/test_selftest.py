@@ -1,0 +1,133 @@
+"""The test at the start: what it chooses for models of every kind, what it refuses, and that what it chooses is exact."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from rl.config.run import ModelConfig
+from rl.config.trainer import TrainerConfig
+from rl.system.errors import RunError
+from rl.trainer import selftest
+from rl.trainer.measure.performance import work_of
+from rl.trainer.model import is_packed
+from rl.trainer.selftest import choose_mode, examine, keep_layers
+from tests.tiny_model import make_config, make_tiny_model
+from tests.trainer.samples import branching_batch
+from tests.trainer.test_model import assert_same, backward, policy, reference
+
+CPU = torch.device("cpu")
+MODES = ["blocks", "eager", "unpacked"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rl" / "attention"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A function from the name of a family to the folder of a model."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(family):
+        return made.setdefault(family, None) or made.update({family: make_tiny_model(root / family, family=family)}) or made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "because"),
+    [
+        ("llama", "blocks", ""),
+        ("gemma3", "blocks", ""),
+        ("gemma2", "eager", "wants softcap"),
+        ("gpt_oss", "eager", "wants s_aux"),
+        ("lfm2", "unpacked", "nats off"),
+        ("xlstm", "unpacked", "nats off"),
+    ],
+)
+def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(family, mode, because, folder, world, capfd):
+    """Log-probabilities, entropies and gradients, packed if possible, are those of plain transformers."""
+    model = policy(folder(family), world)
+    said = "".join(capfd.readouterr())
+    assert f"trainer.attention: {mode} for " in said and because in said and ("WARNING" in said) == (mode != "blocks")
+    assert is_packed(model) == (mode != "unpacked") and work_of(model).per_token > 0
+    found = backward(model, world, branching_batch(), max_tokens=4096 * is_packed(model))
+    assert len(found[1]) > 100
+    assert_same(found, reference(folder(family), branching_batch()), tolerance=2e-5)
+
+
+def test_a_mode_that_is_set_is_tested_too(folder, world):
+    """With eager set, xLSTM was 2.2 nats off without a word."""
+    for attention, family in (("blocks", "gpt_oss"), ("eager", "lfm2"), ("eager", "xlstm")):
+        with pytest.raises(RunError, match=r"cannot be trained with the numbers that it has alone .* set trainer.attention = auto"):
+            policy(folder(family), world, attention=attention)
+    assert not is_packed(policy(folder("llama"), world, attention="unpacked"))
+
+
+def test_models_that_are_not_causal_or_not_whole_are_refused(folder, world, monkeypatch):
+    config = ModelConfig(name="it")
+    eager = selftest.load_part(str(folder("llama")), config, CPU)
+    monkeypatch.setattr(selftest, "load_part", lambda *_: eager)
+    forward = LlamaForCausalLM.forward
+
+    def looks_ahead(self, input_ids=None, **kwargs):
+        out = forward(self, input_ids=input_ids, **kwargs)
+        out.logits = out.logits + torch.arange(out.logits.shape[-1]) * input_ids[0, -1] / 1e3
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "forward", looks_ahead)
+        assert "choose a causal language model" in examine(str(folder("llama")), config, MODES, CPU).fault
+    eager.lm_head.weight.data[0] = float("nan")
+    assert "not finite" in examine(str(folder("llama")), config, MODES, CPU).fault
+
+
+def test_state_that_stays_from_call_to_call_is_refused(folder, monkeypatch):
+    forward, calls = LlamaForCausalLM.forward, []
+
+    def remembers(self, input_ids=None, **kwargs):
+        out = forward(self, input_ids=input_ids, **kwargs)
+        calls.append(0)
+        out.logits = out.logits * (1 + len(calls) * self.training / 100)
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", remembers)
+    choice = examine(str(folder("llama")), ModelConfig(name="it"), MODES, CPU)
+    assert "cannot be trained" in choice.fault and all(f"{mode}: " in choice.fault for mode in MODES)
+
+
+def test_windows_longer_than_the_probes_are_seen(tmp_path):
+    """A window of 300 tokens that the attention function is not told of makes no difference to samples of 30."""
+    folder = make_tiny_model(tmp_path / "mistral", family="llama")
+    config = ModelConfig(name="it", max_model_len=512)
+    test = selftest.Test(selftest.load_part(str(folder), config, CPU), config)
+    assert test.why_not("blocks") == ""
+    folder = make_tiny_model(tmp_path / "gemma3", family="gemma3", sliding_window=300)
+    model = selftest.load_part(str(folder), config, CPU)
+    assert model.config.sliding_window == selftest.NARROW
+    assert AutoModelForCausalLM.from_pretrained(folder).config.sliding_window == 300
+
+
+def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkeypatch):
+    config, tried = ModelConfig(name="it", dtype="float32"), []
+    monkeypatch.setattr(selftest, "examine", lambda *args: tried.append(args) or examine(*args))
+    first = choose_mode(str(folder("llama")), config, TrainerConfig(), world)
+    assert choose_mode(str(folder("llama")), config, TrainerConfig(), world) == first and len(tried) == 1
+    (file,) = cache.iterdir()
+    file.write_bytes(b"{")  # a damaged cache is none
+    choose_mode(str(folder("llama")), config, TrainerConfig(attention="eager"), world)
+    assert choose_mode(str(folder("llama")), config, TrainerConfig(), world) == first and len(tried) == 3
+    choose_mode(str(folder("gemma3")), config, TrainerConfig(), world)
+    assert len(tried) == 4
+
+
+def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():
+    config = make_config("gemma3", 64, 40)
+    config.layer_types = ["sliding_attention"] * 11 + ["full_attention"] + ["sliding_attention"] * 28
+    keep_layers(config)
+    assert config.num_hidden_layers == len(config.layer_types) == 12
+    config = make_config("llama", 64, 40)
+    keep_layers(config)
+    assert config.num_hidden_layers == selftest.LEAST_LAYERS
