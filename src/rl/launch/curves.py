@@ -26,7 +26,7 @@ PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
     ("tokens a rollout", (("orchestrator", "rollouts/length_mean", ""),)),
     ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
     ("lag, versions", (("orchestrator", "lag/max", "max"), ("orchestrator", "lag/mean", "mean"))),
-    ("trainer-inference mismatch, KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
+    ("mismatch KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
     ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
     ("rollouts a step", (("orchestrator", "rollouts/finished", "finished"), ("orchestrator", "rollouts/trained", "trained"))),
 )  # fmt: skip
