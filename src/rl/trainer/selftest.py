@@ -41,9 +41,11 @@ NARROW = 8
 """Tokens of a window in this test: fewer than those of a sample."""
 WINDOWS = (
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "keep_window_size", "local_attention"),
-    *("attention_chunk_size", "index_topk"),
+    "attention_chunk_size",
 )
 """What configs call the number of tokens that an attention sees, where no weight has that size."""
+SPARSE = "index_topk"
+"""The number of tokens that a sparse attention (DeepSeek-V3.2) picks: it counts only where samples may be longer."""
 WHOLE_BYTES = 1 << 28
 """Models whose files are smaller are tested whole, of others the first layers, at least LEAST_LAYERS."""
 LEAST_LAYERS = 8
@@ -170,7 +172,8 @@ def load_part(folder: str, config: ModelConfig, device: torch.device) -> PreTrai
     """The model in float32 with narrow windows; of a large one the first layers, as many as show every kind."""
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     text = shape.get_text_config()
-    for name in WINDOWS:
+    sparse = [SPARSE] if (getattr(text, SPARSE, None) or config.max_model_len) < config.max_model_len else []
+    for name in (*WINDOWS, *sparse):
         if isinstance(getattr(text, name, None), int) and getattr(text, name) > NARROW:
             setattr(text, name, NARROW)
     size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin"))
@@ -300,6 +303,8 @@ class Test:
         """Both samples as a tree, and a third at the far end, of which nothing may depend on the first ones."""
         if len(self.alone) == len(self.samples):
             raise RunError("it takes no positions")
+        if getattr(model.config.get_text_config(), SPARSE, None):
+            raise RunError("its attention picks among all tokens of a row")
         a, b = self.samples
         length = PREFIX + sum(BRANCHES)
         ids = torch.cat([a, b[PREFIX:], self.far])
