@@ -85,6 +85,8 @@ def make_config(family: str, hidden: int, layers: int):
         case "gpt_oss":  # a sink in the softmax of each head
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
             return transformers.GptOssConfig(**grouped, **experts, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        case "gptj":  # attention of its own
+            return transformers.GPTJConfig(n_embd=hidden, n_layer=layers, n_head=hidden // 32, n_positions=MAX_LEN, rotary_dim=16)
         case "lfm2":  # short convolutions between layers with attention
             return transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
         case "xlstm":  # no attention at all

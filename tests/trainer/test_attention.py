@@ -55,6 +55,30 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, small_blocks, window,
     assert (attend_flex(*floats, tree, window, 0.2) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("cap", "sunk"), [(3.0, False), (None, True), (3.0, True)])
+def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
+    """Gemma 2 bounds its scores, gpt-oss has one more column in each softmax, whose value is zero."""
+    monkeypatch.setattr(module, "BLOCK_PAIRS", 300)
+    monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
+    tree = TreeMask(*random_row(1, 150))
+    query, key, value = qkv(150, 150)
+    sinks = torch.randn(6, dtype=torch.float64).requires_grad_() if sunk else None
+    scores = 0.7 * query @ key.repeat_interleave(3, 1).transpose(2, 3)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    scores = scores.masked_fill(~tree.dense(window), -torch.inf)
+    if sunk:
+        scores = torch.cat([scores, sinks.view(1, 6, 1, 1).expand(1, 6, 150, 1)], -1)
+    expected = (scores.softmax(-1)[..., :150] @ value.repeat_interleave(3, 1)).transpose(1, 2)
+    out = attend_blocks(query, key, value, tree, window, 0.7, cap, sinks)
+    assert (out - expected).abs().max() < 1e-12
+    inputs, grad = [x for x in (query, key, value, sinks) if x is not None], torch.randn_like(out)
+    grads = [torch.autograd.grad(o, inputs, grad) for o in (out, expected)]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
+    floats = [x.detach().float() for x in inputs]
+    assert (attend_flex(*floats[:3], tree, window, 0.7, cap, *floats[3:]) - expected).abs().max() < 1e-5
+
+
 def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     # one chain of 4096, and 8 answers of 128 behind a prompt of 256
     positions = torch.cat([torch.arange(4096), torch.arange(256), torch.arange(256, 384).repeat(8)])
@@ -98,7 +122,7 @@ def test_bfloat16_is_as_near_as_torch():
 def test_what_is_not_plain_attention_is_refused():
     tree = TreeMask(torch.tensor([2, 2]), torch.tensor([0, 1]))
     tensors = qkv(2, 2)
-    for special in ({"softcap": 30.0}, {"s_aux": torch.zeros(6)}):
+    for special in ({"position_bias": torch.zeros(2, 2)}, {"head_mask": torch.zeros(6)}):
         with pytest.raises(RunError, match=f"{next(iter(special))}: set trainer.attention = auto"):
             attention(nn.Module(), *tensors, None, tree=tree, **special)
     with pytest.raises(RunError, match="keyword arguments"):

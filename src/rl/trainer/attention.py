@@ -6,7 +6,7 @@ Three implementations, all exact:
 * `blocks`: consecutive queries with nearly the same keys form a block; per block two matrix products and a softmax over those keys
   only. The cost is the number of visible (query, key) pairs, nothing is padded, and no mask is larger than its block. Any device.
 * `flex`: torch's FlexAttention, compiled. For GPUs (its backward pass exists only there).
-* `eager`: transformers' own attention with a dense [T, T] mask, for models whose attention is special (softcaps, sinks).
+* `eager`: transformers' own attention with a dense [T, T] mask, for models whose attention is special.
 """
 
 import functools
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from rl.system.errors import RunError
@@ -195,15 +195,35 @@ def block_keys(whole: Tensor, first: int, index: Tensor, length: int) -> Tensor:
     return whole[:, first : first + length] if first >= 0 else whole.index_select(1, index)
 
 
-def probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """softmax(scale * query @ key^T + mask): query [H, G q, D], key [H, k, D], mask [q, k] -> [H, G q, k]."""
-    tiled = mask.repeat(query.shape[1] // mask.shape[0], 1)
-    return torch.baddbmm(tiled, query, key.transpose(1, 2), alpha=scale).softmax(-1)
+def probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale * query @ key^T + mask): query [H, G q, D], key [H, k, D], mask [q, k] -> [H, G q, k].
+
+    With a `cap` the products x are cap * tanh(x / cap); the tanh is returned, too. With `sinks` [H G] each row's softmax has one more
+    column, the sink of its head, which is left out of what is returned.
+    """
+    tiled, tanh = mask.repeat(query.shape[1] // mask.shape[0], 1), None
+    if cap:
+        tanh = (query @ key.transpose(1, 2)).mul_(scale / cap).tanh_()
+        scores = torch.add(tiled, tanh, alpha=cap)
+    else:
+        scores = torch.baddbmm(tiled, query, key.transpose(1, 2), alpha=scale)
+    if sinks is None:
+        return scores.softmax(-1), tanh
+    column = sinks.view(len(key), -1).repeat_interleave(mask.shape[0], 1)[..., None].to(scores.dtype)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1], tanh
 
 
 @torch.library.custom_op("rl::block_attention", mutates_args=())
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], keys: Sequence[Tensor], first_keys: Sequence[int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    first_keys: Sequence[int],
+    scale: float,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention block by block. The query heads that share a key's head are rows of the same matrix product: no key is copied for them.
 
@@ -211,6 +231,7 @@ def block_attention(
         query: [1, H, T', D]; H is a multiple of the keys' heads.
         key, value: [1, heads, T, D] and [1, heads, T, D2].
         masks, keys, first_keys: those of the blocks, in order.
+        scale, cap, sinks: see `probabilities`; a cap of 0 is none.
 
     Returns: [1, T', H, D2].
     """
@@ -219,38 +240,46 @@ def block_attention(
     outs = out[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)  # each [heads, G, q, D2]
     for q, o, mask, index, first in zip(query[0].unflatten(0, (heads, -1)).split(sizes, 2), outs, masks, keys, first_keys, strict=True):
         k, v = (block_keys(whole[0], first, index, mask.shape[1]) for whole in (key, value))
-        o.copy_((probabilities(q.flatten(1, 2), k, mask, scale) @ v).view(o.shape))
+        o.copy_((probabilities(q.flatten(1, 2), k, mask, scale, cap, sinks)[0] @ v).view(o.shape))
     return out
 
 
 @block_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, masks: object, keys: object, first_keys: object, scale: float) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def save_inputs(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    query, key, value, ctx.masks, ctx.keys, ctx.first_keys, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value)
+    query, key, value, ctx.masks, ctx.keys, ctx.first_keys, ctx.scale, ctx.cap, sinks = inputs
+    ctx.save_for_backward(query, key, value, sinks)
 
 
 def block_attention_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     """Recomputes each block's probabilities P. With O = P V: dV = P^T dO, dS = P * (dO V^T - rowsum), dQ = scale dS K, dK = scale dS^T Q.
 
-    Sums over blocks are kept in float32 or better.
+    With a cap dS is multiplied with 1 - tanh^2. A sink's probability, 1 - sum P, multiplies a value of zero: its gradient is that times
+    -rowsum. Sums over blocks are kept in float32 or better.
     """
-    query, key, value = ctx.saved_tensors
+    query, key, value, sinks = ctx.saved_tensors
     heads, sizes = key.shape[1], [mask.shape[0] for mask in ctx.masks]
     grad_query = query.new_empty(query.shape[2], *query.shape[1::2])  # [T', H, D], as the projections have it
     precise = torch.promote_types(key.dtype, torch.float32)
     grad_key, grad_value = (x.new_zeros(x.shape[2], heads, x.shape[3], dtype=precise) for x in (key, value))
+    grad_sinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=precise)
     grad_queries = grad_query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)
     grads = grad[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)
     queries = query[0].unflatten(0, (heads, -1)).split(sizes, 2)
     for q, g, grad_q, mask, index, first in zip(queries, grads, grad_queries, ctx.masks, ctx.keys, ctx.first_keys, strict=True):
         k, v = (block_keys(whole[0], first, index, mask.shape[1]) for whole in (key, value))
         q, g = q.flatten(1, 2), g.flatten(1, 2)
-        p = probabilities(q, k, mask, ctx.scale)
-        s = torch._softmax_backward_data(g @ v.transpose(1, 2), p, -1, p.dtype)
+        p, tanh = probabilities(q, k, mask, ctx.scale, ctx.cap, sinks)
+        grad_p = g @ v.transpose(1, 2)
+        s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+        if grad_sinks is not None:
+            missing, mean = 1.0 - p.sum(-1, dtype=precise), (p * grad_p).sum(-1, dtype=precise)  # [heads, G q]
+            grad_sinks -= (missing * mean).view(len(sinks), -1).sum(-1)
+        if tanh is not None:
+            s *= 1.0 - tanh.square_()
         grad_q.copy_((s @ k).view(grad_q.shape)).mul_(ctx.scale)
         for total, part in ((grad_key, (s.transpose(1, 2) @ q).mul_(ctx.scale)), (grad_value, p.transpose(1, 2) @ g)):
             if first >= 0:
@@ -258,16 +287,26 @@ def block_attention_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | l
             else:
                 total.index_add_(0, index, part.transpose(0, 1).to(total.dtype))
     grad_key, grad_value = (total.to(key.dtype).transpose(0, 1)[None] for total in (grad_key, grad_value))
-    return grad_query.transpose(0, 1)[None], grad_key, grad_value, [None] * len(sizes), [None] * len(sizes), None, None
+    grad_sinks = None if sinks is None else grad_sinks.to(sinks.dtype)
+    return grad_query.transpose(0, 1)[None], grad_key, grad_value, [None] * len(sizes), [None] * len(sizes), None, None, None, grad_sinks
 
 
 block_attention.register_autograd(block_attention_backward, setup_context=save_inputs)
 
 
-def attend_blocks(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, scale: float) -> Tensor:
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TreeMask,
+    window: int | None,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     blocks = tree.blocks(window, query.dtype)
     masks, keys, firsts = [b.mask for b in blocks], [b.keys for b in blocks], [b.first_key for b in blocks]
-    return block_attention(query, key, value, masks, keys, firsts, scale)
+    return block_attention(query, key, value, masks, keys, firsts, scale, cap or 0.0, sinks)
 
 
 @functools.cache
@@ -275,10 +314,28 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
 
-def attend_flex(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, scale: float) -> Tensor:
+def attend_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TreeMask,
+    window: int | None,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
     attend = compiled_flex() if query.is_cuda else flex_attention
-    grouped = query.shape[1] != key.shape[1]
-    return attend(query, key, value, block_mask=tree.flex(window), scale=scale, enable_gqa=grouped).transpose(1, 2).contiguous()
+    settings = {"block_mask": tree.flex(window), "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    settings |= {"score_mod": capped} if cap else {}
+    if sinks is None:
+        return attend(query, key, value, **settings).transpose(1, 2).contiguous()
+    out, extra = attend(query, key, value, return_aux=AuxRequest(lse=True), **settings)
+    # The sink is one more term in the softmax's sum: exp(lse) / (exp(lse) + exp(sink)) of the weight is left.
+    left = torch.sigmoid(extra.lse - sinks.to(extra.lse.dtype)[:, None])
+    return (out * left[..., None].to(out.dtype)).transpose(1, 2).contiguous()
 
 
 @torch.compiler.disable
@@ -291,15 +348,18 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     tree: TreeMask | None = None,
     attend: Callable[..., Tensor] = attend_blocks,
     **special: object,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer: query [1, H, T', D], key and value [1, heads, T', D] -> [1, T', H, D].
 
-    Raises RunError for attention that is not plain softmax over the visible keys.
+    `softcap` bounds the scores (Gemma 2); `s_aux` [H] are the heads' sinks (gpt-oss). Raises RunError for attention that is not softmax
+    over the visible keys.
     """
-    asked = [name for name in ("softcap", "s_aux", "position_bias") if special.get(name) is not None]
+    asked = [name for name in ("position_bias", "head_mask") if special.get(name) is not None]
     asked += ["bidirectional attention"] * (getattr(module, "is_causal", True) is False)
     if tree is None or asked:
         what = f"wants {', '.join(asked)}" if asked else "is not given the keyword arguments of the model's call"
@@ -308,7 +368,7 @@ def attention(
     window = sliding_window or None
     tree.windows.add(window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, tree.gather(key), tree.gather(value), tree, window, scale), None
+    return attend(query, tree.gather(key), tree.gather(value), tree, window, scale, softcap, s_aux), None
 
 
 AttentionInterface.register("rl_blocks", attention)

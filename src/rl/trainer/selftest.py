@@ -15,7 +15,7 @@ import importlib.metadata
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,9 +41,11 @@ NARROW = 8
 """Tokens of a window in this test: fewer than those of a sample."""
 WINDOWS = (
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "keep_window_size", "local_attention"),
-    *("attention_chunk_size", "index_topk"),
+    "attention_chunk_size",
 )
 """What configs call the number of tokens that an attention sees, where no weight has that size."""
+SPARSE = "index_topk"
+"""The number of tokens that a sparse attention (DeepSeek-V3.2) picks: it counts only where samples may be longer."""
 WHOLE_BYTES = 1 << 28
 """Models whose files are smaller are tested whole, of others the first layers, at least LEAST_LAYERS."""
 LEAST_LAYERS = 8
@@ -52,7 +54,7 @@ MOST_LIKELY = 64
 MARGIN = 10.0
 """A mode may differ by so many times what one rounding error of each embedding does: a model has a few hundred roundings one after another,
 and another order of their sums."""
-LEAST_LIMIT, MOST_LIMIT = 2e-5, 0.5
+LEAST_LIMIT, MOST_LIMIT = 2e-5, {torch.float32: 1e-2, torch.bfloat16: 0.5}
 """Bounds of the limit, nats, for models whose numbers hardly depend on the embeddings, and for those in which rounding is everything."""
 MODEL_ERRORS = (RunError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError, ImportError)
 """What the code of a model raises when it is called in a way that it does not know."""
@@ -170,7 +172,8 @@ def load_part(folder: str, config: ModelConfig, device: torch.device) -> PreTrai
     """The model in float32 with narrow windows; of a large one the first layers, as many as show every kind."""
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     text = shape.get_text_config()
-    for name in WINDOWS:
+    sparse = [SPARSE] if (getattr(text, SPARSE, None) or config.max_model_len) < config.max_model_len else []
+    for name in (*WINDOWS, *sparse):
         if isinstance(getattr(text, name, None), int) and getattr(text, name) > NARROW:
             setattr(text, name, NARROW)
     size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin"))
@@ -229,9 +232,12 @@ class Test:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Computes the samples alone, as plain Hugging Face does, and how far rounding reaches."""
-        self.model.eval()
-        outputs = [self.model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.samples]
+        """Computes the samples alone, as plain Hugging Face does, and how far rounding reaches.
+
+        On a copy, as every mode: what a model changes at its first call (BigBird its kind of attention) must not help the next.
+        """
+        model = copy.deepcopy(self.model).eval()
+        outputs = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.samples]
         self.alone = [Alone(logits) for logits in outputs]
         generator = torch.Generator(self.device).manual_seed(0)
         error = torch.finfo(self.model.dtype).eps
@@ -239,11 +245,13 @@ class Test:
         def change(module: object, args: object, output: Tensor) -> Tensor:
             return output * (1 + error * torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype))
 
-        hook = self.model.get_input_embeddings().register_forward_hook(change)
-        changed = self.model(input_ids=self.samples[0][None], use_cache=False).logits[0]
+        hook = model.get_input_embeddings().register_forward_hook(change)
+        changed = model(input_ids=self.samples[0][None], use_cache=False).logits[0]
         hook.remove()
+        with suppress(*MODEL_ERRORS):  # models that take no positions
+            self.alone.append(Alone(model(input_ids=self.far[None], position_ids=self.far_positions[None], use_cache=False).logits[0]))
         noise = self.alone[0].distance(changed)
-        self.limit = min(max(MARGIN * noise, LEAST_LIMIT), MOST_LIMIT)
+        self.limit = min(max(MARGIN * noise, LEAST_LIMIT), MOST_LIMIT[self.model.dtype])
         name = type(self.model).__name__
         if not math.isfinite(noise):
             raise RunError(f"{name}: its log-probabilities are not finite; are its weights whole?")
@@ -259,40 +267,44 @@ class Test:
     def in_dtype(self, check: Callable[[], str]) -> str:
         """A check in the type of the run, with the limit of that type."""
         before, precise = (self.alone, self.limit), self.model
-        self.model = copy.deepcopy(precise).to(self.dtype)
-        self.measure()
-        reason = check()
-        self.model, (self.alone, self.limit) = precise, before
-        return reason
-
-    @torch.no_grad()
-    def try_mode(self, mode: Mode) -> str:
-        self.model.train()
-        turn_off_randomness(self.model)
-        wanted = implementation(mode, type(self.model))
         try:
-            with quiet():
-                self.model.set_attn_implementation(wanted)
-            if self.model.config._attn_implementation != wanted and mode != "unpacked":
-                return "its attention cannot be exchanged"
-            self.found = self.unpacked_difference() if mode == "unpacked" else self.packed_difference(mode)
+            self.model = copy.deepcopy(precise).to(self.dtype)
+            self.measure()
+            return check()
         except MODEL_ERRORS as error:
             return describe(error)
         finally:
-            with suppress(*MODEL_ERRORS), quiet():
-                self.model.set_attn_implementation("eager")
+            self.model, (self.alone, self.limit) = precise, before
+
+    @torch.no_grad()
+    def try_mode(self, mode: Mode) -> str:
+        try:
+            with quiet():
+                model = copy.deepcopy(self.model).train()
+                turn_off_randomness(model)
+                wanted = implementation(mode, type(model))
+                model.set_attn_implementation(wanted)
+            if model.config._attn_implementation != wanted and mode != "unpacked":
+                return "its attention cannot be exchanged"
+            self.found = self.unpacked_difference(model) if mode == "unpacked" else self.packed_difference(model, mode)
+        except MODEL_ERRORS as error:
+            return describe(error)
         if not self.found <= self.limit:
             return f"{self.found:.2g} nats off, where rounding makes {self.limit:.1e}"
         return ""
 
-    def unpacked_difference(self) -> float:
+    def unpacked_difference(self, model: PreTrainedModel) -> float:
         """In the other order, so that state that stays from call to call shows."""
         tree = TreeMask(self.far, self.far)  # not used
-        pairs = zip(reversed(self.alone), reversed(self.samples), strict=True)
-        return max(alone.distance(call(self.model, "unpacked", ids, ids, tree)[0]) for alone, ids in pairs)
+        pairs = zip(reversed(self.alone[: len(self.samples)]), reversed(self.samples), strict=True)
+        return largest(alone.distance(call(model, "unpacked", ids, ids, tree)[0]) for alone, ids in pairs)
 
-    def packed_difference(self, mode: Mode) -> float:
+    def packed_difference(self, model: PreTrainedModel, mode: Mode) -> float:
         """Both samples as a tree, and a third at the far end, of which nothing may depend on the first ones."""
+        if len(self.alone) == len(self.samples):
+            raise RunError("it takes no positions")
+        if getattr(model.config.get_text_config(), SPARSE, None):
+            raise RunError("its attention picks among all tokens of a row")
         a, b = self.samples
         length = PREFIX + sum(BRANCHES)
         ids = torch.cat([a, b[PREFIX:], self.far])
@@ -301,8 +313,11 @@ class Test:
         ends = torch.full_like(ids, len(ids))
         ends[:length] = length
         ends[PREFIX : len(a)] = len(a)
-        found = call(self.model, mode, ids, positions, TreeMask(ends, positions))[0]
-        self.model.set_attn_implementation("eager")
-        far = Alone(self.model(input_ids=self.far[None], position_ids=self.far_positions[None], use_cache=False).logits[0])
+        found = call(model, mode, ids, positions, TreeMask(ends, positions))[0]
         parts = [found[: len(a)], torch.cat([found[:PREFIX], found[len(a) : length]]), found[length:]]
-        return max(alone.distance(logits) for alone, logits in zip([*self.alone, far], parts, strict=True))
+        return largest(alone.distance(logits) for alone, logits in zip(self.alone, parts, strict=True))
+
+
+def largest(values: Iterable[float]) -> float:
+    """nan if there is one among them."""
+    return float(torch.tensor(list(values)).max())

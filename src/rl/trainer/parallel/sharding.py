@@ -40,7 +40,8 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
     reshard = offload or world.mesh.size(-1) > 1
-    for block in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    for block in reversed(blocks):  # the inner ones first, where blocks hold blocks (Falcon-Mamba)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
     for module in model.modules():
