@@ -186,7 +186,7 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
     own = score(model, row, world)
     row.logprobs = own.logprobs.detach()
     assert not own.entropies.requires_grad
-    metrics = step(model, make_optimizer(model, TrainerConfig().optim), Packed(batch, [row], 0.0), world)
+    metrics = step(model, make_optimizer(model, TrainerConfig().optim), Packed(batch, [[row]], 0.0), world)
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
 
 
@@ -215,7 +215,7 @@ def step(model, optimizer, packed, world):
 
 def ready(*samples):
     batch = TrainBatch(step=1, samples=list(samples))
-    return Packed(batch, rows_of(batch), 0.0)
+    return Packed(batch, [rows_of(batch)], 0.0)
 
 
 def test_a_step_raises_what_was_good(tied_folder, world):
