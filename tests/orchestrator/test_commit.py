@@ -253,6 +253,7 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
     with pytest.raises(RunError, match=r"mine\.py:2"):
         one.builder.add(groups)
+    assert waiting_lines(world.run_dir) == [0, 1, 2]  # which shows what it failed with
     mine.write_text("def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n")
     monkeypatch.delitem(sys.modules, "functions_of_mine")
     again = world.orchestrator()

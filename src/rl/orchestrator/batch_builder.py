@@ -125,8 +125,10 @@ class BatchBuilder:
         Raises RunError for what a user's function does wrong. That costs no group: `restore` judges them again, once it is mended.
         """
         self.pending.append(groups)
-        self._judge(groups)
-        self.readable.append(groups)
+        try:
+            self._judge(groups)
+        finally:
+            self.readable.append(groups)
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
             self._count(group)
