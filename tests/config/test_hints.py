@@ -31,6 +31,7 @@ from rl.config.run import RLConfig
         ("kl_coef", "is called trainer.loss.kl_coefficient here"),
         ("inference.gpu_memory_utilization", "is called inference.vllm.gpu_memory_utilization here"),
         ("inference.parallel.tp", "is called inference.vllm.tensor_parallel_size here"),
+        ("ppo_epochs", "is called trainer.epochs here: passes over a batch"),
         ("max_async_level", "is called max_lag here: 0 is on-policy"),
         ("deployment.gpus_per_node", "deployment is called trainer.gpus and inference.gpus here: for several nodes see docs/multi_node.md"),
         (

@@ -213,6 +213,7 @@ def test_only_failures():
     said = only_failures([good, cut, cut], 4)
     assert said.startswith("every answer in the last 2 groups was cut off") and "raise orchestrator.sampling.max_tokens" in said
     assert only_failures([good, cut, failed], 4).endswith("the newest error:\nboom") and not only_failures([cut, good], 0)
+    assert only_failures([cut, failed, cut], 4).startswith("every answer in 2 of the last 3 groups was cut off")  # what most of them are
     assert only_failures([failed, failed, good], 0) == "" == only_failures([good, failed], 4) == only_failures([], 0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RoleStatus
 from rl.system import faults
+from rl.system.errors import RunError
+from rl.system.user_function import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
@@ -237,3 +240,23 @@ def test_a_short_batch_says_what_it_lacks(tmp_path):
     world.live(0)
     check(world)
     assert world.missing > 0
+
+
+def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
+    """Neither the groups that finished beside it; and groups that wait are judged by the function as it is when the run goes on."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def credit(group, config):\n    return [1 / (group.group_id - 1)] * len(group.rollouts)\n")
+    world = World(tmp_path / "run", random.Random(0), "--orchestrator.credit.function", f"{mine}:credit")
+    monkeypatch.setattr("rl.orchestrator.judge.user_function", lambda key, name: UserFunction(key, name, "group, config"))  # no cache
+    one = world.orchestrator()
+    one.builder.restore()
+    groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
+    with pytest.raises(RunError, match=r"mine\.py:2"):
+        one.builder.add(groups)
+    assert waiting_lines(world.run_dir) == [0, 1, 2]  # which shows what it failed with
+    mine.write_text("def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n")
+    monkeypatch.delitem(sys.modules, "functions_of_mine")
+    again = world.orchestrator()
+    again.builder.restore()
+    assert [group.advantages for group in again.builder.pending.groups] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert not again.source.again

@@ -145,6 +145,11 @@ WRONG = [
         "{'mean': 1.0}",
         "returned a metric 'mean' (at {file}:11); give it another name: that of one of ours",
     ),
+    (
+        "metrics",
+        "{'reward_mean_stderr': 1.0}",
+        "returned a metric 'reward_mean_stderr' (at {file}:11); give it another name: that of one of ours",
+    ),
     ("metrics", "{'a b': 1.0}", "returned a metric 'a b' (at {file}:11); give it a name without space and slash"),
     ("metrics", "{'x': nan}", "returned nan as 'x' (at {file}:11); return finite numbers, and leave out a metric that has none"),
 ]

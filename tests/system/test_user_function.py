@@ -115,8 +115,9 @@ def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_
 
 def test_results():
     assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(np.arange(2), 2) == [0.0, 1.0]
-    for value in (None, 1.0, [1.0], [1.0, math.nan], [1.0, "2"], "12", {1: 1, 2: 2}):
-        assert as_numbers(value, 2) is None
+    for value in (None, 1.0, [1.0], [1.0, math.nan], [1.0, "2"], "12", {1: 1, 2: 2}, {1.0, 2.0}, np.array(1.0), (1 / n for n in (1, 0))):
+        assert as_numbers(value, 2) is None  # a set has no order, and what an iterator raises is raised outside of the function
     assert as_bools(False, 2) == [False, False] and as_bools([True, False], 2) == as_bools(np.array([1, 0]) > 0, 2) == [True, False]
-    for value in (None, 1, [True], [1, 0], [True, None], "ab", {1: True, 2: False}):
+    assert as_bools(np.mean([0.5, 1.0]) < 0.9, 2) == as_bools(np.array(True), 2) == [True, True]
+    for value in (None, 1, [True], [1, 0], [True, None], "ab", {1: True, 2: False}, {True, False}, np.array(1), [np.array([True])] * 2):
         assert as_bools(value, 2) is None

@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 from rl.config.check import check_loss
 from rl.config.loss import LossConfig
 from rl.system.errors import GIVE_UP, RunError
-from rl.trainer.loss import LossInputs, compute_loss, log_ratio, outside_masks, sample_weights
+from rl.trainer.loss import LossInputs, compute_loss, log_ratio, outside_masks
 from rl.trainer.losses import custom_function, loss_function
+from rl.trainer.minibatches import sample_weights
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.samples import make_sample
 

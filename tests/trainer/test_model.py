@@ -187,7 +187,7 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
     own = score(model, row, world)
     row.logprobs = own.logprobs.detach()
     assert not own.entropies.requires_grad
-    metrics = step(model, optimizer, Packed(batch, [row], 0.0), world)
+    metrics = step(model, optimizer, Packed(batch, [[row]], 0.0), world)
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
 
 
@@ -216,7 +216,7 @@ def step(model, optimizer, packed, world):
 
 def ready(*samples):
     batch = TrainBatch(step=1, samples=list(samples))
-    return Packed(batch, rows_of(batch), 0.0)
+    return Packed(batch, [rows_of(batch)], 0.0)
 
 
 def test_a_step_raises_what_was_good(tied_folder, world):

@@ -8,8 +8,8 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.run_dir.metrics import read_metrics
-from rl.trainer.loss import sample_weights
 from rl.trainer.measure.performance import Timer
+from rl.trainer.minibatches import sample_weights
 from rl.trainer.model import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Layout, pack

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
@@ -102,6 +102,7 @@ class BatchBuilder:
                 self.metrics.write(newest, state.metrics)
         for warning in self.pending.load(settled, newest):
             log.warning(warning)
+        self._judge(self.pending.groups)
         self.readable.rewrite(self.pending.groups)
         self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
         for group in self.pending.groups:
@@ -118,15 +119,24 @@ class BatchBuilder:
         except CorruptFileError as error:
             raise RunError(f"{error}. Go on with the version of rl that wrote it, or start another run") from None
 
-    def add(self, groups: Iterable[Group]) -> None:
-        """Makes finished groups durable, with one write, then counts them."""
-        groups = [judge(group, self.rules[group.env]) for group in groups]
+    def add(self, groups: list[Group]) -> None:
+        """Makes finished groups durable, with one write, then judges and counts them.
+
+        Raises RunError for what a user's function does wrong. That costs no group: `restore` judges them again, once it is mended.
+        """
         self.pending.append(groups)
-        self.readable.append(groups)
+        try:
+            self._judge(groups)
+        finally:
+            self.readable.append(groups)
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
             self._count(group)
             self.warnings.failed(group)
+
+    def _judge(self, groups: list[Group]) -> None:
+        for group in groups:
+            judge(group, self.rules[group.env])
 
     def _count(self, group: Group) -> None:
         self.history.add(group)

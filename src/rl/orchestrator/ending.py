@@ -56,10 +56,13 @@ def only_failures(groups: Sequence[Group], limit: int) -> str:
     recent = list(takewhile(lambda group: group.why in ("error", "truncated", "filtered"), reversed(groups)))
     if not recent or sum(group.num_episodes for group in recent) < limit:
         return ""
-    errors = [rollout.error for group in recent for rollout in reversed(group.rollouts) if rollout.error]
-    if errors:
-        return f"the last {len(recent)} groups all failed; the newest error:\n{errors[0]}"
-    if any(group.why == "filtered" for group in recent):
-        return f"orchestrator.filter left nothing to train on in the last {len(recent)} groups: make it let more pass"
+    counts = Counter(group.why for group in recent)
+    (why, count), total = counts.most_common(1)[0], len(recent)
+    which = f"the last {total} groups" if count == total else f"{count} of the last {total} groups"
+    if why == "error":
+        newest = next(rollout.error for group in recent if group.why == why for rollout in reversed(group.rollouts) if rollout.error)
+        return f"{which}{' all' if count == total else ''} failed; the newest error:\n{newest}"
+    if why == "filtered":
+        return f"orchestrator.filter left nothing to train on in {which}: make it let more pass"
     remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
-    return f"every answer in the last {len(recent)} groups was cut off, and mask_truncated leaves none to train on; {remedy}"
+    return f"every answer in {which} was cut off, and mask_truncated leaves none to train on; {remedy}"

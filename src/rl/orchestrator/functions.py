@@ -13,7 +13,7 @@ from rl.config.run import RLConfig
 from rl.system.user_function import UserFunction, as_bools, as_number, as_numbers, returned
 from rl.wire.rollouts import Group, Rollout
 
-TAKEN = re.compile(r"mean|length_penalty|reward_mean|length_mean|errored|truncated|(agent_|pass@|avg@).*")
+TAKEN = re.compile(r"mean|length_penalty|reward_mean(_stderr)?|length_mean|errored|truncated|(agent_|pass@|avg@).*")
 """Names that stand beside the user's metrics in metrics.jsonl."""
 
 

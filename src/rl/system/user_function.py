@@ -5,7 +5,7 @@ import ast
 import inspect
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +111,25 @@ def as_number(value: Any) -> float | None:
 
 def as_numbers(value: Any, count: int) -> list[float] | None:
     """`count` finite numbers, or None."""
-    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        return None
-    numbers = [as_number(item) for item in value]
+    numbers = [as_number(item) for item in as_items(value)]
     return [number for number in numbers if number is not None] if len(numbers) == count and None not in numbers else None
 
 
 def as_bools(value: Any, count: int) -> list[bool] | None:
     """`count` times true or false, of one that holds for all or of so many; None for anything else, numbers too."""
-    items = [value] * count if isinstance(value, bool) else value
-    if isinstance(items, str | bytes | dict) or not isinstance(items, Iterable):
-        return None
-    found = [item.item() if hasattr(item, "item") else item for item in items]  # numpy's and torch's
-    return found if len(found) == count and all(isinstance(item, bool) for item in found) else None
+    one = as_bool(value)
+    found = [as_bool(item) for item in as_items(value)] if one is None else [one] * count
+    return [item for item in found if item is not None] if len(found) == count and None not in found else None
+
+
+def as_bool(value: Any) -> bool | None:
+    """True or false, whether Python's, numpy's or torch's; None for anything else."""
+    found = value.item() if getattr(value, "ndim", None) == 0 else value
+    return found if isinstance(found, bool) else None
+
+
+def as_items(value: Any) -> list[Any]:
+    """The items of a list, a tuple or an array; none of what has no order, or has items only while it runs (a generator)."""
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping | Set) or getattr(value, "ndim", 1) == 0:
+        return []
+    return list(value)

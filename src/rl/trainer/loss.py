@@ -1,4 +1,4 @@
-"""What every loss has in common, and the default loss, `policy_gradient`. Pure: tensors to tensors. docs/algorithms.md has the sources.
+"""What every loss has in common. Pure: tensors to tensors. docs/algorithms.md has the sources.
 
 Per trained token, with p the trainer's and q the sampler's (inference) probability of it and A its advantage::
 
@@ -8,8 +8,8 @@ It says how far the policy has moved since the token was sampled, times how diff
 with its gradient; truncation and masks act on r without gradient. With several optimizer steps a batch the clipped losses split r at o,
 the policy that the batch began with: p / o is clipped, o / q weighs and masks.
 
-A loss function (the others are in losses.py) gives one number a token, and which tokens its own clip leaves without gradient. What is
-minimised is their sum, weighted by `LossInputs.weights` (see `sample_weights`), over all tokens of all samples, micro batches and ranks.
+A loss function (they are in losses.py) gives one number a token, and which tokens its own clip leaves without gradient. What is minimised
+is their sum, weighted by `LossInputs.weights` (see minibatches.py), over all tokens of all samples, micro batches and ranks.
 
 Everything is always finite for finite log-probabilities (the sampler's may be -inf): the clamp bounds r by e^10 before anything multiplies
 it, sums over sequences are clamped as well or stay logarithms, and a masked token is selected away, because a product with 0 would keep
@@ -17,16 +17,15 @@ an inf or nan. Where a bound of the clamp is passed there is no gradient through
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl.config.loss import EVERYTHING, Band, LossSettings, PolicyGradientConfig
+from rl.config.loss import EVERYTHING, Band, LossSettings
 from rl.trainer.kl import MAX_LOG_RATIO, k3, reference_kl, teacher_terms
-from rl.wire.messages import TrainingSample
 
 
 @dataclass(frozen=True)
@@ -111,22 +110,6 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
     )
 
 
-def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
-    """Weight of each sample's loss tokens in the batch's loss, by `config.aggregation`.
-
-    N loss tokens in the batch, n_i of them in sample i, S samples that have any: token 1/N (DAPO, https://arxiv.org/abs/2503.14476);
-    sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length) (Dr. GRPO,
-    https://arxiv.org/abs/2503.20783). Masked tokens are counted.
-    """
-    lengths = [sum(sample.loss_mask) for sample in samples]
-    trained = max(1, sum(length > 0 for length in lengths))
-    if config.aggregation == "token":
-        return [1.0 / max(1, sum(lengths))] * len(lengths)
-    if config.aggregation == "sequence":
-        return [1.0 / (trained * max(1, length)) for length in lengths]
-    return [1.0 / (trained * constant_length)] * len(lengths)
-
-
 def log_ratio(inputs: LossInputs) -> Tensor:
     """log r [N], with gradient."""
     return (inputs.trainer_logprobs - inputs.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -146,19 +129,6 @@ def mismatch(inputs: LossInputs) -> Tensor:
 def sequence_means(inputs: LossInputs, values: Tensor) -> Tensor:
     """Mean of `values` [N] over the tokens of each sequence [S], on all ranks that hold some."""
     return inputs.sequence_sum(values) / inputs.sequence_sum(torch.ones_like(values)).clamp(min=1.0)
-
-
-def policy_gradient(inputs: LossInputs, config: PolicyGradientConfig) -> tuple[Tensor, Tensor]:
-    """-w A log p, w = min(r, truncate) without gradient: REINFORCE with truncated importance sampling.
-
-    https://fengyao.notion.site/off-policy-rl. `importance` = "sequence": r is the product over the sequence's tokens
-    (https://yingru.notion.site/271211a558b7808d8b12d403fd15edda); "none": w = 1. With r = 1 all three are plain REINFORCE.
-    """
-    log_weight = log_ratio(inputs).detach()
-    if config.importance == "sequence":
-        log_weight = inputs.sequence_sum(log_weight).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[inputs.sequences]
-    weight = torch.ones_like(log_weight) if config.importance == "none" else log_weight.exp().clamp(max=config.truncate)
-    return -weight * inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(weight, dtype=torch.bool)
 
 
 def outside(log_values: Tensor, band: Band) -> Tensor:

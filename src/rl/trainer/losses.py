@@ -1,4 +1,4 @@
-"""The losses beside the default one, a pure function each, chosen by `type`. loss.py says what they have in common."""
+"""The losses, a pure function each, chosen by `type`. loss.py says what they have in common."""
 
 import traceback
 from functools import cache
@@ -15,11 +15,26 @@ from rl.config.loss import (
     CustomConfig,
     DppoConfig,
     GspoConfig,
+    PolicyGradientConfig,
 )
 from rl.system.errors import RunError
 from rl.system.user_function import UserFunction, returned
-from rl.trainer.loss import LossFunction, LossInputs, log_ratio, log_update, mismatch, policy_gradient, sequence_means
+from rl.trainer.kl import MAX_LOG_RATIO
+from rl.trainer.loss import LossFunction, LossInputs, log_ratio, log_update, mismatch, sequence_means
 from rl.trainer.measure.memory import is_out_of_memory
+
+
+def policy_gradient(inputs: LossInputs, config: PolicyGradientConfig) -> tuple[Tensor, Tensor]:
+    """-w A log p, w = min(r, truncate) without gradient: REINFORCE with truncated importance sampling.
+
+    https://fengyao.notion.site/off-policy-rl. `importance` = "sequence": r is the product over the sequence's tokens
+    (https://yingru.notion.site/271211a558b7808d8b12d403fd15edda); "none": w = 1. With r = 1 all three are plain REINFORCE.
+    """
+    log_weight = log_ratio(inputs).detach()
+    if config.importance == "sequence":
+        log_weight = inputs.sequence_sum(log_weight).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[inputs.sequences]
+    weight = torch.ones_like(log_weight) if config.importance == "none" else log_weight.exp().clamp(max=config.truncate)
+    return -weight * inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(weight, dtype=torch.bool)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: ClipConfig | GspoConfig) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Several optimizer steps a batch: its minibatches, and the policy that it began with. docs/algorithms.md has the sources.
+"""What each optimizer step of a batch trains on: its minibatches, their tokens' weights, and the policy that the batch began with.
 
 A minibatch is a part of whole groups, so that it has baselines and shared prompts as the batch has them. All epochs go through the same
-minibatches in the same order. What is published and saved lies between batches: a policy version is a batch trained.
+minibatches in the same order. What is published and saved lies between batches: a policy version is a batch trained. docs/algorithms.md has
+the sources.
 """
 
 from collections import defaultdict
@@ -13,11 +14,10 @@ from transformers import PreTrainedModel
 
 from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
 from rl.config.trainer import TrainerConfig
-from rl.trainer.loss import sample_weights
 from rl.trainer.model import score
 from rl.trainer.packing import MicroBatch
 from rl.trainer.parallel.world import World
-from rl.wire.messages import TrainBatch
+from rl.wire.messages import TrainBatch, TrainingSample
 
 
 def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
@@ -35,6 +35,22 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
     order = np.random.Generator(np.random.PCG64([seed, batch.step])).permutation(sorted(groups))
     parts = np.array_split(order, max(1, min(count, len(groups))))
     return [[place for group in part.tolist() for place in groups[group]] for part in parts]
+
+
+def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
+    """Weight of each sample's loss tokens in the batch's loss, by `config.aggregation`.
+
+    N loss tokens in the batch, n_i of them in sample i, S samples that have any: token 1/N (DAPO, https://arxiv.org/abs/2503.14476);
+    sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length) (Dr. GRPO,
+    https://arxiv.org/abs/2503.20783). Masked tokens are counted.
+    """
+    lengths = [sum(sample.loss_mask) for sample in samples]
+    trained = max(1, sum(length > 0 for length in lengths))
+    if config.aggregation == "token":
+        return [1.0 / max(1, sum(lengths))] * len(lengths)
+    if config.aggregation == "sequence":
+        return [1.0 / (trained * max(1, length)) for length in lengths]
+    return [1.0 / (trained * constant_length)] * len(lengths)
 
 
 def minibatch_weights(batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int) -> list[float]:

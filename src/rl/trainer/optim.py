@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, and the gradient norm."""
+"""AdamW and its steps, the learning-rate schedule, and the gradient norm."""
 
 import math
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.config.trainer import OptimConfig
+from rl.system.errors import RESTART, RunError
 
 
 def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
@@ -62,10 +63,19 @@ def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -
         torch._foreach_mul_(gradients, max_norm / norm)
 
 
-def apply_gradient(optimizer: torch.optim.Optimizer, norm: float, max_norm: float, lr: float) -> None:
-    """An optimizer step with a learning rate, on the gradient whose norm is `norm`, scaled down to `max_norm` if it is above; clears it."""
-    clip_gradients([parameter for group in optimizer.param_groups for parameter in group["params"]], norm, max_norm)
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimConfig, lr: float, batch: int, loss: float) -> float:
+    """Applies the gradient of a loss, scaled down if its norm is above `max_grad_norm`, and clears it. Returns that norm.
+
+    Raises RunError, which names the batch, before anything is changed, if norm or loss is not finite.
+    """
+    parameters = list(model.parameters())
+    norm = gradient_norm(parameters)
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        found = f"step {batch}: loss {loss}, gradient norm {norm}"
+        raise RunError(f"{found}; nothing of the step is kept. Its file in rollouts/ shows what the batch was made of", RESTART)
+    clip_gradients(parameters, norm, config.max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
+    return norm

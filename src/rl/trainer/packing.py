@@ -5,7 +5,7 @@ the samples one by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class MicroBatch:
     targets: Tensor  # [N] int64 token ids
     logprobs: Tensor  # [N] float32, of the sampler
     advantages: Tensor  # [N] float32
-    weights: Tensor  # [N] float32, see loss.sample_weights
+    weights: Tensor  # [N] float32, see minibatches.sample_weights
     sequences: Tensor  # [N] int64: place of the token's sample in the batch
     envs: Tensor  # [N] int64: place of the token's environment in TrainBatch.envs
     teacher_logprobs: Tensor | None  # [N] float32, nan where there is none; None: none has any
@@ -61,33 +61,30 @@ class Packed:
     """A batch, and how one rank trains it."""
 
     batch: TrainBatch
-    micro_batches: list[MicroBatch]
+    minibatches: list[list[MicroBatch]]
+    """The micro batches of each minibatch: as many on every rank."""
     shared_token_fraction: float
     """The part of all ranks' input tokens that is not computed, because another sample of the micro batch begins alike."""
-    starts: tuple[int, ...] = (0,)
-    """Where in the list each minibatch begins."""
 
     @property
-    def minibatches(self) -> list[list[MicroBatch]]:
-        """The micro batches of each minibatch: as many on every rank."""
-        return [self.micro_batches[start:end] for start, end in pairwise([*self.starts, len(self.micro_batches)])]
+    def micro_batches(self) -> list[MicroBatch]:
+        return list(chain(*self.minibatches))
 
 
-def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, minibatches: Sequence[Sequence[int]] | None = None) -> Packed:
+def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, parts: Sequence[Sequence[int]] | None = None) -> Packed:
     """Packs a batch for one rank; every rank computes the same plan from the same batch and takes its part.
 
-    `weights`: what each loss token of each sample counts, see loss.sample_weights. `minibatches`: places of the samples of each; default:
-    one of all.
+    `weights`: what each loss token of each sample counts, see minibatches.py. `parts`: the samples of each minibatch by their places;
+    default: one of all.
     """
-    micro_batches, starts, computed, length = [], [], 0, 0
-    for places in minibatches or [None]:
+    minibatches, computed, length = [], 0, 0
+    for places in parts or [None]:
         line = make_line(batch, places)
         ranks = plan(line, layout)
-        starts.append(len(micro_batches))
-        micro_batches += [to_micro_batch(line, piece, batch, weights) for piece in ranks[layout.rank]]
+        minibatches.append([to_micro_batch(line, piece, batch, weights) for piece in ranks[layout.rank]])
         computed += sum(piece_tokens(line, piece) for pieces in ranks for piece in pieces)
         length += int(line.lengths.sum())
-    return Packed(batch, micro_batches, 1.0 - computed / max(1, length), tuple(starts))
+    return Packed(batch, minibatches, 1.0 - computed / max(1, length))
 
 
 def to_micro_batch(line: Line, piece: Piece, batch: TrainBatch, weights: Sequence[float]) -> MicroBatch:

@@ -70,5 +70,5 @@ def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int,
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
     packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)
-    rows = [localise(row, world) for row in packed.micro_batches]
-    return replace(packed, micro_batches=[row.pinned() for row in rows] if world.device.type == "cuda" else rows)
+    rows = [[localise(row, world) for row in minibatch] for minibatch in packed.minibatches]
+    return replace(packed, minibatches=[[row.pinned() for row in part] for part in rows] if world.device.type == "cuda" else rows)

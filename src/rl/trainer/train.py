@@ -1,12 +1,11 @@
 """The training loop: `train` goes through the steps of a run, `train_step` is the algorithm."""
 
-import math
+from itertools import chain
 from statistics import fmean
 
 from torch import Tensor
 
 from rl.run_dir.status import Phase
-from rl.system.errors import RESTART, RunError
 from rl.trainer.loss import LossInputs, compute_loss
 from rl.trainer.losses import loss_function
 from rl.trainer.measure.memory import explain_out_of_memory
@@ -14,7 +13,7 @@ from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.minibatches import compares_with_old, keep_old_logprobs
 from rl.trainer.model import Scores, score
-from rl.trainer.optim import apply_gradient, gradient_norm, lr_at
+from rl.trainer.optim import lr_at, optimizer_step
 from rl.trainer.packing import MicroBatch, Packed
 from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
@@ -70,15 +69,16 @@ def train_step(learner: Learner, packed: Packed, lr: float, timer: Timer) -> dic
     is on disk lies between steps.
     """
     world, statistics, norms = learner.world, Statistics(packed.batch, learner.world.device), []
+    step, optim = packed.batch.step, learner.settings.optim
     if compares_with_old(learner.settings):
-        keep_old_logprobs(learner.model, packed.micro_batches[len(packed.minibatches[0]) :], world, learner.advance)
+        keep_old_logprobs(learner.model, chain(*packed.minibatches[1:]), world, learner.advance)
         timer.lap("old_logprobs")
     for minibatch in packed.minibatches * learner.settings.epochs:
         accumulate(learner, packed, minibatch, statistics, first=not norms)
         if learner.parity and not norms:
             agreement = learner.parity.judge(statistics.agreement.total(world))
         timer.lap("forward_backward")
-        norms.append(optimizer_step(learner, packed.batch.step, statistics.total_loss(world), lr))
+        norms.append(optimizer_step(learner.model, learner.optimizer, optim, lr, step, statistics.total_loss(world)))
         timer.lap("optimizer")
     metrics = statistics.metrics(world) | (agreement if learner.parity else {})
     metrics["loss/mean"] /= len(norms)
@@ -103,16 +103,6 @@ def accumulate(learner: Learner, packed: Packed, minibatch: list[MicroBatch], st
         loss.backward()
         statistics.add(batch, loss.detach(), scores, terms, first)
         learner.advance()
-
-
-def optimizer_step(learner: Learner, step: int, loss: float, lr: float) -> float:
-    """Applies the gradient. Returns its norm. Raises RunError, before anything is changed, if that or the loss is not finite."""
-    norm = gradient_norm(learner.model.parameters())
-    if not (math.isfinite(norm) and math.isfinite(loss)):
-        found = f"step {step}: loss {loss}, gradient norm {norm}"
-        raise RunError(f"{found}; nothing of the step was applied. Its file in rollouts/ shows what the batch was made of", RESTART)
-    apply_gradient(learner.optimizer, norm, learner.settings.optim.max_grad_norm, lr)
-    return norm
 
 
 def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: World) -> LossInputs:

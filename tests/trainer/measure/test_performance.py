@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 from rl.config.loss import PolicyGradientConfig
 from rl.trainer.balance import Layout
-from rl.trainer.loss import sample_weights
 from rl.trainer.measure.performance import peak_flops, performance, work_of
+from rl.trainer.minibatches import sample_weights
 from rl.trainer.packing import pack
 from tests.trainer.samples import make_sample
 

@@ -21,8 +21,9 @@ from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
-from rl.trainer.loss import compute_loss, sample_weights
+from rl.trainer.loss import compute_loss
 from rl.trainer.losses import cross_entropy
+from rl.trainer.minibatches import sample_weights
 from rl.trainer.model import load_policy, score
 from rl.trainer.packing import pack
 from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
