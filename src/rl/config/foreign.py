@@ -23,7 +23,6 @@ class Foreign(NamedTuple):
 
 
 NO_CRITIC = "there are no critic, no value loss and no discount here; credit comes from groups of rollouts (orchestrator.credit)"
-ONE_STEP = "a batch is trained in one optimizer step here; its size is orchestrator.batch_size"
 MULTI_NODE = "the processes of several nodes are started one by one here; see docs/multi_node.md"
 WITH_CLIP = 'with trainer.loss.type = "clip", "cispo" or "gspo"'
 WITH_DPPO = 'with trainer.loss.type = "dppo"'
@@ -47,7 +46,7 @@ FOREIGN = (
     Foreign("total_training_steps max_train_steps train_steps num_steps total_steps", "max_steps"),
     Foreign(
         "total_epochs num_train_epochs num_episodes num_epochs",
-        "max_steps", "in optimizer steps; passes over the data are counted by `rl sft` alone (sft.epochs)",
+        "max_steps", "in batches; passes over the data are counted by `rl sft` alone (sft.epochs)",
     ),
     Foreign(
         "train_batch_size rollout_batch_size generation_batch_size gen_batch_size global_batch_size",
@@ -63,8 +62,9 @@ FOREIGN = (
         "trainer.micro_batch_tokens", "in tokens of one pass on one rank; how many passes a batch takes follows from it",
     ),
     Foreign(
-        "mini_batch_size ppo_mini_batch_size ppo_epochs num_ppo_epochs max_epochs num_iterations steps_per_generation", "", ONE_STEP
+        "mini_batch_size ppo_mini_batch_size num_mini_batches steps_per_generation", "trainer.minibatches", "how many parts a batch has"
     ),
+    Foreign("ppo_epochs num_ppo_epochs max_epochs num_iterations", "trainer.epochs", "passes over a batch"),
     Foreign(
         "max_async_level async_level staleness_threshold max_staleness async_queue_size",
         "max_lag", "0 is on-policy",
