@@ -7,15 +7,11 @@ from statistics import fmean
 from typing import Any
 
 from rl.run_dir.files import write_file
-from rl.run_dir.metrics import environment_rewards
+from rl.run_dir.metrics import Curve, Lines, curve, environment_rewards
 from rl.run_dir.paths import RunDir
 
 ENDS = 3
 """Steps at the start and at the end over which a reward is averaged: one batch alone is noisy."""
-Lines = dict[tuple[int, str], dict[str, Any]]
-"""The lines of metrics.jsonl by (step, source): see read_metrics."""
-Curve = tuple[list[int], list[float]]
-"""Steps, and the values of a metric at them."""
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
 Series = tuple[str, str, str]
@@ -38,12 +34,6 @@ SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
     ("tokens a second", (("trainer", "perf/tokens_per_s", ""),)),
 )
 """The same for supervised fine-tuning."""
-
-
-def curve(lines: Lines, source: str, metric: str) -> Curve:
-    """The finite values of a metric over steps."""
-    points = sorted((step, line[metric]) for (step, of), line in lines.items() if of == source and line.get(metric) is not None)
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def eval_curves(lines: Lines) -> dict[str, Curve]:
