@@ -54,9 +54,9 @@ def is_sft(lines: Lines) -> bool:
 
 
 def trend(values: list[float], spec: str = ".3f") -> str:
-    """Mean over the first and over the last values, `0.200 -> 0.700`; empty without values."""
+    """Mean over the first and over the last values, `0.200 -> 0.700`; a single one by itself; empty without values."""
     count = max(1, min(ENDS, len(values) // 2))
-    return f"{fmean(values[:count]):{spec}} -> {fmean(values[-count:]):{spec}}" if values else ""
+    return " -> ".join(f"{fmean(part):{spec}}" for part in (values[:count], values[-count:])[: len(values)])
 
 
 def inference_idle(lines: Lines) -> float | None:
@@ -94,8 +94,10 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         versions = f"version {at[0]} and version {at[-1]}"
         report.append(f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, {versions})")
     for label, (at, rewards) in eval_curves(lines).items():
-        if rewards:
+        if len(rewards) > 1:
             report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
+        elif rewards:
+            report.append(f"eval      {rewards[0]:.3f}   ({label}, version {at[0]})")
     if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
         report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
     newest = run_dir.newest_weights()
