@@ -361,7 +361,7 @@ RUNS = [
         resume=7, batches=(1, 2, 4), message="--resume 7: needs batches 1 to 7 of {tmp}/r, 3, 5-7 missing; there are batches 1-2, 4"
     ),
     first_start(lambda tmp: (tmp / "r").write_text("x"), "{tmp}/r"),
-    first_start(lambda tmp: (tmp / "r" / "thesis").mkdir(parents=True), "{tmp}/r is not a run directory: it has no config.toml but thesis"),
+    first_start(lambda tmp: (tmp / "r" / "thesis").mkdir(parents=True), "{tmp}/r is not a run directory, and has thesis"),
     first_start(
         of_another_run,
         "{tmp}/memory/r holds versions 2 to 2 of another run; delete them with --clean",

@@ -19,6 +19,7 @@ import pytest
 
 from rl.commands import replay
 from rl.commands.options import take
+from rl.commands.policy_spec import named_run
 from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config, parse_args, to_toml
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
@@ -159,7 +160,7 @@ def rl(args: list[str]) -> None:
         assert len(runs) == (2 if command == "compare" else 1)
     elif command == "doctor" and (not rest or not rest[0].startswith(("-", "@"))):
         _, run = take("rl doctor", rest, module.OPTIONS)
-        assert not run or module.find_run(run[0]).is_dir()
+        assert not run or named_run(run[0]).is_dir()
     else:
         with pytest.raises(SystemExit) as end:
             module.main(rest if "--help" in rest else [*rest, "--dry-run"], Children())

@@ -6,6 +6,7 @@ rl -> supervisor -> processes.start -> [torchrun ->] rl.trainer.main, rl.orchest
 import difflib
 import importlib
 import os
+import signal
 import sys
 from importlib import metadata
 
@@ -49,7 +50,7 @@ def main() -> int:
         print(f"rl: {error}", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output, `head` for example, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE
     except OSError as error:  # a full or read-only disk, no permission: for the user to mend
         print(f"rl: {error.filename or 'the run directory'}: {error.strerror or error}", file=sys.stderr)
     except Stopped as stop:

@@ -105,6 +105,8 @@ def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path
     run.root.rename(moved)
     assert "m is the run itself; name the new one" in fault(capsys, f"{moved}@2", code=2)
     branch(f"{moved}@2", "--name", "y")
+    (tmp_path / "link").symlink_to(moved.parent)
+    assert "m is the run itself" in fault(capsys, f"{moved}@2", "--output_dir", tmp_path / "link", "--clean", code=2)
     assert launched[0][0].run_dir.root == moved.parent / "y" and read_origin(launched[0][0].run_dir).run == str(moved)
     doctor([str(moved.parent / "y")], Children())
     assert "  step 2 of 4, batch 2, version 2, checkpoint 2\n" in capsys.readouterr().out
@@ -188,8 +190,11 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
     branch(f"{run.root}@4", "--name", "y", "--max_steps", "9", "--clean")
     assert list(numbered(new.batches, ".batch")) == [4]
     (run.root.parent / "mine").mkdir()
-    (run.root.parent / "mine" / "thesis.tex").touch()
-    assert "mine is there already, with thesis.tex; choose another" in fault(capsys, f"{run.root}@2", "--name", "mine")
+    for name in ("thesis.tex", "config.toml"):  # the user's own
+        (run.root.parent / "mine" / name).touch()
+        for clean in ((), ("--clean",)):
+            said = fault(capsys, f"{run.root}@2", "--name", "mine", *clean)
+            assert "mine is not a run directory, and has " in said and (run.root.parent / "mine" / name).exists()
 
 
 def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, monkeypatch):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from rl.commands.environment import environment_given, messages_text, task_text
+from rl.commands.environment import environment_given, messages_text, print_description, task_text
+from rl.wire.worker_messages import Description
 from tests.commands.driver import rl
 from tests.commands.servers import Endpoint
 from tests.web import serving
@@ -38,6 +39,14 @@ def test_a_conversation_in_words():
     assert task_text({"prompt": "x" * 3000}) == "x" * 2000 + "... (3000 characters)"
 
 
+def test_what_an_environment_says_does_not_act_on_the_terminal(capsys):
+    description = Description(about={"kind": "classic", "tools": {"add": "\x1b[2J"}}, tasks=[{"prompt": "\x1b", "answer": "\r"}])
+    print_description("e", {"train": 1}, description, "train")
+    shown = ["environment e", "  kind: classic", "  tasks: train 1", "  tools:", "    add: \\x1b[2J"]
+    shown += ["  the first train task:", "    \\x1b", "    answer: \\r"]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
 def test_shown_without_any_model(tmp_path):
     code, out, err = rl(tmp_path, "env", "say-digit", "--args.tasks", "3", "--export", "t.jsonl", "--limit", "2", "--split", "train")
     assert code == 0, err
@@ -59,7 +68,8 @@ def test_rollouts_in_full(tmp_path):
     with serving(Endpoint("good")) as server:
         code, out, err = rl(tmp_path, "env", "say-digit", "--rollouts", "2", "--split", "eval", "--policy", server.url, "--args.turns", "2")
     assert code == 0, err
-    assert re.search(r"--- eval task 1: reward 1, .*; finished\n", out) and "user: and again" in out and out.count("assistant: ") == 4
+    assert re.search(r"--- eval task 1\n  reward 1\.000 \(.*\)\n  finished, 6 tokens\n", out)
+    assert "user: and again" in out and out.count("assistant: ") == 4
 
 
 def test_faults(tmp_path):

@@ -94,7 +94,7 @@ class Read:
             yield f"text {self.made} \ud800"
 
 
-@pytest.mark.parametrize(("command", "most"), [("head -n 2", 20_000), ("no-such-pager", None), ("", None)])
+@pytest.mark.parametrize(("command", "most"), [("head -n 2", 20_000), ("no-such-pager", None), ('less "', None), ("", None)])
 def test_on_a_terminal_a_pager_reads_as_much_as_it_wants(monkeypatch, command, most):
     """`head` closes its input after two lines; without a pager, and where there is no terminal, all is printed."""
     master, slave = pty.openpty()

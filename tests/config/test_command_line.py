@@ -10,7 +10,7 @@ import pytest
 
 from rl.config.command_line import build, from_toml, load_config, parse_args, to_toml
 from rl.config.fields import field_tree, models_in
-from rl.config.help import COMMANDS
+from rl.config.help import COMMANDS, fit
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 
@@ -166,7 +166,16 @@ def test_switches_and_resume():
     line = parse_args(["--clean", "--resume", "40", "--wandb"])
     assert (line.switches, line.resume, line.flags["wandb"][0]) == ({"clean"}, 40, True)
     assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
-    assert parse_args(["--resume", "@", "/dev/null"]).resume == -1
+    assert parse_args(["--resume", "@", "/dev/null"]).resume == -1 and parse_args(["--resume=40"]).resume == 40
+    for word in ("--resume=x", "--resume=", "--resume=-1"):
+        assert parse_args([word]).faults == [f"{word}: give a step, a number from 0, or --resume alone for the newest"]
+
+
+def test_a_switch_that_a_command_has_not_is_a_fault(capsys):
+    for args in (["--resume"], ["--clean"], ["--quick"]):
+        with pytest.raises(SystemExit) as end:
+            load_config([*ENV, *args], "rl export", usage="usage: rl export")
+        assert end.value.code == 2 and f"{args[0]}: `rl export` has no such switch; leave it out" in capsys.readouterr().err
 
 
 def test_wandb_is_a_switch_and_a_table():
@@ -221,6 +230,13 @@ def test_help_is_quick_and_fits_a_screen():
     assert min(seconds for _, seconds in results) < 1.0
 
 
+def test_a_reader_that_leaves_is_no_good_end():
+    """Else `rl @ run.toml | head` would end with 0, and the run with it."""
+    program = f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --help all"
+    done = subprocess.run(["bash", "-c", f"{program} | head -n 1; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def help_on(capsys, *topic: str, program: str = "rl") -> str:
     with pytest.raises(SystemExit) as end:
         load_config(["--help", *topic], program)
@@ -251,6 +267,13 @@ def test_help_on_a_section_and_on_a_key(capsys):
     of_sft = help_on(capsys, program="rl sft")
     assert "--sft.dataset str  " in of_sft and "--trainer.optim.lr float = 2e-05 " in of_sft and "--orchestrator." not in of_sft
     assert "perf/mfu  Model FLOP/s utilisation" in help_on(capsys, "metrics")
+
+
+def test_help_of_a_command_is_wrapped_by_paragraphs():
+    flag = f"  --flag N     {'what ' * 19}what\n{' ' * 15}{'what ' * 5}\n  --other\n"
+    text = f"usage: x\n\n{'word ' * 27}end\n{'word ' * 3}\n\n{flag}"
+    lines = fit(text).splitlines()
+    assert [len(line) for line in lines] == [8, 0, 119, 33, 0, 119, 34, 9] and lines[6].startswith(" " * 15 + "what")
 
 
 def test_help_on_what_there_is_not(capsys):

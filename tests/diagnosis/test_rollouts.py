@@ -91,6 +91,8 @@ def test_a_rollout_in_words():
         "  finished (max_turns), 1,234 tokens, 3 turns, sampled by version 2, 3"
     )  # fmt: skip
     assert heading(row(3, outcome="truncated", stop="max_turns_reached", num_turns=1)).endswith("\n  truncated")
+    of_endpoint = heading(row(3, outcome="finished", stop="max_turns_reached", num_turns=0, num_tokens=5))
+    assert of_endpoint.endswith("\n  finished, 5 tokens")
     evaluated = {"policy_version": 10, "env": "e\x1b", "task": 1, "rollout": 2, "reward": None, "messages": [], "outcome": "failed"}
     assert heading(evaluated) == "version 10, e\\x1b, task 1, rollout 2\n  reward -\n  failed"
     told = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from rl.launch.curves import draw_curves, duration, final_report, inference_idle, report_lines
+from rl.launch.curves import draw_curves, duration, final_report, inference_idle, report_lines, trend
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir
 
@@ -43,6 +43,9 @@ def test_several_environments_are_told_apart():
     assert not [line for line in report_lines(lines, run_dir) if line.endswith("   a")]
     for step in (2, 4, 6, 8):
         lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
+    assert trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.3]) == "0.100 -> 0.300"
+    ended = report_lines({(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}, run_dir)
+    assert ended[1:3] == ["reward    0.125   (mean of the first and of the last steps)", "eval      0.250   (e, version 0)"]
     assert report_lines(lines, run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
 
 

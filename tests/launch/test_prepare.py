@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands.policy_spec import run_dir_of, stored_config
+from rl.commands.policy_spec import run_dir_of
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
-from rl.launch.prepare import Prepared, prepare, ranges
+from rl.launch.prepare import Prepared, prepare, ranges, stored_config
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.status import hold_role
 from rl.system.errors import RunError
@@ -79,8 +79,9 @@ def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
     assert f"there is no run in {place.root}; in {place.tmp}/outputs there are r2. Leave" in place.fails(resume=-1)
     place.root.mkdir()
     (place.root / "config.toml").write_text("max_steps = 3\n")  # the user's own
-    for how in ({"resume": -1}, {}, {}):
-        assert place.fails(**how) and (place.root / "config.toml").read_text() == "max_steps = 3\n"
+    for how in ({"resume": -1}, {}, {}, {"clean": True}):
+        assert "is not a run directory, and has config.toml; choose another --name" in place.fails(**how)
+        assert (place.root / "config.toml").read_text() == "max_steps = 3\n"
 
 
 def test_a_directory_in_which_nothing_was_made_is_used_again(place):
@@ -173,7 +174,7 @@ def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):
 def test_only_run_directories_are_touched(place, how):
     place.root.mkdir(parents=True)
     (place.root / "thesis.tex").touch()
-    assert "is not a run directory: it has no config.toml but thesis.tex" in place.fails(**how)
+    assert "is not a run directory, and has thesis.tex; choose another" in place.fails(**how)
     assert [path.name for path in place.root.iterdir()] == ["thesis.tex"]
 
 

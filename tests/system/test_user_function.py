@@ -76,6 +76,7 @@ def test_what_the_text_of_a_file_shows(mine, tmp_path):
         ("f", "names no function; write file.py:function or module:function"),
         ("nowhere.py:f", "names no file: there is no file /"),
         ("no_such.module:f", "names no module that is installed: install no_such.module"),
+        ("/etc/passwd:f", "names neither a Python file nor a module; write file.py:function or module:function"),
         ("rl.system.errors:RunErrors", "names no function: "),
         ("rl.system.functions:place", ""),
         ("math:exp", ""),

@@ -29,6 +29,7 @@ from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.system.terminal import visible
 from rl.wire.rollouts import Rollout, Split
 from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
 
@@ -47,7 +48,7 @@ Wanted = Callable[[dict[str, Ready]], bool]
 
 def say(text: str) -> None:
     """Prints progress for people; standard output is the command's result."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:

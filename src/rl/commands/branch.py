@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from rl.commands.options import take
-from rl.commands.policy_spec import find_run, run_dir_of, stored_config, version_number
+from rl.commands.policy_spec import find_run, run_dir_of, version_number
 from rl.config.command_line import CommandLine, fail, load_config, to_toml
 from rl.config.run import RLConfig
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, changed_keys, delete_run, foreign_files, moved, ranges
+from rl.launch.prepare import REMEDY, changed_keys, delete_run, is_run_or_free, moved, ranges, stored_config
 from rl.launch.run import launch
 from rl.orchestrator.batches import decode_state
 from rl.orchestrator.ending import RewardHistory
@@ -80,7 +80,7 @@ def run(spec: str, flags: list[str], children: Children) -> int:
     config = config.with_absolute_paths()
     if line.resume is not None:
         fail("rl branch", "--resume goes on with a run as it is: rl @ RUN/config.toml --resume; a branch is a new one")
-    if config.run_dir.root == root:
+    if config.run_dir.root.resolve() == root:
         fail("rl branch", f"{root.name} is the run itself; name the new one: --name NEW")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
@@ -165,9 +165,7 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
 
 def take_place(run_dir: RunDir, *, clean: bool) -> None:
     """Makes room for a new run. A branch that has trained nothing is replaced, as after a failed start. Raises RunError."""
-    if not run_dir.config.exists() and (foreign := foreign_files(run_dir.root)):
-        raise RunError(f"{run_dir.root} is there already, with {', '.join(foreign[:3])}; choose another --name")
-    if run_dir.config.exists():
+    if is_run_or_free(run_dir.root):
         lock = hold_role(run_dir.lock("rl"))
         try:
             if not clean and run_dir.anything_made(after=first_step(run_dir)):

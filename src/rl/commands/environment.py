@@ -1,6 +1,5 @@
 """`rl env`: describes an environment, plays a few rollouts of it, exports its tasks as JSONL."""
 
-import json
 import shutil
 import tempfile
 import textwrap
@@ -16,10 +15,11 @@ from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
 from rl.config.installed import check_environments
 from rl.config.run import RLConfig
-from rl.diagnosis.rollouts import messages_text
+from rl.diagnosis.rollouts import messages_text, plain, rollout_text
 from rl.launch.children import Children
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
+from rl.system.terminal import visible
 from rl.wire.worker_messages import Description
 
 ARGS = Option("args", "JSON", 'arguments of the environment: \'{"difficulty": "hard"}\', or each one as --args.difficulty hard')
@@ -95,24 +95,19 @@ def print_description(label: str, sizes: dict[str, int | None], description: Des
     for name in SPLITS:
         about.pop(f"{name} tasks", None)  # printed above; some environments count them, too
     for key, value in about.items():
-        print_value(key.replace("_", " "), value)
+        print(visible(f"  {key.replace('_', ' ')}:{value_text(value)}"))
     if description.tasks:
         print(f"  the first {split} task:")
-        print(textwrap.indent(task_text(description.tasks[0]), "    "))
+        print(textwrap.indent(visible(task_text(description.tasks[0])), "    "))
 
 
-def print_value(key: str, value: Any) -> None:
-    """Prints a key and its value: a short value on the same line, lists and tables below."""
+def value_text(value: Any) -> str:
+    """What stands behind a key and a colon: a short value on the same line, lists and tables below."""
     lines = [f"{name}: {plain(item)}" for name, item in value.items()] if isinstance(value, dict) else []
     lines = [plain(item) for item in value] if isinstance(value, list) else lines
     if lines:
-        print(f"  {key}:\n" + textwrap.indent("\n".join(lines), "    "))
-    else:
-        print(f"  {key}: {plain(value) if value not in (None, [], {}, '') else 'none'}")
-
-
-def plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        return "\n" + textwrap.indent("\n".join(lines), "    ")
+    return f" {plain(value) if value not in (None, [], {}, '') else 'none'}"
 
 
 def task_text(task: dict[str, Any]) -> str:
@@ -144,9 +139,4 @@ async def play(place: Arena, label: str, split: str, size: int | None, values: d
     async with aclosing(place.play(label, jobs, values["concurrency"])) as played:
         async for job, rollouts in played:
             for rollout in rollouts:
-                agent = "" if len(rollouts) == 1 else f", agent {rollout.agent}"
-                metrics = "".join(f", {key} {value:g}" for key, value in rollout.metrics.items())
-                print(f"--- {split} task {job.task}{agent}: reward {rollout.reward:g}{metrics}; {rollout.outcome}")
-                print(messages_text(rollout.messages))
-                if rollout.error:
-                    print(f"error: {rollout.error}")
+                print(f"--- {split} {rollout_text({'task': job.task, **rollout.as_record()})}")

@@ -15,10 +15,10 @@ def page(texts: Iterable[str]) -> None:
 
     They are made as they are read, and no more of them once the reader has left. Nothing bounds how long someone reads.
     """
-    command = shlex.split(os.environ.get("PAGER") or "less") if sys.stdout.isatty() else []
     try:
+        command = shlex.split(os.environ.get("PAGER") or "less") if sys.stdout.isatty() else []
         pager = subprocess.Popen(command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}) if command else None
-    except OSError:  # it is not installed
+    except (OSError, ValueError):  # it is not installed, or no command
         pager = None
     if pager is None:
         for text in texts:

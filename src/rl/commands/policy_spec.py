@@ -8,21 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
-from rl.launch.prepare import as_written, ranges
+from rl.launch.prepare import MAX_LISTED, as_written, ranges, runs_in, stored_config
 from rl.models.folder import read_json
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.token import authorization
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import RunError
 from rl.wire.worker_messages import Endpoint
 
 if TYPE_CHECKING:
     import httpx
 
 CHECK_TIMEOUT_S = 30.0
-MAX_LISTED = 10
-"""Number of alternatives that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -78,30 +75,25 @@ def split_run(spec: str) -> tuple[Path, str] | None:
 
 
 def find_run(spec: str) -> tuple[Path, str]:
-    """(run directory, text after the @) of a SPEC that must name a run. Raises RunError."""
-    if found := split_run(spec):
-        return found
-    check_not_a_run(spec)
-    raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml")
+    """(run directory, text after the @) of a SPEC that must name a run: by its directory, or by its name under the default output_dir.
 
-
-def named_run(spec: str) -> Path:
-    """The directory of a run that is given by it, or by its name under the default output_dir. Raises RunError."""
-    places = (Path(spec).expanduser(), Path(RLConfig.model_fields["output_dir"].default) / spec)
-    for root in places:
-        if (root / "config.toml").is_file():
-            return root
-    for root in places:
-        check_not_a_run(str(root))
+    Raises RunError.
+    """
+    places = [spec, *([] if "/" in spec else [str(Path(RLConfig.model_fields["output_dir"].default) / spec)])]
+    for place in places:
+        if found := split_run(place):
+            return found
+    for place in places:
+        check_not_a_run(place)
     raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")
 
 
-def stored_config(root: Path) -> RLConfig:
-    """The configuration that a run was made with. Raises RunError."""
-    try:
-        return from_toml(root / "config.toml")
-    except ConfigError as error:
-        raise RunError(f"{root / 'config.toml'} was not written by this version of rl:\n{error}") from None
+def named_run(spec: str) -> Path:
+    """The directory of a run that is named without a version. Raises RunError."""
+    root, version = find_run(spec)
+    if version:
+        raise RunError(f"{spec}: give the run alone, without @{version}")
+    return root
 
 
 def run_dir_of(root: Path, config: RLConfig) -> RunDir:
@@ -109,7 +101,7 @@ def run_dir_of(root: Path, config: RLConfig) -> RunDir:
     if not config.trainer.weights.dir:
         return RunDir(root, root / "weights")
     named_so = config.run_dir.weights_dir
-    return RunDir(root, named_so if named_so.exists() else as_written(root / "config.toml").run_dir.weights_dir)
+    return RunDir(root, named_so if named_so.exists() else as_written(root).run_dir.weights_dir)
 
 
 def check_not_a_run(spec: str) -> None:
@@ -119,9 +111,8 @@ def check_not_a_run(spec: str) -> None:
     path = Path(spec.rpartition("@")[0] or spec).expanduser()
     parent = path.parent
     if spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or (spec.count("/") == 1 and parent.is_dir()):
-        runs = sorted(found.parent.name for found in parent.glob("*/config.toml")) if parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, runs, n=1) or runs[:MAX_LISTED]
-        remedy = f"in {parent} there are the runs {', '.join(close)}" if close else "give a model's folder, its id on the hub, or a run"
+        runs = runs_in(parent, path.name)
+        remedy = f"in {parent} there are the runs {runs}" if runs else "give a model's folder, its id on the hub, or a run"
         raise RunError(f"{spec}: there is no such run and no such model folder; {remedy}")
 
 

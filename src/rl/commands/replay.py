@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.options import Option, option_lines, take
-from rl.commands.policy_spec import find_run, run_dir_of, stored_config
+from rl.commands.policy_spec import named_run, run_dir_of
 from rl.config.command_line import fail, to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import ranges
+from rl.launch.prepare import ranges, stored_config
 from rl.launch.roles import command
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader, write_file
@@ -73,10 +73,7 @@ def main(args: list[str], children: Children) -> int:
 
 def open_run(spec: str) -> tuple[RunDir, RLConfig]:
     """A run's directory and stored configuration. Raises RunError."""
-    root, version = find_run(spec)
-    if version:
-        raise RunError(f"{spec}: give the run's directory alone, without @{version}; --until N ends at a step")
-    root = root.resolve()
+    root = named_run(spec).resolve()
     config = stored_config(root)
     return run_dir_of(root, config), config
 

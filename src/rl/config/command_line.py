@@ -42,6 +42,9 @@ SHORTHANDS = {
 }
 """Sections that may be given as a text: the key in them that it stands for."""
 SWITCHES = ("--dry-run", "--schema", "--clean", "--quick")
+A_STEP = re.compile("[0-9]{1,20}")
+OF_RUNS = {"resume", "clean", "quick"}
+"""Switches that a command has only if its help names them."""
 VARIABLE_PREFIX = "RL__"
 
 MAX_FILE_BYTES = 1 << 24
@@ -125,8 +128,11 @@ def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
         read_file(line, word, rest)
     elif word in SWITCHES:
         line.switches.add(name)
-    elif word == "--resume":
-        line.resume = int(rest.pop(0)) if rest and re.fullmatch("[0-9]{1,20}", rest[0]) else -1
+    elif word.startswith("--") and name == "resume":
+        step = text if has_value else rest.pop(0) if rest and A_STEP.fullmatch(rest[0]) else ""
+        if has_value and not A_STEP.fullmatch(step):
+            raise ConfigError(f"{word}: give a step, a number from 0, or --resume alone for the newest")
+        line.resume = int(step) if step else -1
         if line.resume > MAX_STEP:
             raise ConfigError(f"--resume {line.resume}: there is no such step; the last possible one is {MAX_STEP}")
     elif word in [f"--{section}" for section in SECTIONS] and rest and rest[0].startswith("@"):
@@ -303,6 +309,9 @@ def load_config(
                 print_help(program, usage, "" if topic.startswith(("-", "@")) else topic)
                 raise SystemExit(0)
         line = parse_args(args, variables)
+        for switch in OF_RUNS & {*line.switches, "" if line.resume is None else "resume"}:
+            if f"--{switch}" not in usage:
+                line.faults.append(f"--{switch}: `{program}` has no such switch; leave it out")
         line.files = (fitting(settings_in(str(base)), line) if base else {}) | line.files
         line.flags = (given or {}) | line.flags
         if "schema" in line.switches:

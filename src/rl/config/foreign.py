@@ -61,7 +61,9 @@ FOREIGN = (
         "use_dynamic_bsz use_dynamic_batch",
         "trainer.micro_batch_tokens", "in tokens of one pass on one rank; how many passes a batch takes follows from it",
     ),
-    Foreign("mini_batch_size ppo_mini_batch_size steps_per_generation", "trainer.minibatches", "the number of parts of a batch"),
+    Foreign(
+        "mini_batch_size ppo_mini_batch_size num_mini_batches steps_per_generation", "trainer.minibatches", "how many parts a batch has"
+    ),
     Foreign("ppo_epochs num_ppo_epochs max_epochs num_iterations", "trainer.epochs", "passes over a batch"),
     Foreign(
         "max_async_level async_level staleness_threshold max_staleness async_queue_size",

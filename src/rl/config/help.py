@@ -103,9 +103,9 @@ EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft",))
 
 
 def fit(text: str) -> str:
-    """A text with its long lines wrapped, what follows a flag below itself."""
+    """A text with its paragraphs wrapped; a flag's is what follows it, there and far to the right in the next lines."""
     lines = []
-    for line in text.splitlines():
+    for line in re.sub(r"(?<=\S)\n(?: {10,})?(?=\S)", " ", text).splitlines():
         flag = re.match(r"(  \S.*?  +)?", line)
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * (flag.end() if flag else 0), break_on_hyphens=False) or [""]
     return "\n".join(lines)

@@ -6,11 +6,11 @@ that the batch began with.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl.config.base import PAIR, PATH_IF_FOLDER, PATH_IF_WRITTEN_AS_ONE, Settings, Unbounded, default_type
+from rl.config.base import PAIR, PATH_IF_FOLDER, FunctionConfig, Settings, Unbounded, default_type
 
 Ratio = Annotated[Unbounded, Field(ge=0)]
 Band = Annotated[tuple[Ratio, Ratio], PAIR]
@@ -122,14 +122,10 @@ class CrossEntropyConfig(LossSettings):
     type: Literal["cross_entropy"] = "cross_entropy"
 
 
-class CustomConfig(LossSettings):
+class CustomConfig(LossSettings, FunctionConfig):
     """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool); see docs/functions.md."""
 
     type: Literal["custom"] = "custom"
-    function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]
-    """The function, as `module:function` or `file.py:function`."""
-    args: dict[str, Any] = {}
-    """Arguments for the function, which reads them as `config.args`."""
 
 
 AnyLossConfig = PolicyGradientConfig | ClipConfig | CispoConfig | GspoConfig | DppoConfig | CrossEntropyConfig | CustomConfig

@@ -57,14 +57,10 @@ class NoCreditConfig(CreditSettings):
     type: Literal["none"] = "none"
 
 
-class CustomCreditConfig(CreditSettings):
+class CustomCreditConfig(CreditSettings, FunctionConfig):
     """A function of yours, (Group, CustomCreditConfig) -> an advantage for each of its rollouts; see docs/functions.md."""
 
     type: Literal["custom"] = "custom"
-    function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]
-    """The function, as `file.py:function` or `module:function`."""
-    args: dict[str, Any] = {}
-    """Arguments for the function, which reads them as `config.args`."""
 
 
 AnyCreditConfig = DrGrpoConfig | GrpoConfig | RlooConfig | MaxRlConfig | ReinforcePlusPlusConfig | NoCreditConfig | CustomCreditConfig
@@ -295,7 +291,7 @@ class OrchestratorConfig(Settings):
     rollouts: RetentionConfig = RetentionConfig()
     """Which files stay in rollouts/: every rollout in readable form."""
     show_rollout_every: int = Field(5, ge=0)
-    """Steps between rollouts that are printed in full; 0: none is."""
+    """Steps between rollouts that are printed, a long one without its middle; 0: none is."""
 
     @property
     def env_ids(self) -> list[str]:

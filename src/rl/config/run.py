@@ -56,7 +56,7 @@ class RendererConfig(Settings):
 class ModelConfig(Settings):
     """The model that is trained."""
 
-    name: Annotated[str, PATH_IF_FOLDER] = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    name: Annotated[str, Field(min_length=1), PATH_IF_FOLDER] = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """A folder in Hugging Face format, or a model's id on the hub."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Number format of inference's and the trainer's computation. Master weights, optimizer state and reductions are always float32."""

@@ -1,17 +1,12 @@
 """How a run ended of which no process lives."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rl.diagnosis.state import RunState, span
 from rl.run_dir.logs import last_lines, last_words, newest_log
+from rl.run_dir.metrics import Lines
 
 
-def nothing_trained(lines: Mapping[tuple[int, str], Mapping[str, Any]]) -> str:
-    """Why a run has trained nothing although it has come through its steps; empty if it has trained, or come through none.
-
-    lines: its metrics by (step, source).
-    """
+def nothing_trained(lines: Lines) -> str:
+    """Why a run has trained nothing although it has come through its steps; empty if it has trained, or come through none."""
     steps = [line for (step, source), line in lines.items() if source == "trainer" and step > 0]
     if not steps or not all(line.get("quarantined") for line in steps):
         return ""

@@ -209,7 +209,8 @@ def heading(row: Row) -> str:
 def ending(row: Row) -> str:
     """How a rollout ended, how long it is, and which versions sampled it."""
     outcome, stop, tokens, turns = (row.get(name) for name in ("outcome", "stop", "num_tokens", "num_turns"))
-    why = f" ({stop})" if stop and turns != 1 else ""  # of a single answer an environment says that the number of turns is reached
+    # Of a single answer an environment says that the number of turns is reached; of an endpoint's answers the turns are not known.
+    why = f" ({stop})" if stop and turns != 1 and (turns or not tokens) else ""
     how = [f"{outcome or 'finished'}{why}"]
     how += [f"{tokens:,} tokens"] if isinstance(tokens, int) else []
     how += [f"{turns} turns"] if isinstance(turns, int) and turns > 1 else []

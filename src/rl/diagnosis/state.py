@@ -7,13 +7,12 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
-from rl.run_dir.metrics import read_metrics
+from rl.run_dir.metrics import Lines, curve, read_metrics
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import HEARTBEAT_S, LockOwner, Phase, RoleStatus, RunEnd, describe, read_json, read_status
@@ -90,8 +89,7 @@ class RunState:
     launcher: Process | None
     """The run's `rl`; None: it had none, or it is on another machine."""
     processes: dict[str, Process]
-    lines: dict[tuple[int, str], dict[str, Any]]
-    """Metrics by (step, source)."""
+    lines: Lines
     events: list[Event]
     end: RunEnd | None
     newest_batch: int
@@ -124,8 +122,7 @@ class RunState:
 
     def values(self, source: str, metric: str) -> list[float]:
         """A metric's values, oldest first."""
-        points = sorted((step, line[metric]) for (step, of), line in self.lines.items() if of == source and line.get(metric) is not None)
-        return [float(value) for _, value in points]
+        return curve(self.lines, source, metric)[1]
 
     def recent(self, source: str, metric: str) -> list[float]:
         """A metric's values in the newest steps, oldest first."""

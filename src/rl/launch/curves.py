@@ -7,15 +7,11 @@ from statistics import fmean
 from typing import Any
 
 from rl.run_dir.files import write_file
-from rl.run_dir.metrics import environment_rewards
+from rl.run_dir.metrics import Curve, Lines, curve, environment_rewards
 from rl.run_dir.paths import RunDir
 
 ENDS = 3
 """Steps at the start and at the end over which a reward is averaged: one batch alone is noisy."""
-Lines = dict[tuple[int, str], dict[str, Any]]
-"""The lines of metrics.jsonl by (step, source): see read_metrics."""
-Curve = tuple[list[int], list[float]]
-"""Steps, and the values of a metric at them."""
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
 Series = tuple[str, str, str]
@@ -40,12 +36,6 @@ SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
 """The same for supervised fine-tuning."""
 
 
-def curve(lines: Lines, source: str, metric: str) -> Curve:
-    """The finite values of a metric over steps."""
-    points = sorted((step, line[metric]) for (step, of), line in lines.items() if of == source and line.get(metric) is not None)
-    return [step for step, _ in points], [value for _, value in points]
-
-
 def eval_curves(lines: Lines) -> dict[str, Curve]:
     """Reward of every evaluation over policy versions, by its label."""
     keys = {key for (_, source), line in lines.items() if source == "eval" for key in line if key.endswith("/reward_mean")}
@@ -64,9 +54,9 @@ def is_sft(lines: Lines) -> bool:
 
 
 def trend(values: list[float], spec: str = ".3f") -> str:
-    """Mean over the first and over the last values, `0.200 -> 0.700`; empty without values."""
+    """Mean over the first and over the last values, `0.200 -> 0.700`; a single one by itself; empty without values."""
     count = max(1, min(ENDS, len(values) // 2))
-    return f"{fmean(values[:count]):{spec}} -> {fmean(values[-count:]):{spec}}" if values else ""
+    return " -> ".join(f"{fmean(part):{spec}}" for part in (values[:count], values[-count:])[: len(values)])
 
 
 def inference_idle(lines: Lines) -> float | None:
@@ -104,8 +94,10 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         versions = f"version {at[0]} and version {at[-1]}"
         report.append(f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, {versions})")
     for label, (at, rewards) in eval_curves(lines).items():
-        if rewards:
+        if len(rewards) > 1:
             report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
+        elif rewards:
+            report.append(f"eval      {rewards[0]:.3f}   ({label}, version {at[0]})")
     if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
         report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
     newest = run_dir.newest_weights()

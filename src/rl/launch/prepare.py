@@ -93,21 +93,16 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     run_dir = config.run_dir
     if clean and resume is not None:
         raise RunError("--clean deletes the run and --resume continues it: give one of them")
-    exists = run_dir.config.exists()
-    if not exists and (foreign := foreign_files(run_dir.root)):
-        raise RunError(f"{run_dir.root} is not a run directory: it has no config.toml but {', '.join(foreign[:3])}; choose another --name")
-    if not is_run(run_dir.root):  # asked before the lock makes any directory look like one
-        if resume is not None:
-            raise RunError(no_run(run_dir.root))
-        if exists and not clean:
-            raise RunError(f"{run_dir.root} exists: {REMEDY}")
+    exists = is_run_or_free(run_dir.root)
+    if resume is not None and not exists:
+        raise RunError(no_run(run_dir.root))
     lock = hold_role(run_dir.lock("rl"))
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, lock)
         wait_for_survivors(run_dir)
         clean_leftovers(*run_dir.folders)
         notes, made = [], run_dir.anything_made()
-        if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.config), config)):
+        if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
             notes += continue_run(config, run_dir, resume)
         else:
             if clean:
@@ -131,10 +126,14 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
 
 def no_run(root: Path) -> str:
     """The message for a --resume where there is no run."""
-    runs = sorted(path.parent.name for path in root.parent.glob("*/config.toml"))
-    close = get_close_matches(root.name, runs, n=1) or runs[:MAX_LISTED]
-    there = f"; in {root.parent} there are {', '.join(close)}" if close else ""
+    there = f"; in {root.parent} there are {runs}" if (runs := runs_in(root.parent, root.name)) else ""
     return f"--resume: there is no run in {root}{there}. Leave it out to start one, or name the one meant: rl @ RUN/config.toml --resume"
+
+
+def runs_in(folder: Path, name: str) -> str:
+    """The runs in a folder, for a message: the one whose name is most like `name`, or else the first ones. Empty if there is none."""
+    runs = sorted(path.parent.name for path in folder.glob("*/config.toml"))
+    return ", ".join(get_close_matches(name, runs, n=1) or runs[:MAX_LISTED])
 
 
 def use_again(run_dir: RunDir) -> list[str]:
@@ -149,9 +148,16 @@ def use_again(run_dir: RunDir) -> list[str]:
     return [f"{run_dir.root} is used again: the run in it had made nothing yet"]
 
 
-def foreign_files(root: Path) -> list[str]:
-    """Names in a directory that a start of `rl`, interrupted before it wrote config.toml, does not leave."""
-    return sorted(path.name for path in root.iterdir() if path.name != "status" and not path.name.startswith(".")) if root.is_dir() else []
+def is_run_or_free(root: Path) -> bool:
+    """Whether there is a run; False if there is nothing, or what a start leaves that was interrupted before it wrote config.toml.
+
+    Raises RunError for anything else, which is the user's. To be asked before a lock makes any directory look like a run's.
+    """
+    if is_run(root):
+        return True
+    if mine := sorted(path.name for path in root.iterdir() if path.name != "status" and path.name[0] != ".") if root.is_dir() else []:
+        raise RunError(f"{root} is not a run directory, and has {', '.join(mine[:3])}; choose another --name")
+    return False
 
 
 def wait_for_survivors(run_dir: RunDir) -> None:
@@ -165,7 +171,7 @@ def delete_run(run_dir: RunDir) -> None:
     """Empties the run directory except for our lock. config.toml is deleted last, so that an interrupted deletion can be repeated."""
     stored = None
     with contextlib.suppress(RunError):  # no configuration, or one of another version of rl: then only the new one's weights are known
-        stored = as_written(run_dir.config)
+        stored = as_written(run_dir.root)
     if stored and stored.trainer.weights.dir and not copied_from(stored.run_dir, run_dir):
         delete_weights(stored.run_dir.weights_dir)
     delete_weights(run_dir.weights_dir)
@@ -193,7 +199,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
 
     Returns notes for the console. Raises RunError.
     """
-    stored = as_written(run_dir.config)
+    stored = as_written(run_dir.root)
     if refused := refusals(stored, config):
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
         remedies = (
@@ -217,13 +223,19 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
 
 
-def as_written(path: Path) -> RLConfig:
-    """The configuration that a run was last started with, and where it lay then. Raises RunError."""
+def stored_config(root: Path) -> RLConfig:
+    """The configuration that a run was last started with, and where it lies now. Raises RunError."""
+    path = root / "config.toml"
     try:
-        table = read_toml(str(path))
-        return from_toml(path).model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
+        return from_toml(path)
     except ConfigError as error:
         raise RunError(f"{path} was not written by this version of rl:\n{error}") from None
+
+
+def as_written(root: Path) -> RLConfig:
+    """The same, and where it lay then. Raises RunError."""
+    config, table = stored_config(root), read_toml(str(root / "config.toml"))
+    return config.model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:

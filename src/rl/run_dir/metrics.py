@@ -10,6 +10,11 @@ from typing import Any
 from rl.run_dir.files import LineReader, with_path, write_all, write_file
 from rl.system import faults
 
+Lines = dict[tuple[int, str], dict[str, Any]]
+"""The lines of metrics.jsonl by (step, source): see read_metrics."""
+Curve = tuple[list[int], list[float]]
+"""Steps, and the values of a metric at them."""
+
 
 class MetricsLog:
     """Appends the lines of one process, each with one write call, so that lines of several processes never mix."""
@@ -54,18 +59,24 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return {key: value for key, value in content.items() if key == "source" or value is None or isinstance(value, (int, float))}
 
 
-def merge_lines(into: dict[tuple[int, str], dict[str, Any]], lines: list[dict[str, Any]]) -> None:
+def merge_lines(into: Lines, lines: list[dict[str, Any]]) -> None:
     """Adds lines by (step, source). Of two values of a metric the later one counts, so a resume never doubles a curve."""
     for line in lines:
         key = (line["step"], line["source"])
         into[key] = into.get(key, {}) | line
 
 
-def read_metrics(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
+def read_metrics(path: Path) -> Lines:
     """The values of a run by (step, source); see merge_lines."""
-    merged: dict[tuple[int, str], dict[str, Any]] = {}
+    merged: Lines = {}
     merge_lines(merged, MetricsReader(path).new())
     return merged
+
+
+def curve(lines: Lines, source: str, metric: str) -> Curve:
+    """The finite values of a metric over steps."""
+    points = sorted((step, line[metric]) for (step, of), line in lines.items() if of == source and line.get(metric) is not None)
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def environment_rewards(line: dict[str, Any]) -> dict[str, float]:

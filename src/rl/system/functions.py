@@ -49,7 +49,9 @@ def find_fault(name: str) -> str:
     if source.endswith(".py"):
         path = source_file(source)
         return missing_in(path, function) if path.is_file() else f"names no file: there is no file {path}"
-    if not all(part.isidentifier() for part in source.split(".")) or not first_place(source.partition(".")[0]):
+    if not all(part.isidentifier() for part in source.split(".")):
+        return "names neither a Python file nor a module; write file.py:function or module:function"
+    if not first_place(source.partition(".")[0]):
         return f"names no module that is installed: install {source}, or name a file: file.py:function"
     path = source_file(source)
     return missing_in(path, function) if path.suffix == ".py" else ""

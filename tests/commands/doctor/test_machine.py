@@ -146,7 +146,11 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     assert configuration.run_directory(config).level == "ok"
     config.run_dir.config.parent.mkdir()
-    config.run_dir.config.touch()
+    config.run_dir.config.touch()  # the user's own
+    found = configuration.run_directory(config)
+    assert found.level == "FAIL" and found.text.endswith("x is not a run directory, and has config.toml; choose another --name")
+    config.run_dir.batch(1).parent.mkdir()
+    config.run_dir.batch(1).touch()
     assert "continue that run with --resume" in configuration.run_directory(config).text
     assert configuration.division(config).level == "ok"
     assert [check.level for check in configuration.exposed(config)] == ["ok"]
@@ -190,7 +194,7 @@ def test_sizes_of_a_model(tmp_path, monkeypatch):
 def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args, said in [
-        (["nowhere"], "nowhere: no run; there is no config.toml in nowhere or outputs/nowhere"),
+        (["nowhere"], "nowhere: is no run of rl; give the directory with its config.toml, or the run's name under outputs/"),
         (["x.toml"], "a file is given as `@ FILE`: rl doctor @ x.toml"),
         (["nowhere", "--seed", "1"], "give RUN alone"),
         (["--parity", "x", "--dtype", "int8"], "--dtype int8: give float32 or bfloat16"),

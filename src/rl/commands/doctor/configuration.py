@@ -19,10 +19,9 @@ from rl.diagnosis.disk import REMEDY as DISK_REMEDY
 from rl.diagnosis.disk import needs, tensor_shapes
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY
+from rl.launch.prepare import REMEDY, is_run_or_free
 from rl.orchestrator.setups import task_faults
 from rl.run_dir.files import write_file
-from rl.run_dir.paths import is_run
 from rl.run_dir.token import run_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, visible_gpus
@@ -60,9 +59,13 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
 def run_directory(config: RLConfig) -> Check:
     """Whether a run of that name exists."""
     root = config.run_dir.root
-    if not config.run_dir.config.exists():
+    try:
+        exists = is_run_or_free(root)
+    except RunError as error:
+        return Check("FAIL", "run", str(error))
+    if not exists:
         return Check("ok", "run", f"{root} is free")
-    if is_run(root) and not config.run_dir.anything_made():
+    if not config.run_dir.anything_made():
         return Check("ok", "run", f"{root} is used again: the run in it has made nothing yet")
     return Check("warn", "run", f"{root} exists: {REMEDY}")
 

@@ -4,14 +4,14 @@ import json
 import os
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 
 from rl.commands.doctor.machine import machine_checks
 from rl.commands.options import Option, load, take, usage
-from rl.commands.policy_spec import run_dir_of, stored_config
+from rl.commands.policy_spec import named_run, run_dir_of
 from rl.config.command_line import fail, load_config
 from rl.config.run import RLConfig
 from rl.launch.children import Children
+from rl.launch.prepare import stored_config
 from rl.system.errors import RunError
 
 OPTIONS = (
@@ -61,24 +61,13 @@ def parity(args: list[str], children: Children) -> int:
     return play("rl doctor", children, examine(config, values, children))
 
 
-def find_run(name: str) -> Path:
-    """The directory of a run that is named by it, or by its name under the default output_dir. Ends the program with 2."""
-    places = [Path(name).expanduser(), Path(RLConfig.model_fields["output_dir"].default) / name]
-    for place in places:
-        if (place / "config.toml").is_file():
-            return place.absolute()
-    if name.endswith(".toml"):
-        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
-    fail("rl doctor", f"{name}: no run; there is no config.toml in {' or '.join(dict.fromkeys(map(str, places)))}")
-
-
 def run(name: str, *, verify: bool, as_json: bool) -> int:
     """Prints the diagnosis of a run."""
-    root = find_run(name)
     try:
+        root = named_run(name).absolute()
         config = stored_config(root)
     except RunError as error:
-        fail("rl doctor", str(error))
+        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}" if name.endswith(".toml") else str(error))
     from rl.commands.doctor.files import damaged_files
     from rl.diagnosis.waits import diagnose
 
