@@ -155,7 +155,7 @@ def test_first_hour(tmp_path):
 
 def an_environment_of_its_own(user: User) -> Path:
     """From vf-init to a run that is interrupted and goes on. Returns its directory."""
-    user.types(user.shown("environments.md", "vf-init"))
+    user.types(user.shown("environments.md", "vf-init my"))
     user.write("environments.md", "python", "def load_environment", "environments/my_env/my_env.py")
     user.write("environments.md", "toml", "./environments/my_env", "my_run.toml")
     described = user.types(user.shown("environments.md", "rl env ./environments/my_env"))
