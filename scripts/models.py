@@ -1,4 +1,4 @@
-"""How every causal language model of the installed transformers is trained: `uv run python scripts/models.py` writes docs/models.md.
+"""How every causal language model of the installed transformers is trained: `uv run scripts/models.py` writes docs/models.md.
 
 Each family is made as a tiny model of random weights, with one layer of each kind that its configuration knows. The test at the start
 (rl/trainer/selftest.py) chooses its mode; then log-probabilities and gradients of training, in float32, are compared with those of plain
@@ -236,7 +236,7 @@ def served() -> set[str]:
 HEAD = """# Models
 
 Every causal language model of transformers {transformers} (torch {torch}), as a tiny model of random weights, and how the trainer computes
-it: `uv run python scripts/models.py` writes this page. The test that each start makes (`trainer/selftest.py`) has chosen the way; the
+it: `uv run scripts/models.py` writes this page. The test that each start makes (`trainer/selftest.py`) has chosen the way; the
 columns behind it are measured apart from that, on other samples, against plain Hugging Face, one sample after another, in float32: the
 largest difference of a log-probability (nats), and of a gradient (the norm of the difference, relative to that of the parameter's
 gradient).
