@@ -5,11 +5,11 @@ Each family is made as a tiny model of random weights, with one layer of each ki
 Hugging Face, one sample after another. With families as arguments only these are measured, and nothing is written.
 """
 
+import argparse
 import copy
 import importlib.metadata
 import io
 import os
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -282,6 +282,9 @@ def page(rows: list[Row]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="what a config.json calls model_type, e.g. qwen3")
+    families = parser.parse_args().families
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -290,14 +293,14 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # models are tested anew
-        for family in sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        for family in families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 rows.append(measure(family, world))
             print(rows[-1], "WRONG" if rows[-1].is_wrong else "", flush=True)
     torch.distributed.destroy_process_group()
     if wrong := [row.family for row in rows if row.is_wrong]:
         raise SystemExit(f"trained wrong without a word: {', '.join(wrong)}")
-    if not sys.argv[1:]:
+    if not families:
         PAGE.write_text(page(rows))
 
 
