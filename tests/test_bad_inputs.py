@@ -441,8 +441,8 @@ def test_what_is_said_about(case, tmp_path, capsys, monkeypatch):
 def test_what_cannot_be_told_without_an_import_passes(tmp_path, capsys, monkeypatch):
     """A function out of a star import, a module beside `rl`, and what a run that was made already names."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("from os.path import *\n")
-    for reward in ("mine.py:star", "mine:star", "json.decoder:scanner"):
+    (tmp_path / "beside_rl.py").write_text("from os.path import *\n")  # no other test's file on the import path is called so
+    for reward in ("beside_rl.py:star", "beside_rl:star", "json.decoder:scanner"):
         keys = ["--orchestrator.environment.dataset", "owner/rows", "--orchestrator.environment.reward", reward]
         with pytest.raises(SystemExit) as end:
             load_config([*keys, "--dry-run"], variables={})
