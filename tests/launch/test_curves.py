@@ -108,7 +108,7 @@ def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path
     draw_curves(lines, tmp_path / "curves.png", "r")
     panels = {panel.get_title(): panel for panel in drawn[0].axes}
     assert [title.split(",")[0] for title in panels] == [
-        "reward", "share of the rollouts", "tokens a rollout", "entropy", "lag", "trainer-inference mismatch", "gradient norm",
+        "reward", "share of the rollouts", "tokens a rollout", "entropy", "lag", "mismatch KL of the trained version", "gradient norm",
         "rollouts a step", "seconds a step",
     ]  # fmt: skip
     (bars,) = (container for container in panels["reward"].containers if container.has_yerr)
