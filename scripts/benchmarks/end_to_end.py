@@ -29,7 +29,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.machine import machine
 from rl.wire.batch_file import decode_batch
-from rl.wire.transport import OrchestratorClient
+from rl.wire.transport import OrchestratorClient, Wait
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -121,9 +121,10 @@ def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, 
 
 def follow(config: RLConfig, batches: int) -> None:
     """A trainer that only takes batches: with so large a max_lag nobody waits for a version."""
-    client = OrchestratorClient(config.run_dir.status("orchestrator"), PATIENCE_S, lambda _: None)
+    client, wait = OrchestratorClient(config.run_dir.status("orchestrator")), Wait(PATIENCE_S, lambda *_: None)
     for step in range(1, batches + 1):
-        client.get_batch(step)
+        with wait:
+            client.get_batch(step, wait)
 
 
 def training_alone(run_dir: RunDir, place: Place, folder: Path) -> float:

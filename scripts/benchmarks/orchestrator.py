@@ -66,14 +66,15 @@ def stub_trainer(run_dir: Path, steps: int) -> None:
     """A trainer that publishes empty versions at once."""
     from rl.run_dir.paths import RunDir
     from rl.wire.messages import WeightVersion
-    from rl.wire.transport import OrchestratorClient
+    from rl.wire.transport import OrchestratorClient, Wait
 
     directory = RunDir(run_dir, run_dir / "weights")
-    client = OrchestratorClient(directory.status("orchestrator"), 600.0, lambda _: None)
+    client, wait = OrchestratorClient(directory.status("orchestrator")), Wait(600.0, lambda *_: None)
     for step in range(1, steps + 1):
-        client.get_batch(step)
         directory.weights(step).mkdir(parents=True)
-        client.published(WeightVersion(step, str(directory.weights(step))))
+        with wait:
+            client.get_batch(step, wait)
+            client.published(WeightVersion(step, str(directory.weights(step))), wait)
 
 
 class Probe:
