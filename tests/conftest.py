@@ -38,6 +38,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def world():
+    """A process group of one rank. A process can have but one, so all tests share it."""
+    import torch
+
+    from rl.trainer.parallel.world import start_world
+
+    torch.set_num_threads(1)
+    yield start_world(use_gpus=False, timeout_s=60)
+    torch.distributed.destroy_process_group()
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Processes that run tests: one for each core, and none beside the first for single files, which end before another has started."""
     folders = all(Path(argument.partition("::")[0]).is_dir() for argument in config.args)

@@ -4,10 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from models import MOST_DIFFERENCE, measure
-
-from rl.trainer.parallel.world import start_world
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -15,14 +12,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 def rows() -> dict[str, list[str]]:
     cells = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     return {row[0]: row for row in cells if len(row) == 7 and row[0] != "family"}
-
-
-@pytest.fixture(scope="module")
-def world():
-    """A process group of one rank."""
-    torch.set_num_threads(1)
-    yield start_world(use_gpus=False, timeout_s=60)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
