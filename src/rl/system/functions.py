@@ -75,14 +75,21 @@ def first_place(package: str) -> Path | None:
     return Path(spec.origin or "") if spec else None
 
 
+def syntax_tree(path: Path) -> ast.Module | None:
+    """The syntax tree of a Python file; None where it cannot be read: whoever loads it says more. Raises SyntaxError."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return ast.parse(path.read_bytes(), str(path))
+    return None
+
+
 def missing_in(path: Path, function: str) -> str:
     """What is wrong with the name of a function in a file: it is bound nowhere there; empty if it is, or if that cannot be told."""
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        tree = syntax_tree(path)
     except SyntaxError as error:
         return f"cannot be read: {path}:{error.lineno}: {error.msg}; correct it"
-    except (OSError, ValueError, RecursionError):
-        return ""  # whoever loads it says more
+    if tree is None:
+        return ""
     nodes = list(ast.walk(tree))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.system.errors import RunError
-from rl.system.functions import Blame, find_fault, load_function, source_file
+from rl.system.functions import Blame, find_fault, load_function, source_file, syntax_tree
 
 
 class UserFunction:
@@ -60,8 +60,9 @@ def find_call_fault(name: str, arguments: str) -> str:
         return fault
     source, _, function = name.rpartition(":")
     path = source_file(source)
-    tree = ast.parse(path.read_bytes() if path.suffix == ".py" else "")  # find_fault has read it, too
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
+    tree = syntax_tree(path) if path.suffix == ".py" else None  # find_fault has told of a SyntaxError
+    functions = [node for node in (tree.body if tree else ()) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [node for node in functions if node.name == function]
     return signature_fault(found[-1], path, arguments) if found else ""
 
 
