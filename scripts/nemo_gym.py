@@ -71,6 +71,8 @@ def link_venvs(packages: Path, venv: Path) -> Path:
 
 def start(args: argparse.Namespace) -> None:
     """Runs ng_run until SIGINT or SIGTERM, and leaves none of its servers behind."""
+    if not os.environ.get("RL_TOKEN"):
+        raise SystemExit("the policy's server wants a token: `export RL_TOKEN=$(openssl rand -hex 32)`, here and where the run is started")
     venv = args.venv.absolute()
     packages = next(venv.glob("lib/python3*/site-packages"))
     configs = [name if name.endswith(".yaml") else f"resources_servers/{name}/configs/{name}.yaml" for name in args.servers]
@@ -80,7 +82,7 @@ def start(args: argparse.Namespace) -> None:
         "+skip_venv_if_present=true",
         f"+uv_venv_dir={link_venvs(packages, venv)}",
         f"+policy_base_url={args.policy}",
-        "+policy_api_key=${oc.env:RL_TOKEN,none}",  # looked up by NeMo Gym itself: a command line is for all to see
+        "+policy_api_key=${oc.env:RL_TOKEN}",  # looked up by NeMo Gym itself: a command line is for all to see
         f"+policy_model_name={args.model}",
         "+head_server.host=127.0.0.1",
         f"+head_server.port={args.head_port}",

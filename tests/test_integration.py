@@ -15,6 +15,7 @@ from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, Status
+from rl.run_dir.token import run_token
 from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, Published
 from rl.wire.transport import TrainerServer
 from tests.test_reference import in_the_table
@@ -99,7 +100,7 @@ def train_uninterrupted(config, batches, name):
     command = [sys.executable, "-m", "rl.trainer.main", "@", str(run_dir.config)]
 
     async def serve():
-        server = TrainerServer("127.0.0.1", 0)
+        server = TrainerServer("127.0.0.1", 0, run_token(run_dir.status_dir))
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         status.enter(Phase.SERVING, address=server.address)
         trainer = await asyncio.create_subprocess_exec(*command, env=environment())

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
+TOKEN = secrets.token_hex(16)
+OPEN = {"Authorization": f"Bearer {TOKEN}"}
 QUIET_S = 4.0
 """Between two updates; its tokens a second are what an update is compared with."""
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 192
@@ -116,7 +119,7 @@ class Server:
 async def measure(url: str, process: subprocess.Popen, model: str, paths: list[Path], requests: int) -> list[dict[str, float]]:
     """One result an update; the first update warms up and is left out."""
     server = Server(url, process)
-    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), headers=OPEN) as client:
         busy = [asyncio.create_task(server.keep_busy(client, model, seed)) for seed in range(requests)]
         async with asyncio.timeout(START_TIMEOUT_S):
             while not server.arrivals and not any(task.done() for task in busy):
@@ -138,7 +141,7 @@ def start_server(checkout: Path, model: Path, work: Path, dtype: str) -> tuple[s
     command = [sys.executable, "-m", "rl.inference.main", *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
     work.mkdir(parents=True)
     with (work / "log").open("wb") as log:
-        environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+        environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "RL_TOKEN": TOKEN}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     status, deadline = work / "run/status/inference.json", time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from rl.commands import policy_spec
 from rl.commands.arena import server_config
 from rl.commands.policy_spec import Source, resolve
 from rl.config.command_line import build, parse_args, to_toml
@@ -92,6 +93,11 @@ def test_an_endpoint(monkeypatch):
         assert f"{two.url}: answered 401; its key is taken from $OPENAI_API_KEY, which is not set (see --api-key-var)" == fault(two.url)
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         assert "$OPENAI_API_KEY, which is refused" in fault(two.url)
+        with monkeypatch.context() as patch:
+            patch.setattr(policy_spec, "hides_keys", lambda _url: False)
+            assert "is not sent over plain http to another machine unless you name its variable" in fault(two.url)
+            assert look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint.api_key_var == "OTHER_KEY"
+            assert look(one.url).endpoint.api_key_var == ""
         assert "has several models; choose one with --endpoint-model: good, bad" in fault(two.url, key_var="OTHER_KEY")
         chosen = look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint
         assert (chosen.base_url, chosen.model, chosen.api_key_var) == (two.url, "bad", "OTHER_KEY")

@@ -28,12 +28,11 @@ class Server:
     process: Forked
     weights: list[Path]  # index: policy version; a model, or an adapter of the first
     root: Path
-    token: str = ""
     url: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return {"Authorization": f"Bearer {TOKEN}"}
 
     def post(self, route: str, **body) -> httpx.Response:
         return httpx.post(self.url + route, json=body, timeout=120, headers=self.headers)
@@ -90,16 +89,19 @@ def damaged_copy(version: Path, folder: Path) -> Path:
     return folder
 
 
-def start_server(root: Path, weights: list[Path], token: str = "", **settings: object) -> Server:
+TOKEN = "0123456789abcdef-of-a-test"
+
+
+def start_server(root: Path, weights: list[Path], **settings: object) -> Server:
     """A server of `weights[0]` in its own run directory; it is not ready yet."""
     root.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"RL_TOKEN": token}
+    env = os.environ | {"RL_TOKEN": TOKEN}
     flags = {"name": "run", "output_dir": root / "out", "model.name": weights[0], "model.dtype": "float32"}
     flags |= {"model.max_model_len": MAX_MODEL_LEN, "orchestrator.environment.id": "none", "orchestrator.sampling.max_tokens": 64}
     flags |= {key.replace("__", "."): value for key, value in settings.items()}
     arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     process = inference_zygote().fork("inference", *arguments, log=root / "log", env=env)
-    return Server(process, weights, root, token)
+    return Server(process, weights, root)
 
 
 @lru_cache(maxsize=8)

@@ -161,7 +161,7 @@ def test_adapters_that_do_not_fit_are_refused_and_the_old_version_goes_on(server
         refused = server.load(9, path)
         assert (refused.status_code, refused.json()["error"]["type"]) == (422, "bad_weights")
         assert reason in refused.json()["error"]["message"]
-    assert httpx.get(server.url + "/ready", params={"policy_version": 1}).status_code == 200
+    assert httpx.get(server.url + "/ready", params={"policy_version": 1}, headers=server.headers).status_code == 200
     answer = server.generate(PROMPT, max_tokens=30, temperature=1.0)
     assert [version for version, _ in answer["policy_versions"]] == [1]
     assert_logprobs(server, PROMPT, answer, tolerance=TOLERANCE)

@@ -26,6 +26,7 @@ from rl.wire.worker_messages import PolicySpec
 from tests.inference.malformed import HARMLESS, MALFORMED, ODD, OPENAI
 from tests.inference.servers import (
     MAX_MODEL_LEN,
+    TOKEN,
     TOLERANCE,
     Server,
     assert_logprobs,
@@ -63,14 +64,14 @@ def make_tiny_moe(path: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """By the kind of model. They start at the same time; the last tests of this module end them. "untied" wants a token and finds a damaged
-    version, "moe" has a short patience with its engine."""
+    """By the kind of model. They start at the same time; the last tests of this module end them. "untied" is open to others, and finds a
+    damaged version, "moe" has a short patience with its engine."""
     root = tmp_path_factory.mktemp("servers")
     versions = {kind: make_versions(root / f"versions-{kind}", kind) for kind in KINDS}
     damaged_copy(versions["untied"][1], root / "untied/out/run/weights/000009")
     started = {
         "tied": start_server(root / "tied", versions["tied"]),
-        "untied": start_server(root / "untied", versions["untied"], TOKEN),
+        "untied": start_server(root / "untied", versions["untied"], inference__host="0.0.0.0"),
         "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=8),
     }
     try:
@@ -82,7 +83,6 @@ def servers(tmp_path_factory):
             server.end()
 
 
-TOKEN = "0123456789abcdef-of-a-test"
 PROMPT = list(range(10, 40))
 
 
@@ -116,9 +116,10 @@ def test_bad_requests_are_refused(servers):
     assert (too_long["num_tokens"], too_long["max_model_len"]) == (1000, MAX_MODEL_LEN)
 
 
-def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers):
+def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypatch):
     """Three turns with tool results between them, the second cut short: one sample, whose every token has its sampled logprob again."""
     server = servers["tied"]
+    monkeypatch.setenv("RL_TOKEN", TOKEN)
     tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
     policy = Policy(PolicySpec(model_path=str(server.weights[0]), max_model_len=MAX_MODEL_LEN, inference_urls=[server.url]), 60.0)
 
@@ -145,7 +146,7 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers):
 
 def test_openai_routes_stay_and_development_routes_are_closed(servers):
     server = servers["tied"]
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert httpx.get(server.url + "/health", headers=server.headers).status_code == 200
     chat = server.post(
         "/v1/chat/completions",
         model=str(server.weights[0]),
@@ -169,7 +170,7 @@ def test_disconnect_aborts_the_request(servers):
     whole_s, began = time.monotonic() - began, time.monotonic()
     with pytest.raises(httpx.ReadTimeout):
         body = {"token_ids": PROMPT, "sampling": {"max_tokens": 400, "temperature": 1.0, "seed": seed}}
-        httpx.post(server.url + "/generate", json=body, timeout=min(0.15, whole_s / 4))
+        httpx.post(server.url + "/generate", json=body, headers=server.headers, timeout=min(0.15, whole_s / 4))
     while server.status()["num_running"] and time.monotonic() < began + whole_s:
         time.sleep(0.01)
     assert time.monotonic() - began < 0.7 * whole_s
@@ -201,9 +202,9 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind):
 def test_ready_and_loading_twice(servers):
     server = servers["tied"]
     assert server.load(2).json() == {"policy_version": 2, "verify_s": 0.0, "stage_s": 0.0, "drain_s": 0.0, "pause_s": 0.0}
-    ready = httpx.get(server.url + "/ready", params={"policy_version": 2})
+    ready = httpx.get(server.url + "/ready", params={"policy_version": 2}, headers=server.headers)
     assert (ready.status_code, ready.json()) == (200, {"policy_version": 2})
-    not_yet = httpx.get(server.url + "/ready", params={"policy_version": 3})
+    not_yet = httpx.get(server.url + "/ready", params={"policy_version": 3}, headers=server.headers)
     assert (not_yet.status_code, not_yet.json()) == (503, {"policy_version": 2})
     with ThreadPoolExecutor(3) as pool:
         codes = list(pool.map(lambda version: server.load(version).status_code, (3, 1, 2)))

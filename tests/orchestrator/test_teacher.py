@@ -130,6 +130,24 @@ def test_the_check_at_the_start(model, monkeypatch):
     assert check(StubTeacher(key="secret"), api_key_var="SOME_KEY") == "big"
 
 
+@pytest.mark.parametrize(
+    ("url", "settings", "sent"),
+    [
+        ("https://far.example/v1", {}, True),
+        ("http://localhost:8000/v1", {}, True),
+        ("http://[::1]:8000/v1", {}, True),
+        ("http://far.example/v1", {}, False),
+        ("http://10.0.0.7:8000/v1", {}, False),
+        ("http://10.0.0.7:8000/v1", {"key_over_http": True}, True),
+    ],
+)
+def test_a_key_is_not_sent_where_others_can_read_it(monkeypatch, url, settings, sent):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    teacher = Teacher(TeacherConfig(base_url=url, **settings))
+    assert ("Authorization" in teacher.headers) == sent
+    assert sent == ("is not sent over plain http" not in teacher._remedy(401))
+
+
 def test_environments_share_a_teacher_or_have_their_own():
     default, other = TeacherConfig(base_url="http://a/v1"), TeacherConfig(base_url="http://b/v1")
     teachers = make_teachers(default, {"x": None, "y": other, "z": TeacherConfig(base_url="http://a/v1")})

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rl.config.check import bound_wider, exposure
+from rl.config.check import exposure
 from rl.config.command_line import build, load_config, parse_args
 from rl.launch.prepare import prepare
 from rl.run_dir import token
@@ -28,7 +28,7 @@ def config(tmp_path, *args: str):
 
 
 def run_token(config):
-    return token_for(bound_wider(config).values(), config.run_dir.status_dir)
+    return token_for(config.run_dir.status_dir)
 
 
 @pytest.mark.parametrize(
@@ -39,38 +39,32 @@ def test_is_loopback(hosts, expected):
     assert {is_loopback(name) for name in hosts.split()} == {expected} and not is_loopback("")
 
 
-def test_on_loopback_nobody_is_asked_and_nothing_is_written(tmp_path):
-    assert run_token(config(tmp_path)) is None and authorization(tmp_path / "r" / "status" / "inference.json") == {}
-    assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize("key", ["inference.host", "orchestrator.host"])
-def test_bound_wider_a_run_gets_a_token_that_only_its_owner_reads(tmp_path, key):
-    wide = config(tmp_path, f"--{key}", "0.0.0.0")
-    token = run_token(wide)
-    path = tmp_path / "r" / "status" / "token"
+def test_every_run_has_a_token_that_only_its_owner_reads(tmp_path):
+    path, run = tmp_path / "r" / "status" / "token", config(tmp_path)
+    assert authorization(path.with_name("inference.json")) == {}
+    token = run_token(run)
     assert token and len(token) >= 40 and path.read_text() == token
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert run_token(wide) == read_token(path.parent) == token
+    assert run_token(run) == read_token(path.parent) == token
     assert authorization(path.with_name("inference.json")) == {"Authorization": f"Bearer {token}"}
     assert os.listdir(path.parent) == ["token"]
 
 
 def test_it_survives_a_resume_and_not_a_new_start_and_is_nowhere_else(tmp_path):
-    wide = config(tmp_path, "--inference.host", "0.0.0.0")
-    os.close(prepare(wide, resume=None, clean=False).lock)
-    token = run_token(wide)
-    os.close(prepare(wide, resume=-1, clean=False).lock)
-    assert run_token(wide) == token
+    run = config(tmp_path)
+    os.close(prepare(run, resume=None, clean=False).lock)
+    token = run_token(run)
+    os.close(prepare(run, resume=-1, clean=False).lock)
+    assert run_token(run) == token
     holding = [path for path in (tmp_path / "r").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert holding == [tmp_path / "r" / "status" / "token"]
-    os.close(prepare(wide, resume=None, clean=True).lock)
-    assert not holding[0].exists() and run_token(wide) != token
+    os.close(prepare(run, resume=None, clean=True).lock)
+    assert not holding[0].exists() and run_token(run) != token
 
 
 def test_processes_that_start_together_agree_on_one(tmp_path):
-    wide, found = config(tmp_path, "--inference.host", "0.0.0.0"), []
-    threads = [threading.Thread(target=lambda: found.append(run_token(wide))) for _ in range(16)]
+    run, found = config(tmp_path), []
+    threads = [threading.Thread(target=lambda: found.append(run_token(run))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,9 +72,9 @@ def test_processes_that_start_together_agree_on_one(tmp_path):
     assert len(found) == 16 and len(set(found)) == 1
 
 
-def test_rl_token_goes_before_the_kept_one_and_also_guards_loopback(tmp_path, monkeypatch):
+def test_rl_token_goes_before_the_kept_one(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_TOKEN", TOKEN)
-    assert run_token(config(tmp_path)) == run_token(config(tmp_path, "--inference.host", "0.0.0.0")) == TOKEN
+    assert run_token(config(tmp_path)) == TOKEN
     assert authorization(tmp_path / "status" / "x.json") == {"Authorization": f"Bearer {TOKEN}"} == authorization(tmp_path.parent / "")
     assert not (tmp_path / "r").exists()
 

@@ -6,6 +6,7 @@ import time
 
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
+from rl.run_dir.token import run_token
 from rl.wire.batch_file import encode_batch
 from rl.wire.messages import Acknowledged, BatchBytes, GetProbe, NotReady, Probe, Published, RunEnded, TrainBatch
 from rl.wire.transport import TrainerServer
@@ -35,7 +36,7 @@ class StubOrchestrator:
         self.thread.join()
 
     async def serve(self) -> None:
-        server = TrainerServer(self.host, 0)
+        server = TrainerServer(self.host, 0, run_token(self.run_dir.status_dir))
         status = RoleStatus(address=server.address, heartbeat=time.time(), phase=Phase.SERVING)
         write_status(self.run_dir.status("orchestrator"), status)
         while not self.stopping.is_set():

@@ -1,6 +1,10 @@
 """What the client does about a server that is there and never answers, or not what it should, or not to everyone."""
 
 import asyncio
+import errno
+import os
+import resource
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -106,3 +110,56 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
     assert refused.value.exit_code == GIVE_UP
     monkeypatch.setenv("RL_TOKEN", token)
     assert asyncio.run(asked(tmp_path, answer, version)) == 3
+
+
+def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
+    """Every request in flight has a connection: those that find none left wait, and none fails."""
+    monkeypatch.setattr(inference_client, "RETRY_S", 0.01)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 40
+
+    async def answer(_request: web.Request) -> web.Response:
+        await asyncio.sleep(0.01)
+        return web.json_response({"policy_version": 3})
+
+    async def ask(servers: InferenceServers) -> list[int]:
+        servers.timeout_s = 20.0
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        return await asyncio.gather(*(servers.loaded_version() for _ in range(300)))
+
+    try:
+        assert asyncio.run(asked(tmp_path, answer, ask)) == [3] * 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(tmp_path, monkeypatch):
+    """A stale handle, or no file descriptor left: the next attempt may read it. A token that was made anew is read again."""
+    monkeypatch.delenv("RL_TOKEN", raising=False)
+    (tmp_path / "status").mkdir()
+    (file := tmp_path / "status" / "token").write_text(first := "a-token-of-the-test-0123456789")
+    faults, reads, tokens = [errno.ESTALE, errno.EMFILE], [], [first]
+    read_text = Path.read_text
+
+    def read_with_faults(path: Path, **options) -> str:
+        if path == file:
+            reads.append(path)
+            if faults:
+                raise OSError(faults[0], os.strerror(faults.pop(0)), str(path))
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_with_faults)
+    monkeypatch.setattr(inference_client, "RETRY_S", 0.01)
+
+    async def answer(request: web.Request) -> web.Response:
+        sound = request.headers.get("Authorization") == f"Bearer {tokens[0]}"
+        return web.json_response({"policy_version": 3}) if sound else web.Response(status=401)
+
+    async def ask(servers: InferenceServers) -> list[int]:
+        versions = [await servers.loaded_version() for _ in range(20)]
+        tokens[0] = first[::-1]
+        file.write_text(tokens[0])
+        return [*versions, await servers.loaded_version()]
+
+    assert asyncio.run(asked(tmp_path, answer, ask)) == [3] * 21
+    assert len(reads) == 4  # two faults, one reading for twenty requests, one after the refusal

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from rl.run_dir.status import Phase, RoleStatus, write_status
+from rl.run_dir.token import run_token
 from rl.system.errors import RESTART, RunError
 from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
 from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
@@ -22,7 +23,7 @@ class Server:
     """An orchestrator's end in a thread; `answer` makes the replies, None is silence."""
 
     def __init__(self, status: Path, answer: Callable[[Request], Reply | None], token: str | None = None):
-        self.status, self.answer, self.token, self.seen = status, answer, token, []
+        self.status, self.answer, self.token, self.seen = status, answer, token or run_token(status.parent), []
         self.up = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
         self.thread.start()
@@ -51,6 +52,13 @@ class Server:
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.stopping.set)
             self.thread.join()
+
+
+def connect(socket: zmq.Socket, server: Server) -> None:
+    """Connects as one who has the token."""
+    socket.curve_publickey, socket.curve_secretkey = curve_keys(server.token, "client")
+    socket.curve_serverkey, _ = curve_keys(server.token, "server")
+    socket.connect(server.address.replace("curve://", "tcp://"))
 
 
 @pytest.fixture
@@ -176,7 +184,7 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
     server = serve(lambda _request: BatchBytes(b"ok"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
-        socket.connect(server.address)
+        connect(socket, server)
         request = msgspec.msgpack.encode(GetBatch(1))
         garbage = [[b"garbage"], [b""], [b"\x93\x01\x02"], [b"a", b"b"], [b"", request], [request] * 999, [b"\x91" * 60_000]]
         garbage += [
@@ -205,9 +213,10 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
     answers.append([msgspec.msgpack.encode(BatchBytes(b"at last"))])
     monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last but one is cut off with its connection
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger = 0
+        socket.linger, socket.curve_server = 0, True
+        _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"tcp://127.0.0.1:{port}"))
+        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
 
         def answer() -> None:
             for frames in answers:
@@ -224,10 +233,12 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("address", "why"), [("nonsense", "is none: Invalid argument"), ("tcp://nowhere:x", "is none: Invalid argument"), (["x"], "to come up")]
+    ("address", "why"),
+    [("nonsense", "is none: Invalid argument"), ("curve://nowhere:x", "is none: Invalid argument"), (["x"], "to come up")],
 )
 def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
     write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
+    run_token(tmp_path / "status")
     trainer, _ = client(tmp_path, timeout_s=0.3)
     with pytest.raises(RunError, match=why):
         trainer.get_batch(1)
@@ -277,7 +288,7 @@ def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
     server = serve(lambda _request: BatchBytes(b"ok"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(server.address)
+        connect(socket, server)
         socket.send(b"x" * (1 << 20))
         time.sleep(0.3)
     trainer, _ = client(tmp_path)
@@ -288,12 +299,12 @@ def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
 
 def test_a_taken_port_names_the_setting():
     async def bind_twice() -> None:
-        server = TrainerServer("127.0.0.1", 0)
+        server = TrainerServer("127.0.0.1", 0, TOKEN)
         port = int(server.address.rsplit(":", 1)[1])
         with pytest.raises(
             OSError, match=f"orchestrator.port = {port} on 127.0.0.1: Address already in use.*; choose another, or 0 for a free one"
         ):
-            TrainerServer("127.0.0.1", port)
+            TrainerServer("127.0.0.1", port, TOKEN)
         server.close()
 
     asyncio.run(bind_twice())

@@ -34,7 +34,7 @@ class Option:
 POLICY = Option("policy", "SPEC", "what to play; default: the model of the configuration")
 ENDPOINT = (
     Option("endpoint-model", "NAME", "the model to ask an endpoint for; default: the only one that it has. Also SPEC = URL#NAME"),
-    Option("api-key-var", "VAR", "environment variable with the endpoint's key; default: OPENAI_API_KEY"),
+    Option("api-key-var", "VAR", "environment variable with the endpoint's key; default, over https: OPENAI_API_KEY"),
 )
 CONCURRENCY = Option("concurrency", "N", "rollouts that are played at once; default: 64")
 POLICY_SPECS = """

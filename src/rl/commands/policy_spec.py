@@ -12,7 +12,7 @@ from rl.config.run import RLConfig
 from rl.launch.prepare import MAX_LISTED, as_written, ranges, runs_in, stored_config
 from rl.models.folder import read_json
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.token import authorization
+from rl.run_dir.token import authorization, hides_keys
 from rl.system.errors import RunError
 from rl.wire.worker_messages import Endpoint
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import httpx
 
 CHECK_TIMEOUT_S = 30.0
+DEFAULT_KEY = "OPENAI_API_KEY"
+"""The variable with an endpoint's key."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def resolve(spec: str | None, config: RLConfig, model: str | None, key_var: str 
         return Source(Path(config.model.name).name, config.model.name)
     if re.match(r"https?://", spec):
         url, _, named = spec.partition("#")
-        return check_endpoint(url, model or named or None, key_var or "OPENAI_API_KEY")
+        return check_endpoint(url, model or named or None, key_var)
     if run := split_run(spec):
         return version_of_run(*run, evals)
     check_not_a_run(spec)
@@ -191,11 +193,15 @@ def check_server(url: str) -> None:
         raise RunError(f"orchestrator.inference_urls: {url} is no inference server of rl; for another one give --policy {url}/v1")
 
 
-def check_endpoint(url: str, model: str | None, key_var: str) -> Source:
-    """An OpenAI-compatible endpoint as policy; asks it for its models first. Raises RunError if it cannot be used."""
+def check_endpoint(url: str, model: str | None, key_var: str | None) -> Source:
+    """An OpenAI-compatible endpoint as policy; asks it for its models first. Raises RunError if it cannot be used.
+
+    A key whose variable nobody named goes over https and to this machine alone.
+    """
     import httpx
 
     url = url.rstrip("/")
+    key_var = key_var or (DEFAULT_KEY if hides_keys(url) else "")
     key = os.environ.get(key_var)
     try:
         response = httpx.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=CHECK_TIMEOUT_S)
@@ -204,8 +210,10 @@ def check_endpoint(url: str, model: str | None, key_var: str) -> Source:
             f"{url}: nobody answers ({type(error).__name__}: {error}); is the server running, and is this its address?"
         ) from None
     if response.status_code in (401, 403):
-        state = "is refused" if key else "is not set"
-        raise RunError(f"{url}: answered {response.status_code}; its key is taken from ${key_var}, which {state} (see --api-key-var)")
+        state = f"is taken from ${key_var}, which {'is refused' if key else 'is not set'} (see --api-key-var)"
+        if not key_var:
+            state = f"is not sent over plain http to another machine unless you name its variable: --api-key-var {DEFAULT_KEY}"
+        raise RunError(f"{url}: answered {response.status_code}; its key {state}")
     return Source(model := choose_model(url, response, model), endpoint=Endpoint(base_url=url, model=model, api_key_var=key_var))
 
 

@@ -150,7 +150,9 @@ class TeacherConfig(Settings):
     model: str | None = None
     """Name of the model on that server. Default: its only one, or its first."""
     api_key_var: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, if the server wants one."""
+    """Environment variable that holds the key, if the server wants one. It is sent over https and on this machine alone."""
+    key_over_http: bool = False
+    """Send the key to a plain-http address of another machine, too, where whoever listens on the way can read it."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds over which a request that is not answered is repeated; then its rollout failed (`teacher`), and with it the group."""
 

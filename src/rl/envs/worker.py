@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
-from rl.system.linux import die_with_parent
+from rl.system.linux import die_with_parent, raise_open_files
 from rl.wire.rollouts import Episode, Rollout
 from rl.wire.worker_messages import (
     Cancel,
@@ -213,5 +213,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
+    raise_open_files()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     main()

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before anything else sees it: the run's token, and a limit on the size of its body."""
+"""What every HTTP request passes before anything else sees it: where it comes from, the run's token, a limit on the size of its body."""
 
 import hashlib
 import secrets
@@ -9,6 +9,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rl.run_dir.token import is_loopback
 
 MAX_BODY_BYTES = 16 << 20
 """A prompt of a million token ids takes 7 MB."""
@@ -28,31 +30,42 @@ class Gate:
     Outermost, so that nothing of a request that is refused is parsed but its headers.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None):
+    def __init__(self, app: ASGIApp, token: str, loopback: bool):
         self.app = app
-        self.expected = hashlib.sha256(token.encode()).digest() if token else None
+        self.loopback = loopback
+        """Whether the server is bound to loopback alone, and then goes by no other name."""
+        self.expected = hashlib.sha256(token.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif not self.admits(scope):
+        elif refused := self.refuse(scope):
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
-                message = "this server wants the run's token: send `Authorization: Bearer TOKEN`, TOKEN from RL_TOKEN or status/token"
-                headers = CLOSE | {"www-authenticate": "Bearer"}
-                await refusal(401, "unauthorized", message, headers)(scope, receive, send)
+                await refused(scope, receive, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
         else:
             await self.limited(scope, receive, send)
 
-    def admits(self, scope: Scope) -> bool:
-        """Whether the request shows the token. Digests are compared, in constant time, so that neither content nor length leaks."""
-        if self.expected is None:
-            return True
-        shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, token = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
+    def refuse(self, scope: Scope) -> Response | None:
+        """The answer to a request that must not go on: a web page's, one for another host, or one without the token; else None."""
+        headers = {name: [value for other, value in scope["headers"] if other == name] for name in (b"host", b"origin", b"authorization")}
+        if headers[b"origin"]:
+            return refusal(403, "foreign_origin", "this server answers programs, not web pages: send no Origin header", CLOSE)
+        if self.loopback and not all(is_loopback(host_name(value)) for value in headers[b"host"]):
+            return refusal(
+                403, "foreign_host", "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host header", CLOSE
+            )
+        if self.shows_token(headers[b"authorization"]):
+            return None
+        message = "this server wants the run's token: send `Authorization: Bearer TOKEN`, TOKEN from RL_TOKEN or status/token"
+        return refusal(401, "unauthorized", message, CLOSE | {"www-authenticate": "Bearer"})
+
+    def shows_token(self, values: list[bytes]) -> bool:
+        """Whether Authorization shows the token. Digests are compared, in constant time: neither content nor length leaks."""
+        scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         return scheme.lower() == b"bearer" and secrets.compare_digest(hashlib.sha256(token.strip()).digest(), self.expected)
 
     async def limited(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +97,12 @@ class Gate:
                 return
         if too_long and not answered:
             await refusal(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes", CLOSE)(scope, receive, send)
+
+
+def host_name(value: bytes) -> str:
+    """The name or address in a Host header, without its port."""
+    host = value.decode("latin-1").strip()
+    return host[: host.find("]") + 1] if host.startswith("[") else host.rpartition(":")[0] or host
 
 
 def announced_length(scope: Scope) -> int:

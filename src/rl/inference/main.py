@@ -5,7 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-from rl.config.check import bound_wider
 from rl.config.command_line import load_config
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
@@ -97,7 +96,7 @@ def run(config: RLConfig) -> int:
     prepare(on_cpu, config.inference.cpus)
     run_dir = config.run_dir
     try:
-        token = run_token(bound_wider(config).values(), run_dir.status_dir)
+        token = run_token(run_dir.status_dir)
     except RunError as error:  # its file cannot be used: as wrong a setting as an RL_TOKEN that cannot
         return report(error, WRONG_SETTINGS)
     lock = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)

@@ -18,6 +18,7 @@ from rl.inference import engine_process
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
 from rl.run_dir.status import Phase, Status, reachable
+from rl.run_dir.token import is_loopback
 from rl.system.credentials import resolve
 from rl.system.errors import ConfigError
 from rl.system.functions import Blame
@@ -151,8 +152,8 @@ class Served:
     """Of the weights that the engine starts with."""
     adapter: WeightVersion | None
     """Loaded before the first request."""
-    token: str | None
-    """What every request must show; None: nothing."""
+    token: str
+    """What every request must show."""
     engine_timeout_s: float
     status: Status
     lock: int
@@ -184,7 +185,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     return await build_app(engine, args)
 
 
-async def answer_requests(app: Any, sock: socket.socket, status: Status, token: str | None, death: "asyncio.Task[str]") -> str:
+async def answer_requests(app: Any, sock: socket.socket, status: Status, token: str, death: "asyncio.Task[str]") -> str:
     """The HTTP server from its address to its end; returns why the engine cannot be used any more, or ""."""
     import uvicorn
     from vllm.entrypoints.launchers.launcher import NoSignalServer
@@ -192,9 +193,11 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     from rl.inference.gate import Gate
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
     # For strangers the slower parser: the other one has no limit on lines and headers.
-    parser = "h11" if token else "auto"
-    config = uvicorn.Config(Gate(app, token), http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+    parser = "auto" if is_loopback(host) else "h11"
+    gate = Gate(app, token, loopback=is_loopback(host))
+    config = uvicorn.Config(gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = NoSignalServer(config)
     app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -203,7 +206,6 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     stopped = asyncio.create_task(stop.wait())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
     status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
     await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
     # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.

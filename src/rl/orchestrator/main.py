@@ -9,7 +9,6 @@ import time
 
 import msgspec
 
-from rl.config.check import bound_wider
 from rl.config.command_line import load_config, to_toml
 from rl.config.help import PROCESS_USAGE
 from rl.config.installed import check_environments
@@ -27,7 +26,7 @@ from rl.run_dir.files import clean_leftovers, write_file
 from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, hold_role
 from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
-from rl.system.linux import die_with_parent
+from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.warm_start import leave
 from rl.wire.inference_client import InferenceServers
 from rl.wire.transport import TrainerServer
@@ -42,7 +41,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
     settings = config.orchestrator
     pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
     pool.add_metrics = metrics_function(settings)
-    server = TrainerServer(settings.host, settings.port, run_token(bound_wider(config).values(), config.run_dir.status_dir))
+    server = TrainerServer(settings.host, settings.port, run_token(config.run_dir.status_dir))
     servers = InferenceServers(settings.inference_urls, config.run_dir.status("inference"), settings.inference_timeout_s)
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     try:
@@ -85,6 +84,7 @@ def exit_code(error: BaseException) -> int:
 
 def main() -> None:
     die_with_parent()
+    raise_open_files()
     leave(lambda: None)  # all is imported
     config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.samples import is_trained, merge_turns
+from rl.run_dir.token import hides_keys
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.wire.inference_client import RETRY_S, RefusedError, open_session
@@ -79,6 +80,12 @@ class Teacher:
         self.model = config.model
         self.checked = False
         self.session: aiohttp.ClientSession | None = None
+        self.headers = {"Content-Type": "application/json"}
+        key = os.environ.get(config.api_key_var)
+        self.withheld = bool(key) and not (hides_keys(self.url) or config.key_over_http)
+        """Whether there is a key that is not sent, because others could read it on the way."""
+        if key and not self.withheld:
+            self.headers["Authorization"] = f"Bearer {key}"
 
     async def check(self, model_path: str, max_model_len: int) -> None:
         """Waits until it is up, then checks that it serves the model, long enough sequences, the policy's tokens, and prompt_logprobs.
@@ -151,16 +158,13 @@ class Teacher:
         """The answer as `read` parses it. Asks again until the deadline while the server is away or busy, or `read` raises."""
         if self.session is None:  # can only be made inside a running event loop
             self.session = open_session()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.config.api_key_var):
-            headers["Authorization"] = f"Bearer {key}"
         problem = "no answer yet"
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 while True:
                     try:
                         data = msgspec.json.encode(body) if body is not None else None
-                        async with self.session.request(method, url, data=data, headers=headers) as response:
+                        async with self.session.request(method, url, data=data, headers=self.headers) as response:
                             content = await response.read()
                         if response.status == 200:
                             try:
@@ -183,6 +187,8 @@ class Teacher:
             ) from None
 
     def _remedy(self, status: int) -> str:
+        if status in (401, 403) and self.withheld:
+            return f"Its key (${self.config.api_key_var}) is not sent over plain http: give an https address, or set teacher.key_over_http"
         if status in (401, 403):
             return f"Put its key into the environment variable {self.config.api_key_var} (teacher.api_key_var)"
         if status == 404:

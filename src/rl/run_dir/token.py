@@ -1,5 +1,5 @@
-"""The access token of a run. Sockets on loopback need none. Bound wider, they ask every client for it: inference for a bearer token, the
-orchestrator for CURVE keys that are derived from it.
+"""The access token of a run, which every socket asks for, on loopback too: a machine has other users, and a browser that posts wherever a
+page tells it to. Inference wants a bearer token, the orchestrator CURVE keys that are derived from it.
 
 The token is the environment variable RL_TOKEN, or one that is made once and stored in `status/token`, readable by its owner alone. So all
 processes that see the run directory have it, on every node.
@@ -10,8 +10,8 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rl.system.errors import RunError
 
@@ -29,6 +29,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def hides_keys(url: str) -> bool:
+    """Whether nobody on the way to an address can read what is sent: https, or this machine."""
+    parts = urlsplit(url)
+    return parts.scheme == "https" or is_loopback(parts.hostname or "")
+
+
 def token_file(status_dir: Path) -> Path:
     return status_dir / "token"
 
@@ -41,16 +47,16 @@ def given_token() -> str | None:
     return token or None
 
 
-def run_token(hosts: Iterable[str], status_dir: Path) -> str | None:
-    """The token that servers on `hosts` ask for: RL_TOKEN, or the run's own, made if need be, when one is bound wider than loopback.
-    None if they ask for none. Raises RunError."""
-    if token := given_token():
-        return token
-    return kept_token(status_dir) if not all(map(is_loopback, hosts)) else None
+def run_token(status_dir: Path) -> str:
+    """The token that servers ask for: RL_TOKEN, or the run's own, made if need be. Raises RunError."""
+    return given_token() or kept_token(status_dir)
 
 
 def read_token(status_dir: Path) -> str | None:
-    """The token that clients send: RL_TOKEN or the run's own; None if there is neither. Raises RunError."""
+    """The token that clients send: RL_TOKEN or the run's own; None if there is neither.
+
+    Raises RunError for one that cannot be used, OSError for a fault of the disk that may pass.
+    """
     if token := given_token():
         return token
     path = token_file(status_dir)
@@ -58,7 +64,7 @@ def read_token(status_dir: Path) -> str | None:
         token = path.read_text(errors="replace")
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except PermissionError as error:
         raise RunError(f"{path}: {error.strerror}; run as the user who started the run, or set {VARIABLE}") from None
     if not SHAPE.fullmatch(token):
         raise RunError(f"{path}: holds no token; delete it and start every process of the run again")
@@ -88,6 +94,6 @@ def kept_token(status_dir: Path) -> str:
 
 def authorization(status_path: Path) -> dict[str, str]:
     """The HTTP headers with the token for inference; empty if there is none. `status_path` is a file in the run's status directory, or an
-    empty path for servers that belong to no run."""
+    empty path for servers that belong to no run. Raises what `read_token` raises."""
     token = read_token(status_path.parent) if status_path.name else given_token()
     return {"Authorization": f"Bearer {token}"} if token else {}

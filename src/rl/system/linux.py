@@ -1,7 +1,8 @@
-"""Calls of Linux that Python has no name for: to end with the parent, to adopt orphans, and the name that `ps` shows."""
+"""What Linux is asked for: to end with the parent, to adopt orphans, the name that `ps` shows, file descriptors enough."""
 
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Iterator
 
@@ -30,6 +31,12 @@ def adopt_orphans() -> None:
 def set_process_name(name: str) -> None:
     """Sets what `ps` and `top` show for this process; at most 15 bytes."""
     _prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def raise_open_files() -> None:
+    """Raises this process's limit of open files as far as it may: a rollout has a connection of its own, and the usual limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def ancestors() -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import resource
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,9 +85,13 @@ class HeldVersion(msgspec.Struct):
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session for any number of requests at once, each as long as it takes; only connecting has a deadline."""
+    """A session for any number of requests at once, each as long as it takes; only connecting has a deadline.
+
+    Requests beyond half of the files that this process may open wait for a connection.
+    """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=max(1, most)), timeout=timeout)
 
 
 def read(content: bytes, kind: type[T]) -> T:
@@ -119,6 +124,8 @@ class InferenceServers:
         self.timeout_s = timeout_s
         self.address: str | None = None
         self.session: aiohttp.ClientSession | None = None
+        self.authorization: dict[str, str] = {}
+        """The headers with the token, read once: a request must not depend on the disk."""
 
     @property
     def count(self) -> int:
@@ -189,10 +196,6 @@ class InferenceServers:
         if self.session is None:  # can only be made inside a running event loop
             self.session = open_session()
         data = msgspec.json.encode(body) if body is not None else None
-        try:
-            headers = JSON | authorization(self.status_path)
-        except RunError as error:
-            raise InferenceLostError(str(error), GIVE_UP) from None
         since = time.monotonic()
         problem = "no address published yet"
         while time.monotonic() - since < self.timeout_s:
@@ -200,19 +203,24 @@ class InferenceServers:
             if url is not None:
                 faults.point(f"http{path}")
                 try:
+                    shown = self.authorization = self.authorization or authorization(self.status_path)
                     async with (
                         asyncio.timeout(ATTEMPT_S if method == "GET" else None),
-                        self.session.request(method, url + path, data=data, headers=headers) as response,
+                        self.session.request(method, url + path, data=data, headers=JSON | shown) as response,
                     ):
                         content = await read_answer(response)
                         faults.point(f"http{path}.answered")
                         if response.status in (401, 403):
-                            raise InferenceLostError(TOKEN_REMEDY.format(url=url, status=response.status), GIVE_UP)
-                        if response.status < 500:
+                            self.authorization = authorization(self.status_path)
+                            if shown == self.authorization:
+                                raise InferenceLostError(TOKEN_REMEDY.format(url=url, status=response.status), GIVE_UP)
+                        elif response.status < 500:
                             return response.status, content
                         problem = f"{url} answered {response.status}: {content[:200].decode(errors='replace')}"
-                except (aiohttp.ClientError, TimeoutError) as error:
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:  # too many open files, a stale handle: it may pass
                     problem = f"{url}: {type(error).__name__} {error}"
+                except RunError as error:
+                    raise InferenceLostError(str(error), GIVE_UP) from None
             self.address = None  # its successor has another
             await asyncio.sleep(RETRY_S)
         raise InferenceLostError(

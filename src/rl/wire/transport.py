@@ -1,7 +1,7 @@
 """The live path between trainer and orchestrator: ZeroMQ DEALER to ROUTER, typed msgpack. The only file that knows the wire.
 
 The orchestrator's address is in its status file and is read again before every attempt, so either side may die and come back.
-With `curve://` instead of `tcp://` it answers only processes that have the run's token (see run_dir/token.py), and all is encrypted.
+It answers only processes that have the run's token (see run_dir/token.py), and all is encrypted: its address begins with `curve://`.
 What arrives is typed and bounded in size; bytes that are no message are counted and dropped, by either side.
 """
 
@@ -195,10 +195,9 @@ class OrchestratorClient:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
-            if address.startswith(ENCRYPTED):
-                self._authenticate(socket, address)
-                on_exit.callback(socket.disable_monitor)
-                poller.register(socket.get_monitor_socket(HANDSHAKE_FAILED), zmq.POLLIN)
+            self._authenticate(socket, address)
+            on_exit.callback(socket.disable_monitor)
+            poller.register(socket.get_monitor_socket(HANDSHAKE_FAILED), zmq.POLLIN)
             try:
                 socket.connect(address.replace(ENCRYPTED, PLAIN, 1))
             except zmq.ZMQError as error:
@@ -230,7 +229,7 @@ class OrchestratorClient:
     def _authenticate(self, socket: zmq.Socket, address: str) -> None:
         try:
             token = read_token(self.status_path.parent)
-        except RunError as error:
+        except (RunError, OSError) as error:
             raise NoAnswerError(str(error)) from None
         if token is None:
             raise NoAnswerError(f"{address} wants the run's token and this process has none: {SAME_TOKEN}")
@@ -245,18 +244,18 @@ class OrchestratorClient:
 class TrainerServer:
     """The orchestrator's side. A message that is no request is counted and dropped.
 
-    With a token it answers only clients that have it, too. Constructed inside a running event loop.
+    It answers only clients that have the token, too. Constructed inside a running event loop.
     """
 
-    def __init__(self, host: str, port: int, token: str | None = None):
-        context = zmq.asyncio.Context.instance()
-        self.socket = context.socket(zmq.ROUTER)
+    def __init__(self, host: str, port: int, token: str):
+        self.context = zmq.asyncio.Context()  # of its own: an authenticator is its context's
+        self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.ipv6 = ":" in host
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self.socket.setsockopt(zmq.SNDHWM, MAX_REPLIES_QUEUED)
         self.rejected = Rejected("requests of the trainer")
-        self.authenticator = self._authenticator(context, token) if token else None
+        self.authenticator = self._authenticator(token)
         brackets = f"[{host}]" if ":" in host else host
         try:
             self.socket.bind(f"{PLAIN}{brackets}:{port or '*'}")
@@ -267,16 +266,16 @@ class TrainerServer:
             ) from None
         bound_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         name = reachable(host)
-        self.address = f"{ENCRYPTED if token else PLAIN}{f'[{name}]' if ':' in name else name}:{bound_port}"
+        self.address = f"{ENCRYPTED}{f'[{name}]' if ':' in name else name}:{bound_port}"
 
-    def _authenticator(self, context: zmq.asyncio.Context, token: str) -> zmq.auth.asyncio.AsyncioAuthenticator:
+    def _authenticator(self, token: str) -> zmq.auth.asyncio.AsyncioAuthenticator:
         """Admits clients that have the keys derived from the token. The server's public key alone admits nobody."""
         known, _ = curve_keys(token, "client")
         self.socket.curve_server = True
         _, self.socket.curve_secretkey = curve_keys(token, "server")
         self.socket.zap_domain = b"rl"
         provider = SimpleNamespace(callback=lambda _domain, key: key == known)
-        authenticator = zmq.auth.asyncio.AsyncioAuthenticator(context)
+        authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self.context)
         authenticator.start()
         authenticator.configure_curve_callback(domain="rl", credentials_provider=provider)
         return authenticator
@@ -300,5 +299,5 @@ class TrainerServer:
 
     def close(self) -> None:
         self.socket.close()
-        if self.authenticator:
-            self.authenticator.stop()
+        self.authenticator.stop()
+        self.context.term()

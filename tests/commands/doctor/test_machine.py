@@ -90,7 +90,7 @@ def nameless(host, *_, find=socket.getaddrinfo, **__):
         ("loopback", (socket, "create_server", refuse(errno.EADDRNOTAVAIL)), "FAIL", "127.0.0.1: [Errno 99] "),
         ("loopback", (socket, "getaddrinfo", nameless), "warn", "the name of this host"),
         ("open_files", (resource, "getrlimit", lambda _: (100, 100)), "FAIL", "100 may be open at once"),
-        ("open_files", (resource, "getrlimit", lambda _: (1024, 4096)), "warn", "`ulimit -n 4096`"),
+        ("open_files", (resource, "getrlimit", lambda _: (1024, 1024)), "warn", "raised to 4096"),
         ("shared_memory", (os, "statvfs", lambda _: Vfs(64, 1 << 20)), "warn", "64 MiB free in /dev/shm: "),
         ("shared_memory", (os, "statvfs", refuse(errno.ENOENT)), "FAIL", "No such file or directory; mount a tmpfs there"),
     ],

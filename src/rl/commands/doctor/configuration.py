@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from rl.commands.arena import arena
 from rl.commands.doctor.check import GIB, Check, fault_of, memory_bytes, needed_gib, output, start_module
-from rl.config.check import bound_wider, exposure
+from rl.config.check import exposure
 from rl.config.command_line import to_toml
 from rl.config.installed import missing_environments
 from rl.config.run import RLConfig
@@ -22,7 +22,7 @@ from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, is_run_or_free
 from rl.orchestrator.setups import task_faults
 from rl.run_dir.files import write_file
-from rl.run_dir.token import run_token
+from rl.run_dir.token import given_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, visible_gpus
 from rl.wire.worker_messages import Ready
@@ -91,8 +91,7 @@ def exposed(config: RLConfig) -> Iterable[Check]:
     """What other machines will be able to reach. Creates no token: that is the run's to do."""
     texts = exposure(config)
     try:
-        if os.environ.get("RL_TOKEN"):
-            run_token(bound_wider(config).values(), config.run_dir.status_dir)
+        given_token()
     except RunError as error:
         yield Check("FAIL", "network", str(error))
     for text in texts:

@@ -136,10 +136,10 @@ def loopback() -> Check:
 
 def open_files() -> Check:
     """How many files a process may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{soft} may be open at once (ulimit -n), {hard} if asked for"
-    if soft < FILES:
-        return Check("FAIL" if soft < 256 else "warn", "files", f"{text}: `ulimit -n {FILES}`, for every request in flight is one")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which processes of a run raise their own
+    text = f"{hard} may be open at once (ulimit -Hn)"
+    if hard < FILES:
+        return Check("FAIL" if hard < 256 else "warn", "files", f"{text}: have it raised to {FILES}, for every request in flight is one")
     return Check("ok", "files", text)
 
 
