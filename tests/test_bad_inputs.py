@@ -324,6 +324,12 @@ COMMAND_LINES = [
     args("--resume", "1000000", message="--resume 1000000: there is no such step; the last possible one is 999999"),
     args("--resume", "²", message="²: not understood"),
     args("--x", "[" * 20000, message="unknown key"),
+    args(
+        "--orchestrator.environment.0.id",
+        "x",
+        message="(--orchestrator.environment.0.id)\n    no list is given that has an element 0; for "
+        "one: --orchestrator.environment.id, for several: [[orchestrator.environment]] in a file",
+    ),
     run_args("--bogus", "1", message="rl: 1 fault in the configuration\n  bogus = 1 (--bogus)"),
     Case(lambda _: subcommand("trian", [], Children()), "rl: trian: no such command; "),
     Case(lambda _: subcommand("evl", [], Children()), "did you mean `rl eval`? "),

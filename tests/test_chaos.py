@@ -13,13 +13,13 @@ import pytest
 import soak
 
 from rl.config.run import RLConfig
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import append_file, encode_record, write_file
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, Rollout
-from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_sample
 
 CONFIG = """

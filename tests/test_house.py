@@ -22,7 +22,7 @@ FLOORS = [
 ]
 """From the ground up. A room knows the floors below its own, and nobody on it."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOMES = {"vllm": ("inference/",), "verifiers": ("envs/",), "torch": ("trainer/", "inference/", "models/gguf.py")}
+HOMES = {"vllm": ("inference/",), "verifiers": ("envs/",), "torch": ("trainer/", "inference/", "models/gguf.py", "models/tiny.py")}
 """The only places that import these packages."""
 
 

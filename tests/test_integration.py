@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rl.config.command_line import from_toml, to_toml
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
@@ -19,7 +20,6 @@ from rl.run_dir.token import run_token
 from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, Published
 from rl.wire.transport import TrainerServer
 from tests.test_reference import in_the_table
-from tests.tiny_model import make_tiny_model
 
 STEPS = 14
 TRAINER = """

@@ -161,7 +161,7 @@ async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, del
 
 def orchestrator(args: argparse.Namespace) -> None:
     """Prints one JSON object: a measurement for each number of rollouts in flight."""
-    from tests.tiny_model import make_tiny_model
+    from rl.models.tiny import make_tiny_model
 
     results = []
     for in_flight in args.in_flight:

@@ -22,15 +22,11 @@ STEPS = 3
 
 
 def make_model(folder: Path, hidden: int, layers: int, max_len: int) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.tiny_model import make_tokenizer
+    from rl.models.tiny import make_tiny_model
 
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "max_position_embeddings": 2 * max_len}
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 192)}
-    LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes, **heads)).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return make_tiny_model(folder, {"model_type": "llama", "vocab_size": 8192, "tie_word_embeddings": False, **sizes, **heads})
 
 
 def run(model: Path, samples: int, length: int, gpu: bool, extra: list[str], folder: Path) -> dict[str, Any]:

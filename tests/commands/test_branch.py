@@ -7,12 +7,12 @@ import shutil
 import pytest
 
 import rl.commands.branch
-from rl.commands.branch import main
 from rl.commands.doctor.main import main as doctor
 from rl.commands.replay import plan
 from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.launch.children import Children
 from rl.launch.prepare import prepare
+from rl.main import subcommand
 from rl.orchestrator.batches import OrchestratorState, decode_state, delete_old_batches
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.checksums import MANIFEST, checksum
@@ -57,7 +57,7 @@ def launched(monkeypatch):
 
 
 def branch(*args, code=0):
-    assert main([*map(str, args)], Children()) == code
+    assert subcommand("branch", [*map(str, args)], Children()) == code
 
 
 def fault(capsys, *args, code=1) -> str:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rl.commands import compare
 from rl.commands.compare import means, set_nowhere, stretches
 from rl.config.command_line import build, parse_args, to_toml
+from rl.launch.children import Children
+from rl.main import subcommand
 from rl.run_dir.metrics import MetricsLog
 
 
@@ -27,7 +28,7 @@ def runs(tmp_path, monkeypatch):
 
 def said(capsys, *args):
     try:
-        code = compare.main(list(args), None)
+        code = subcommand("compare", list(args), Children())
     except SystemExit as end:
         code = end.code
     out, err = capsys.readouterr()
@@ -62,10 +63,26 @@ e                 0  0.250 ± 0.030  0.250 ± 0.030  +0.000
 """, "")  # fmt: skip
 
 
+@pytest.mark.parametrize("width", [50, 80, 110])
+def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
+    """Of a run with steps enough for every stretch, a long value, and metrics with long names."""
+    lines = {}
+    for step in range(1, 25):
+        lines[step, "orchestrator"] = {"reward/mean": step / 7, "rollouts/zero_advantage": 0.123456}
+        lines[step, "trainer"] = {"time/step": 123.456}
+    monkeypatch.setattr("rl.commands.compare.read_metrics", lambda path: lines)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = said(capsys, "x", "y")
+    assert code == 0 and max(map(len, out.splitlines())) <= width
+    heads = next(line for line in out.splitlines() if line.startswith("steps"))
+    assert len(heads.split()) == {50: 3, 80: 5, 110: 7}[width]
+
+
 def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
     assert "\nno setting differs\n" in said(capsys, "x", "x")[1]
     assert said(capsys, "x", "z")[::2] == (
-        1, "rl compare: outputs/z: there is no such run and no such model folder; in outputs there are the runs x, y\n"
+        2, "rl compare: outputs/z: there is no such run and no such model folder; in outputs there are the runs x, y\n"
     )  # fmt: skip
     assert set_nowhere(None, []) and not set_nowhere(None, 0)  # [[eval]] in one of them is said by its keys
     assert said(capsys, "x")[0] == said(capsys, "x", "y", "z")[0] == said(capsys, "x", "@y")[0] == 2

@@ -132,19 +132,19 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "code", "said"),
     [
-        (("--orchestrator.environment.id", "owner/nope"), "`prime env install owner/nope`"),
-        ((*SAY_DIGIT, "--policy", "outputs/x/y"), "there is no such run and no such model folder"),
-        ((*SAY_DIGIT, "--compare", "x.json"), "not a report"),
-        ((*SAY_DIGIT, "--policy", "http://127.0.0.1:9/v1"), "nobody answers"),
+        (("--orchestrator.environment.id", "owner/nope"), 1, "`prime env install owner/nope`"),
+        ((*SAY_DIGIT, "--policy", "outputs/x/y"), 2, "there is no such run and no such model folder"),
+        ((*SAY_DIGIT, "--compare", "x.json"), 1, "not a report"),
+        ((*SAY_DIGIT, "--policy", "http://127.0.0.1:9/v1"), 1, "nobody answers"),
     ],
 )
-def test_faults_are_told_before_anything_starts(args, said, tmp_path, monkeypatch, capsys):
+def test_faults_are_told_before_anything_starts(args, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ENVIRONMENTS)
     monkeypatch.setattr(Children, "stop_on_signals", lambda _: None)
-    assert main([*args], Children()) == 1
+    assert main([*args], Children()) == code
     err = capsys.readouterr().err
     assert err.startswith("rl eval: ") and said in err
     assert not list(tmp_path.iterdir())

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from rl.commands.export import main
 from rl.config.command_line import build, parse_args, to_toml
 from rl.launch.children import Children
+from rl.main import subcommand
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(tmp_path):
 def fault(capsys, *args) -> str:
     """The message of an export that ends with 1, or as a wrong command line with 2."""
     try:
-        assert main([*map(str, args)], Children()) == 1
+        assert subcommand("export", [*map(str, args)], Children()) == 1
     except SystemExit as end:
         assert end.code == 2
     return capsys.readouterr().err

@@ -14,10 +14,10 @@ from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig
 from rl.launch.children import Children
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch
-from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 

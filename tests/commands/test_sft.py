@@ -8,8 +8,8 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.config.quick import shrink
+from rl.models.tiny import make_tiny_model
 from tests.commands.driver import rl, start
-from tests.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ import pty
 import pytest
 
 from rl.commands import pager, show
+from rl.launch.children import Children
+from rl.main import subcommand
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
 
@@ -35,7 +37,7 @@ def rl(capsys):
 
     def call(*args):
         try:
-            code = show.main(list(args), None)
+            code = subcommand("show", list(args), Children())
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
@@ -67,7 +69,8 @@ def test_where_nothing_fits_it_says_what_there_is(run, rl):
     assert rl("x", "--step", "7")[2].endswith("of these steps there are: 1-2\n")
     assert rl("x", "--sort", "best")[2].startswith("rl show: --sort best: the rollouts have no such number; there are: group_id, m, reward")
     assert rl("x", "--why", "pending", "--task", "0")[2] == "rl show: x: no rollout is like that\n"
-    assert "in outputs there are the runs x" in rl("y")[2] and rl("x", "--reverse")[0] == 1
+    code, _, err = rl("y")
+    assert code == 2 and "in outputs there are the runs x" in err and rl("x", "--reverse")[0] == 1
     assert rl()[0] == rl("x", "y")[0] == rl("x", "--limit", "0")[0] == 2
     assert rl(str(run / "rollouts" / "000002.jsonl"), "--step", "2")[0] == 1
 
@@ -80,6 +83,15 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
     for other in (run / "rollouts").iterdir():
         other.unlink()
     assert rl("x") == (1, [], "rl show: x: there is no finished rollout; `rl doctor x` says what the run waits for\n")
+
+
+def test_a_file_of_something_else_is_told_what_is_shown(run, rl):
+    run.joinpath("config.toml").write_text('name = "x"\n')
+    code, _, err = rl("outputs/x/config.toml")
+    assert code == 1 and err.endswith(
+        "outputs/x/config.toml: there is no finished rollout; give a run, its directory or its name, or a file that `rl` has written "
+        "rollouts into, one JSON object a line\n"
+    )
 
 
 class Read:

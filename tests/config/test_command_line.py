@@ -10,7 +10,7 @@ import pytest
 
 from rl.config.command_line import build, from_toml, load_config, parse_args, to_toml
 from rl.config.fields import field_tree, models_in
-from rl.config.help import COMMANDS, fit
+from rl.config.help import COMMANDS, PROCESS_USAGE, fit
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 
@@ -176,6 +176,16 @@ def test_a_switch_that_a_command_has_not_is_a_fault(capsys):
         with pytest.raises(SystemExit) as end:
             load_config([*ENV, *args], "rl export", usage="usage: rl export")
         assert end.value.code == 2 and f"{args[0]}: `rl export` has no such switch; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("switch", ["--resume", "--clean"])
+def test_a_process_of_a_run_neither_resumes_nor_cleans(switch, capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config([*ENV, switch], "trainer", usage=PROCESS_USAGE)
+    said = (
+        f"{switch}: `trainer` has no such switch; leave it out: a process goes on where its run is, and `rl` alone resumes or deletes one"
+    )
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_wandb_is_a_switch_and_a_table():

@@ -13,9 +13,10 @@ import torch
 
 from rl.inference.adapter import check_adapter, read_adapter
 from rl.inference.weight_files import read_tensors
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
+from tests.families import WIDE
 from tests.inference.servers import Server, assert_logprobs, start_server
-from tests.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4  # nats; fp32
 PROMPT = list(range(10, 40))
@@ -148,7 +149,7 @@ def test_adapters_that_do_not_fit_are_refused_and_the_old_version_goes_on(server
     server = servers["auto"]
     server.load(1)
     other = make_tiny_model(tmp_path / "other", seed=9)
-    wide = make_tiny_model(tmp_path / "wide", hidden=96)
+    wide = make_tiny_model(tmp_path / "wide", WIDE)
     moved = damaged(make_adapter(wide, tmp_path / "of-wide", 5), tmp_path / "moved", edit(base_model_name_or_path="/no/such/model"))
     for path, reason in [
         (make_adapter(other, tmp_path / "of-other", 5), "is an adapter of"),

@@ -12,11 +12,12 @@ from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.server import bind
 from rl.inference.weight_files import check_weights, read_tensors
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import LASTING, ConfigError, RunError
 from rl.wire.messages import WeightVersion
-from tests.tiny_model import make_tiny_model
+from tests.families import UNTIED
 
 
 def test_engine_args_take_numbers_bools_lists_and_tables():
@@ -130,6 +131,6 @@ def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):
 
 
 def test_header_of_a_real_model(tmp_path):
-    tensors = read_tensors(make_tiny_model(tmp_path / "model", tied=False))
+    tensors = read_tensors(make_tiny_model(tmp_path / "model", UNTIED))
     assert (tensors["lm_head.weight"].dtype, tensors["lm_head.weight"].shape) == ("F32", (259, 64))
     assert len(tensors) == 21

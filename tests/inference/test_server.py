@@ -10,19 +10,19 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
+from rl.models.tiny import make_tiny_model
 from rl.orchestrator.samples import group_samples
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.worker_messages import PolicySpec
+from tests.families import CONFIGS, UNTIED, WIDE
 from tests.inference.malformed import HARMLESS, MALFORMED, ODD, OPENAI
 from tests.inference.servers import (
     MAX_MODEL_LEN,
@@ -35,31 +35,14 @@ from tests.inference.servers import (
     start_server,
     write_digests,
 )
-from tests.tiny_model import make_tiny_model, make_tokenizer
 from tests.waiting import alive, until
 
-KINDS = ("tied", "untied", "moe")
+KINDS = {"tied": None, "untied": UNTIED, "moe": CONFIGS["qwen3_moe"] | {"tie_word_embeddings": False}}
+"""Experts are weights that vLLM packs in another way than those of plain layers."""
 
 
 def make_versions(folder: Path, kind: str) -> list[Path]:
-    make = make_tiny_moe if kind == "moe" else partial(make_tiny_model, tied=kind == "tied")
-    return [make(folder / f"{version:06d}", seed=version) for version in range(4)]
-
-
-def make_tiny_moe(path: Path, seed: int) -> Path:
-    """A Qwen3 with four experts, whose weights vLLM packs in another way than those of plain layers."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    tokenizer = make_tokenizer()
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
-    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3MoeConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, initializer_range=0.2, **sizes, **tokens)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        Qwen3MoeForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +199,8 @@ def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
     server = servers["tied"]
     corrupt = shutil.copytree(server.weights[3], tmp_path / "corrupt") / "model.safetensors"
     corrupt.write_bytes(corrupt.read_bytes()[:-1000])
-    wide = make_tiny_model(tmp_path / "wide", hidden=96)
-    deep = make_tiny_model(tmp_path / "deep", layers=3)
+    wide = make_tiny_model(tmp_path / "wide", WIDE)
+    deep = make_tiny_model(tmp_path / "deep", CONFIGS["llama"] | {"num_hidden_layers": 3})
     for path, reason in [
         (corrupt.parent, "its header says"),
         (wide, "has shape"),

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from matplotlib.figure import Figure
 
 from rl.launch.curves import draw_curves, duration, final_report, inference_idle, report_lines, trend
-from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.metrics import MetricsLog, cut_metrics, read_metrics
+from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir
 
 
@@ -73,6 +75,24 @@ def test_nothing_happened_nothing_to_report(tmp_path):
     said: list[str] = []
     final_report({}, RunDir(tmp_path, tmp_path / "weights"), "r", said.append)
     assert said == [] and not (tmp_path / "curves.png").exists()
+
+
+def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path):
+    """Steps 7 and 8 were lost with the trainer: their ten seconds were spent all the same, a quarter of them waiting."""
+    run_dir = synthetic(tmp_path)
+    for step in (7, 8):
+        MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0, "time/wait_for_batch": 5.0})
+    said = report_lines(read_metrics(run_dir.metrics), run_dir)[0]
+    assert said.startswith("8 steps in 1 min 30 s; trainer waited for batches 33%, ")  # 8 x 10 s + 2 x 5 s; 20 s + 10 s of them
+
+
+def test_a_branch_counts_its_own_steps(tmp_path):
+    run_dir = synthetic(tmp_path)
+    run_dir.origin.write_bytes(msgspec.json.encode(Origin("outputs/x", 6, 0.0, [])))
+    cut_metrics(run_dir.metrics, 0)
+    for step in (7, 8):
+        MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0})
+    assert report_lines(read_metrics(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
 
 
 def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):

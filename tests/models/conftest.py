@@ -9,8 +9,8 @@ import pytest
 from rl.config.run import ModelConfig, RendererConfig
 from rl.models.folder import resolve_model, with_template
 from rl.models.renderer import load_renderer
+from rl.models.tiny import write_tokenizer
 from rl.system.errors import RunError
-from tests.tiny_model import make_tokenizer
 
 DROPS_THINKING = (
     "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
@@ -93,5 +93,5 @@ def templated(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def plain_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("plain")
-    make_tokenizer().save_pretrained(path)
+    write_tokenizer(path)
     return str(path)

@@ -9,8 +9,8 @@ from rl.models import folder as model_folder
 from rl.models.folder import cache_root, resolve_model
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from tests.tiny_model import make_tiny_model
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -6,14 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
 from rl.config.run import RendererConfig, RLConfig
 from rl.envs.policy import Policy
 from rl.models.chat import RendererError, assistant_message
 from rl.models.renderer import load_renderer, published_names
+from rl.models.tiny import CHAT_TEMPLATE
 from rl.orchestrator.setups import policy_spec
 from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
-from tests.tiny_model import CHAT_TEMPLATE, make_tokenizer
 
 # What is chosen
 
@@ -51,7 +52,7 @@ def test_a_published_name_is_read_off_the_hubs_cache(smol):
 
 
 def test_errors_name_the_remedy(tmp_path, plain_path, templated):
-    tokenizer = make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(plain_path)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(RendererError, match=r"model\.chat_template: chatml, or a file"):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rl.models.chat import assistant_message
+from rl.models.tiny import CHAT_TEMPLATE
 from tests.models.conversations import ADD, GOOD, QUESTION, call_of
-from tests.tiny_model import CHAT_TEMPLATE
 
 QUOTES_ARGUMENTS = (
     "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

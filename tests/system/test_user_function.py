@@ -123,6 +123,20 @@ def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_
     assert UserFunction("metrics", f"{path}:count", "rollout, config")(0, 0) == 1
 
 
+def test_files_of_one_name_are_modules_of_their_own(tmp_path):
+    """What looks a class up by its module, as copy and pickle do, finds that of the right file; each file is imported once."""
+    functions = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "metrics.py"
+        path.write_text(f"made = []\nclass Mark:\n    of = '{folder}'\ndef mark(a, b):\n    made.append(a)\n    return Mark(), len(made)\n")
+        functions.append(UserFunction("metrics", f"{path}:mark", "rollout, config"))
+    again = UserFunction("metrics", f"{tmp_path}/a/metrics.py:mark", "rollout, config")
+    for function, (folder, count) in zip([*functions, again], [("a", 1), ("b", 1), ("a", 2)], strict=True):
+        mark, made = function(0, 0)
+        assert (sys.modules[type(mark).__module__].Mark, mark.of, made) == (type(mark), folder, count)
+
+
 def test_results():
     assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(np.arange(2), 2) == [0.0, 1.0]
     for value in (None, 1.0, [1.0], [1.0, math.nan], [1.0, "2"], "12", {1: 1, 2: 2}, {1.0, 2.0}, np.array(1.0), (1 / n for n in (1, 0))):

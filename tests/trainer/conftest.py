@@ -1,11 +1,12 @@
 import pytest
 
-from tests.tiny_model import make_tiny_model
+from rl.models.tiny import make_tiny_model
+from tests.families import UNTIED
 
 
 @pytest.fixture(scope="session", params=["tied", "untied"])
 def model_folder(request, tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / request.param, tied=request.param == "tied")
+    return make_tiny_model(tmp_path_factory.mktemp("model") / request.param, UNTIED if request.param == "untied" else None)
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.commands.export import main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
+from rl.main import subcommand
 from rl.run_dir.files import write_file
 from rl.trainer.model import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
@@ -54,7 +54,7 @@ def adapted(tied_folder, world, tmp_path_factory):
 
 
 def export(*args, code=0):
-    assert main([*map(str, args)], Children()) == code
+    assert subcommand("export", [*map(str, args)], Children()) == code
 
 
 def logits_of(model):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from rl.config.loss import PolicyGradientConfig
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RESTART, RunError
 from rl.trainer.attention import TreeMask
 from rl.trainer.balance import Layout
@@ -20,7 +21,7 @@ from rl.trainer.start import Learner
 from rl.trainer.store import versions
 from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch
-from tests.tiny_model import FAMILIES, make_tiny_model
+from tests.families import CONFIGS, PACKED
 from tests.trainer.samples import branching_batch, make_batch, make_sample
 
 ENTROPY = 0.1
@@ -75,10 +76,10 @@ def assert_same(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PACKED)
 def test_packed_trees_equal_single_samples(family, tied, world, tmp_path):
     """Grouped keys, experts, windows shorter than the samples, absolute positions: the numbers are those of plain transformers."""
-    folder = make_tiny_model(tmp_path / family, family=family, tied=tied)
+    folder = make_tiny_model(tmp_path / family, CONFIGS[family] | {"tie_word_embeddings": tied})
     batch = branching_batch()
     model = policy(folder, world)
     found = backward(model, world, batch)
@@ -105,12 +106,12 @@ def test_variants_compute_the_same(tied_folder, world, variant):
 
 
 def test_eager_attention_has_the_windows_too(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "gemma3", family="gemma3")
+    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"])
     assert_same(backward(policy(folder, world, attention="eager"), world, branching_batch()), reference(folder, branching_batch()))
 
 
 def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "gemma3", family="gemma3", final_logit_softcapping=3.0)
+    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0})
     model = policy(folder, world)
     assert_same(backward(model, world, branching_batch()), reference(folder, branching_batch()))
     assert not model.get_output_embeddings().forward.fused
@@ -136,7 +137,7 @@ def saved_bytes(folder, world, kind):
 
 
 def test_full_checkpointing_keeps_the_least(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "deep", layers=8)
+    folder = make_tiny_model(tmp_path / "deep", CONFIGS["llama"] | {"num_hidden_layers": 8})
     none, full = (saved_bytes(folder, world, kind) for kind in ("none", "full"))
     assert full < 0.5 * none
 
@@ -261,6 +262,6 @@ def test_flex_attention_needs_a_gpu(tied_folder, world):
 
 
 def test_experts_are_chosen_without_noise(world, tmp_path):
-    model = policy(make_tiny_model(tmp_path / "moe", family="qwen3_moe"), world)
+    model = policy(make_tiny_model(tmp_path / "moe", CONFIGS["qwen3_moe"]), world)
     (row,) = rows_of(make_batch(1))
     assert model.training and torch.equal(score(model, row, world).logprobs, score(model, row, world).logprobs)

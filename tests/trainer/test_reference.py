@@ -6,6 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
 from rl.trainer.measure.performance import Timer
@@ -15,7 +16,6 @@ from rl.trainer.packing import pack
 from rl.trainer.reference import load_reference, reference_logprobs
 from rl.trainer.start import Learner
 from rl.trainer.train import train_step
-from tests.tiny_model import make_tiny_model
 from tests.trainer.samples import make_batch
 
 

@@ -5,12 +5,13 @@ import torch
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
 from rl.trainer.model import load_policy, score
 from rl.trainer.packing import pack
 from rl.wire.messages import TrainBatch
-from tests.tiny_model import make_tiny_model
+from tests.families import CONFIGS
 from tests.trainer.samples import make_sample
 
 
@@ -22,7 +23,7 @@ def scored(model, world, *samples):
 
 def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):
     """Up to 64 tokens this model has other frequencies in transformers than beyond; before they were frozen, a nat and more."""
-    folder = make_tiny_model(tmp_path / "phi3", family="phi3")
+    folder = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
     short, long = make_sample(list(range(3, 23)), [30, 31, 32]), make_sample(list(range(3, 120)), [40, 41], group=1)
     by_length = {}
     for max_model_len in (64, 512):
@@ -34,12 +35,12 @@ def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):
 
 def test_frequencies_are_those_of_inference(world, tmp_path):
     """Literal numbers of vLLM's formulas: 1 / (factor * base^(2i/d)), the scaling, and dynamic NTK's base at the length of its table."""
-    phi3 = make_tiny_model(tmp_path / "phi3", family="phi3")
+    phi3 = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
     for max_model_len, factors in ((64, (1.0, 1.0625)), (65, (2.0, 3.0))):
         rope = load_policy(str(phi3), ModelConfig(max_model_len=max_model_len), TrainerConfig(), world).model.rotary_emb
         assert rope.inv_freq[:2].tolist() == pytest.approx([1 / factors[0], 1 / (factors[1] * 1e4 ** (2 / 32))])
         assert rope.attention_scaling == pytest.approx(1.2909944)  # sqrt(1 + log 16 / log 64)
-    dynamic = make_tiny_model(tmp_path / "dynamic", family="llama_dynamic")
+    dynamic = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
     rope = load_policy(str(dynamic), ModelConfig(max_model_len=1024), TrainerConfig(), world).model.rotary_emb
     base = 1e4 * (4 * 1024 / 128 - 3) ** (32 / 30)
     assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
@@ -47,6 +48,6 @@ def test_frequencies_are_those_of_inference(world, tmp_path):
 
 def test_lengths_without_frequencies_are_refused(world, tmp_path):
     """vLLM reads beyond the end of its table there: nan."""
-    folder = make_tiny_model(tmp_path / "dynamic", family="llama_dynamic")
+    folder = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
     with pytest.raises(RunError, match=r"set model\.max_model_len to at most 1024"):
         load_policy(str(folder), ModelConfig(max_model_len=1025), TrainerConfig(), world)

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer import selftest
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model import is_packed
 from rl.trainer.selftest import choose_mode, examine, keep_layers
-from tests.tiny_model import make_config, make_tiny_model
+from tests.families import CONFIGS
 from tests.trainer.samples import branching_batch
 from tests.trainer.test_model import assert_same, backward, policy, reference
 
@@ -31,7 +32,7 @@ def folder(tmp_path_factory):
     root, made = tmp_path_factory.mktemp("models"), {}
 
     def get(family):
-        return made.setdefault(family, None) or made.update({family: make_tiny_model(root / family, family=family)}) or made[family]
+        return made.setdefault(family, None) or made.update({family: make_tiny_model(root / family, CONFIGS[family])}) or made[family]
 
     return get
 
@@ -101,11 +102,11 @@ def test_state_that_stays_from_call_to_call_is_refused(folder, monkeypatch):
 
 def test_windows_longer_than_the_probes_are_seen(tmp_path):
     """A window of 300 tokens that the attention function is not told of makes no difference to samples of 30."""
-    folder = make_tiny_model(tmp_path / "mistral", family="llama")
+    folder = make_tiny_model(tmp_path / "mistral", CONFIGS["llama"])
     config = ModelConfig(name="it", max_model_len=512)
     test = selftest.Test(selftest.load_part(str(folder), config, CPU), config)
     assert test.why_not("blocks") == ""
-    folder = make_tiny_model(tmp_path / "gemma3", family="gemma3", sliding_window=300)
+    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"sliding_window": 300})
     model = selftest.load_part(str(folder), config, CPU)
     assert model.config.sliding_window == selftest.NARROW
     assert AutoModelForCausalLM.from_pretrained(folder).config.sliding_window == 300
@@ -125,10 +126,10 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
 
 
 def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():
-    config = make_config("gemma3", 64, 40)
-    config.layer_types = ["sliding_attention"] * 11 + ["full_attention"] + ["sliding_attention"] * 28
+    kinds = ["sliding_attention"] * 11 + ["full_attention"] + ["sliding_attention"] * 28
+    config = AutoConfig.for_model(**CONFIGS["gemma3"] | {"num_hidden_layers": 40, "layer_types": kinds})
     keep_layers(config)
     assert config.num_hidden_layers == len(config.layer_types) == 12
-    config = make_config("llama", 64, 40)
+    config = AutoConfig.for_model(**CONFIGS["llama"] | {"num_hidden_layers": 40})
     keep_layers(config)
     assert config.num_hidden_layers == selftest.LEAST_LAYERS

@@ -27,7 +27,7 @@ from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
-from rl.system.errors import RunError
+from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.system.machine import machine
 from rl.system.terminal import visible
 from rl.wire.rollouts import Rollout, Split
@@ -52,13 +52,14 @@ def say(text: str) -> None:
 
 
 def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:
-    """Runs a command and returns its exit code: 1 after printing an error that the user can fix, 128 + N after signal N. Ends every
-    process that it started."""
+    """Runs a command and returns its exit code: 1 after printing an error that the user can fix, 2 where it is one of the arguments,
+    128 + N after signal N. Ends every process that it started."""
     before = set(descendants())
     try:
         return asyncio.run(until_stopped(children, work))
     except RunError as error:
         say(f"{program}: {error}")
+        return WRONG_SETTINGS if isinstance(error, ConfigError) else 1
     except OSError as error:
         say(f"{program}: {error.filename or 'input or output'}: {error.strerror or error}")
     finally:

@@ -3,7 +3,6 @@
 import fnmatch
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -63,11 +62,7 @@ def main(args: list[str], children: Children) -> int:
     _, rest = take("rl branch", args, (), HELP)
     if not rest or rest[0].startswith(("-", "@")):
         fail("rl branch", "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW")
-    try:
-        return run(rest[0], rest[1:], children)
-    except RunError as error:
-        print(f"rl branch: {error}", file=sys.stderr)
-        return 1
+    return run(rest[0], rest[1:], children)
 
 
 def run(spec: str, flags: list[str], children: Children) -> int:

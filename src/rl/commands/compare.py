@@ -1,5 +1,6 @@
 """`rl compare`: two runs side by side, from their files: settings that differ, curves, evaluations."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from rl.launch.children import Children
 from rl.launch.curves import environment_curves, eval_curves, is_sft
 from rl.launch.prepare import changed_keys, stored_config
 from rl.run_dir.metrics import Curve, Lines, curve, read_metrics
-from rl.system.errors import RunError
 from rl.system.terminal import clip, sparkline, visible
 
 HELP = """usage: rl compare A B
@@ -34,10 +34,12 @@ METRICS = (
     ("trainer", "mismatch_kl/mean"), ("trainer", "optim/grad_norm"), ("trainer", "time/step"),
 )  # fmt: skip
 """Source and name of the metrics that are shown, where a run has them; after the first come the rewards of several environments."""
-STRETCHES, BARS = 6, 24
-"""Of steps: those whose means are printed as numbers, and as bars."""
-VALUE_WIDTH = 60
-"""Of a setting that differs; longer values are cut."""
+SHAPES = ((6, 24), (6, 12), (4, 12), (3, 8), (2, 4))
+"""Stretches of steps whose means are printed as numbers, and as bars: the first that the terminal has room for, all without one."""
+VALUE_WIDTHS = (10, 60)
+"""Of a setting that differs: at least, and at most; longer values are cut."""
+Stretches = list[tuple[int, int]]
+"""First and last step of each."""
 
 
 @dataclass
@@ -59,13 +61,11 @@ def main(args: list[str], _children: Children) -> int:
     _, rest = take("rl compare", args, (), HELP)
     if len(rest) != 2 or any(word.startswith(("-", "@")) for word in rest):
         fail("rl compare", "which runs? Give two directories or names: rl compare outputs/x outputs/y")
-    try:
-        runs = [read_run(name, spec) for name, spec in zip(NAMES, rest, strict=True)]
-    except RunError as error:
-        print(f"rl compare: {error}", file=sys.stderr)
-        return 1
-    for part in (about(runs), settings(runs), curves(runs), evaluations(runs)):
-        print("\n".join([*map(visible, part), ""]))
+    runs = [read_run(name, spec) for name, spec in zip(NAMES, rest, strict=True)]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join([*map(visible, about(runs)), ""]))
+    for part in (settings(runs, width), curves(runs, width), evaluations(runs)):
+        print("\n".join([*(clip(line, width or len(line)) for line in map(visible, part)), ""]))
     return 0
 
 
@@ -81,13 +81,16 @@ def about(runs: list[Run]) -> list[str]:
     return [f"{run.name}  {run.root}: {run.step} of {run.config.max_steps} steps" for run in runs]
 
 
-def settings(runs: list[Run]) -> list[str]:
+def settings(runs: list[Run], width: int | None) -> list[str]:
     """The settings that differ, but for the run's place."""
     found = changed_keys(runs[0].config, runs[1].config)
     changed = [change for change in found if change[0] not in ("name", "output_dir") and not set_nowhere(*change[1:])]
     if not changed:
         return ["no setting differs"]
-    rows = [[key, *(clip("-" if value is None else str(value), VALUE_WIDTH) for value in values)] for key, *values in changed]
+    least, most = VALUE_WIDTHS
+    if width:
+        most = max(least, min(most, (width - max(len(key) for key, *_ in changed)) // len(runs) - 2))
+    rows = [[key, *(clip("-" if value is None else str(value), most) for value in values)] for key, *values in changed]
     return table(["settings that differ", *NAMES], rows, left=3)
 
 
@@ -96,14 +99,14 @@ def set_nowhere(*values: Any) -> bool:
     return all(value is None or value == [] for value in values)
 
 
-def stretches(last: int, count: int) -> list[tuple[int, int]]:
+def stretches(last: int, count: int) -> Stretches:
     """The steps from 1 to `last` in at most `count` stretches of nearly equal length: (first, last) of each."""
     count = min(count, last)
     ends = [round(last * i / count) for i in range(count + 1)]
     return [(before + 1, end) for before, end in pairwise(ends)]
 
 
-def means(points: Curve, parts: list[tuple[int, int]]) -> list[float | None]:
+def means(points: Curve, parts: Stretches) -> list[float | None]:
     """Mean of a curve over each stretch; None where it has no value."""
     found: list[float | None] = []
     for first, last in parts:
@@ -112,14 +115,24 @@ def means(points: Curve, parts: list[tuple[int, int]]) -> list[float | None]:
     return found
 
 
-def curves(runs: list[Run]) -> list[str]:
+def curves(runs: list[Run], width: int | None) -> list[str]:
     """The metrics of both over the steps of the longer one."""
     last = max(step for run in runs for step in (run.step, *(step for step, source in run.lines if source == "orchestrator"), 0))
     if not last:
         return ["neither has trained a step"]
-    parts, bars = stretches(last, STRETCHES), stretches(last, BARS)
+    found = metric_curves(runs)
+    lines: list[str] = []
+    for numbers, bars in SHAPES:
+        lines = curve_table(runs, found, stretches(last, numbers), stretches(last, bars))
+        if width is None or max(map(len, lines)) <= width:
+            break
+    return lines
+
+
+def curve_table(runs: list[Run], found: list[tuple[str, list[Curve]]], parts: Stretches, bars: Stretches) -> list[str]:
+    """The lines of the curves: their means over `parts` as numbers, and over `bars` as bars."""
     rows = []
-    for name, both in metric_curves(runs):
+    for name, both in found:
         values = [value for _, ys in both for value in ys]
         for run, points in zip(runs, both, strict=True):
             cells = ["-" if value is None else f"{value:.4g}" for value in means(points, parts)]

@@ -44,12 +44,8 @@ def main(args: list[str], children: Children) -> int:
         fail("rl export", f"where to? Give a directory: rl export {rest[0]} --to DIR, or a repository: --push OWNER/NAME")
     if values["public"] and not values["push"]:
         fail("rl export", "--public: is for a repository; name it with --push OWNER/NAME")
-    try:
-        with tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
-            return run(rest[0], rest[1:], values, Path(scratch))
-    except RunError as error:
-        print(f"rl export: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
+        return run(rest[0], rest[1:], values, Path(scratch))
 
 
 def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> int:

@@ -13,7 +13,7 @@ from rl.launch.prepare import MAX_LISTED, as_written, ranges, runs_in, stored_co
 from rl.models.folder import read_json
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.token import authorization, hides_keys
-from rl.system.errors import RunError
+from rl.system.errors import ConfigError, RunError
 from rl.wire.worker_messages import Endpoint
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def split_run(spec: str) -> tuple[Path, str] | None:
 def find_run(spec: str) -> tuple[Path, str]:
     """(run directory, text after the @) of a SPEC that must name a run: by its directory, or by its name under the default output_dir.
 
-    Raises RunError.
+    Raises ConfigError.
     """
     places = [spec, *([] if "/" in spec else [str(Path(RLConfig.model_fields["output_dir"].default) / spec)])]
     for place in places:
@@ -87,14 +87,14 @@ def find_run(spec: str) -> tuple[Path, str]:
             return found
     for place in places:
         check_not_a_run(place)
-    raise RunError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")
+    raise ConfigError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")
 
 
 def named_run(spec: str) -> Path:
-    """The directory of a run that is named without a version. Raises RunError."""
+    """The directory of a run that is named without a version. Raises ConfigError."""
     root, version = find_run(spec)
     if version:
-        raise RunError(f"{spec}: give the run alone, without @{version}")
+        raise ConfigError(f"{spec}: give the run alone, without @{version}")
     return root
 
 
@@ -107,7 +107,7 @@ def run_dir_of(root: Path, config: RLConfig) -> RunDir:
 
 
 def check_not_a_run(spec: str) -> None:
-    """Raises RunError for a misspelt run. A folder passes, and an id on the hub, which does not start with a folder that exists."""
+    """Raises ConfigError for a misspelt run. A folder passes, and an id on the hub, which does not start with a folder that exists."""
     if Path(spec).expanduser().is_dir():
         return
     path = Path(spec.rpartition("@")[0] or spec).expanduser()
@@ -115,7 +115,7 @@ def check_not_a_run(spec: str) -> None:
     if spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or (spec.count("/") == 1 and parent.is_dir()):
         runs = runs_in(parent, path.name)
         remedy = f"in {parent} there are the runs {runs}" if runs else "give a model's folder, its id on the hub, or a run"
-        raise RunError(f"{spec}: there is no such run and no such model folder; {remedy}")
+        raise ConfigError(f"{spec}: there is no such run and no such model folder; {remedy}")
 
 
 def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:

@@ -44,11 +44,7 @@ def main(args: list[str], _children: Children) -> int:
     if len(rest) != 1 or rest[0].startswith(("-", "@")):
         what = f"{rest[-1]}: not understood." if rest else "which run?"
         fail("rl show", f"{what} Give one run, its directory or its name, and flags of `rl show --help`")
-    try:
-        return show(rest[0], values)
-    except RunError as error:
-        print(f"rl show: {error}", file=sys.stderr)
-        return 1
+    return show(rest[0], values)
 
 
 def show(spec: str, values: dict[str, Any]) -> int:
@@ -95,9 +91,9 @@ def chosen(files: list[Path], selection: Selection, values: dict[str, Any], dama
 def nothing(spec: str, selection: Selection, values: dict[str, Any]) -> str:
     """Why nothing is printed, and what could be."""
     if not selection.seen["env"]:
-        return f"{spec}: there is no finished rollout" + (
-            "" if Path(spec).is_file() else f"; `rl doctor {spec}` says what the run waits for"
-        )
+        one = "give a run, its directory or its name, or a file that `rl` has written rollouts into, one JSON object a line"
+        remedy = one if Path(spec).is_file() else f"`rl doctor {spec}` says what the run waits for"
+        return f"{spec}: there is no finished rollout; {remedy}"
     for name, wanted in selection.wanted.items():
         if wanted is not None and not selection.seen[name][wanted]:
             there = selection.seen[name].most_common(MOST_LISTED)

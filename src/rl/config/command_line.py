@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tomllib
+import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from rl.config.check import check, warnings_of
 from rl.config.faults import Spelled, raise_all, setting_text, without_value
 from rl.config.fields import field_tree, models_in, tags
-from rl.config.help import USAGE, print_help
+from rl.config.help import PROCESS_USAGE, USAGE, print_help
 from rl.config.hints import ALIASES
 from rl.config.installed import missing_environments
 from rl.config.outside import outside_faults
@@ -43,6 +44,8 @@ SHORTHANDS = {
 """Sections that may be given as a text: the key in them that it stands for."""
 SWITCHES = ("--dry-run", "--schema", "--clean", "--quick")
 A_STEP = re.compile("[0-9]{1,20}")
+NUMBERED = re.compile(r"(.+?)\.([0-9]+)\.(.+)")
+"""The key of a setting in an element of a list: section, number, the rest."""
 OF_RUNS = {"resume", "clean", "quick"}
 """Switches that a command has only if its help names them."""
 VARIABLE_PREFIX = "RL__"
@@ -214,10 +217,21 @@ def merge(line: CommandLine) -> tuple[dict[str, Any], Spelled, dict[str, str]]:
     nested: dict[str, Any] = {}
     for name, (value, place) in settings.items():
         try:
+            check_number(name, settings)
             place_value(nested, name.split("."), value)
         except KeyError as error:
             faults[name] = f"{setting_text(name, value)} ({place})\n    {error.args[0]}"
     return nested, settings, faults
+
+
+def check_number(key: str, settings: Spelled) -> None:
+    """Raises KeyError for a key with the number of an element where no list is given."""
+    if not (found := NUMBERED.fullmatch(key)):
+        return
+    section, number, rest = found.groups()
+    info = field_tree(RLConfig).get(section)
+    if info and typing.get_origin(info.annotation) is list and not isinstance(settings.get(section, ("",))[0], list):
+        raise KeyError(f"no list is given that has an element {number}; for one: --{section}.{rest}, for several: [[{section}]] in a file")
 
 
 def place_value(table: Any, keys: list[str], value: Any) -> None:
@@ -311,7 +325,8 @@ def load_config(
         line = parse_args(args, variables)
         for switch in OF_RUNS & {*line.switches, "" if line.resume is None else "resume"}:
             if f"--{switch}" not in usage:
-                line.faults.append(f"--{switch}: `{program}` has no such switch; leave it out")
+                why = ": a process goes on where its run is, and `rl` alone resumes or deletes one" if usage is PROCESS_USAGE else ""
+                line.faults.append(f"--{switch}: `{program}` has no such switch; leave it out{why}")
         line.files = (fitting(settings_in(str(base)), line) if base else {}) | line.files
         line.flags = (given or {}) | line.flags
         if "schema" in line.switches:

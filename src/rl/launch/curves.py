@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from rl.run_dir.files import write_file
-from rl.run_dir.metrics import Curve, Lines, curve, environment_rewards
+from rl.run_dir.metrics import Curve, Lines, MetricsReader, curve, environment_rewards
+from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 
 ENDS = 3
@@ -74,15 +75,21 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
+def seconds_of(run_dir: RunDir, part: str) -> float:
+    """Seconds that the trainer has spent on a part of its steps, those that it trained once more after a resume counted twice."""
+    lines = MetricsReader(run_dir.metrics).new()
+    return sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
+
+
 def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
     """The final report as lines of text; what was not measured has none."""
-    steps, times = curve(lines, "trainer", "time/step")
-    waits = curve(lines, "trainer", "time/wait_for_batch")[1]
-    shares = [f"trainer waited for batches {sum(waits) / sum(times):.0%}"] if waits and sum(times) else []
+    took_s, waited_s = (seconds_of(run_dir, part) for part in ("time/step", "time/wait_for_batch"))
+    measured = took_s and curve(lines, "trainer", "time/wait_for_batch")[1]
+    shares = [f"trainer waited for batches {waited_s / took_s:.0%}"] if measured else []
     if (idle := inference_idle(lines)) is not None:
         shares.append(f"inference was idle {idle:.0%}")
-    last = max(steps, default=0)
-    took = f"{last} step{'' if last == 1 else 's'} in {duration(sum(times))}"
+    count = max(0, max(curve(lines, "trainer", "time/step")[0], default=0) - first_step(run_dir))
+    took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
     report = [took + (f"; {', '.join(shares)} of the time" if shares else "")]
     if reward := trend(curve(lines, "orchestrator", "reward/mean")[1]):
         report.append(f"reward    {reward}   (mean of the first and of the last steps)")

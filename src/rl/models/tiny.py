@@ -1,9 +1,9 @@
-"""A random Llama of 90 thousand weights with a tokenizer of bytes, to try a machine or the code with. Needs no torch and milliseconds."""
+"""Random models with a tokenizer of bytes, to try a machine or the code with: a Llama of 100 thousand weights, or any architecture."""
 
 import json
 import string
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,24 +16,35 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML."""
-HIDDEN, HEADS, LAYERS, MAX_LEN = 64, 2, 2, 512
+HIDDEN, HEADS, LAYERS, MAX_LEN = 64, 2, 2, 1024
 """vLLM's attention on CPUs takes heads of 32 and more."""
+STD = 0.2
+"""Ten times what is usual, so that logits differ visibly from token to token."""
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """Writes the model and its tokenizer, always the same bytes. Returns the folder."""
-    from safetensors.numpy import save_file
+def make_tiny_model(folder: Path, config: dict[str, object] | None = None, seed: int = 0) -> Path:
+    """Writes a random float32 model and its tokenizer; the same arguments give the same bytes. Returns the folder.
 
-    folder.mkdir(parents=True)
+    `config`: `model_type` and other fields of config.json. With them the model is of that architecture, initialised by transformers, which
+    takes torch and seconds; without them it is the plain Llama. The head is the embedding unless `config` says otherwise.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = write_tokenizer(folder) | {"tie_word_embeddings": True, "initializer_range": STD}
+    if config is None:
+        write_llama(folder, fields, seed)
+    else:
+        write_architecture(folder, fields | config, seed)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> dict[str, object]:
+    """Writes `byte_tokenizer` with ChatML's template as transformers reads it. Returns the fields of config.json that follow from it."""
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "model_max_length": MAX_LEN}
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | named))
-    vocab_size = tokenizer.get_vocab_size()
-    (folder / "config.json").write_text(json.dumps(llama_config(vocab_size)))
-    save_file(random_weights(vocab_size), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def byte_tokenizer() -> "Tokenizer":
@@ -50,13 +61,26 @@ def byte_tokenizer() -> "Tokenizer":
     return tokenizer
 
 
-def llama_config(vocab_size: int) -> dict[str, object]:
-    """The content of config.json."""
-    return {
+def write_architecture(folder: Path, fields: dict[str, Any], seed: int) -> None:
+    """Writes a model of any architecture, whose configuration has these fields."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+
+
+def write_llama(folder: Path, fields: dict[str, Any], seed: int) -> None:
+    """Writes the plain Llama: as transformers would, but without torch and in milliseconds."""
+    from safetensors.numpy import save_file
+
+    sizes = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "vocab_size": vocab_size,
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -66,19 +90,17 @@ def llama_config(vocab_size: int) -> dict[str, object]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
+    (folder / "config.json").write_text(json.dumps(sizes | fields))
+    save_file(random_weights(fields["vocab_size"], seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_weights(vocab_size: int) -> dict[str, np.ndarray]:
-    """float32 tensors by name: normal with standard deviation 0.2, so that logits differ from token to token; norms are ones."""
-    rng = np.random.default_rng(0)
+def random_weights(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """The Llama's float32 tensors by name: normal with standard deviation STD; norms are ones."""
+    rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return (0.2 * rng.standard_normal((rows, columns))).astype(np.float32)
+        return (STD * rng.standard_normal((rows, columns))).astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": matrix(vocab_size, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
     for i in range(LAYERS):

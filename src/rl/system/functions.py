@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import traceback
+import zlib
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
@@ -131,7 +132,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 def import_file(path: Path) -> ModuleType:
     """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it."""
-    name = f"functions_of_{path.stem}"
+    name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # one for each file: others may be called the same
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
     if str(path.parent) not in sys.path:

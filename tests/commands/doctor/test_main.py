@@ -17,14 +17,14 @@ from rl.commands.doctor.main import main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
-from rl.models.tiny import make_tiny_model as make_own_tiny_model
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
 from rl.wire.agreement import Scored
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.worker_messages import Ready
 from tests.commands.driver import ENVIRONMENTS
-from tests.tiny_model import make_tiny_model
+from tests.families import UNTIED
 
 DOCTOR = [sys.executable, "-m", "rl.main", "doctor"]
 
@@ -43,7 +43,7 @@ def children():
 @pytest.mark.proof
 def test_a_configuration_and_the_smoke(tmp_path):
     """All that is asked before a run, at once."""
-    model = make_own_tiny_model(tmp_path / "tiny")
+    model = make_tiny_model(tmp_path / "tiny")
     flags = {"model.name": model, "model.dtype": "float32", "model.max_model_len": 256, "name": "x"}
     flags |= {"orchestrator.environment.id": "say-digit", "orchestrator.sampling.max_tokens": 8}
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
@@ -76,7 +76,7 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
     """Prompts that do not fit the context, as a worker of the run measures them; an evaluation without held-out tasks."""
     monkeypatch.syspath_prepend(ENVIRONMENTS)
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
-    model = make_own_tiny_model(tmp_path / "tiny")
+    model = make_tiny_model(tmp_path / "tiny")
     entry = {"id": "say-digit", "args": {"held_out": 0}}
     orchestrator = {"environment": [entry], "eval": [entry | {"name": "held"}], "sampling": {"max_tokens": 8}}
     config = RLConfig.model_validate({"model": {"name": str(model), "max_model_len": 24}, "orchestrator": orchestrator})
@@ -93,7 +93,7 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
-    model = make_own_tiny_model(tmp_path / "tiny")
+    model = make_tiny_model(tmp_path / "tiny")
     dies = [sys.executable, "-c", "print('libgomp is missing'); raise SystemExit(5)"]
     monkeypatch.setattr("rl.launch.roles.command", lambda *_: dies)
     config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "none"}]}})
@@ -138,7 +138,7 @@ def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
 
 
 def test_parity_of_a_model(tmp_path):
-    model = make_tiny_model(tmp_path / "model", tied=False)
+    model = make_tiny_model(tmp_path / "model", UNTIED)
     found = doctor("--parity", str(model), "--dtype", "float32", "--tokens", "24", "--model.max_model_len", "256")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()

@@ -7,6 +7,7 @@ import torch
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
 from rl.trainer.measure.agreement import ParityWatch, compare
@@ -15,7 +16,7 @@ from rl.trainer.packing import pack
 from rl.wire.agreement import LIMITS, agreement
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
-from tests.tiny_model import FAMILIES, LENGTH_DEPENDENT, make_tiny_model
+from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED
 from tests.trainer.samples import make_sample
 from tests.zygote import inference_zygote
 
@@ -24,7 +25,7 @@ from tests.zygote import inference_zygote
 def sampled(tmp_path_factory):
     """(dtype, family) -> folder with a model and what vLLM sampled from it, all in one process."""
     root = tmp_path_factory.mktemp("families")
-    folders = {(dtype, name): make_tiny_model(root / dtype / name, family=name) for dtype in LIMITS for name in FAMILIES + LENGTH_DEPENDENT}
+    folders = {(dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name]) for dtype in LIMITS for name in PACKED + LENGTH_DEPENDENT}
 
     process = inference_zygote().fork("tests.sample_families", *map(str, folders.values()), log=root / "log")
     try:
@@ -35,7 +36,7 @@ def sampled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("family", FAMILIES + LENGTH_DEPENDENT)
+@pytest.mark.parametrize("family", PACKED + LENGTH_DEPENDENT)
 def test_trainer_equals_vllm(sampled, world, family, dtype):
     folder = sampled[dtype, family]
     settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones

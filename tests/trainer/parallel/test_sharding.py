@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, PreTrainedConfig
 
+from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
-from tests.tiny_model import make_tiny_model
+from tests.families import CONFIGS
 from tests.trainer.layouts import LAYOUTS
 from tests.zygote import trainer_zygote
 
@@ -26,24 +26,6 @@ def free_ports(count: int) -> list[int]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             ports.append(port)
     return ports[:count]
-
-
-def make_gpt2(path: Path) -> str:
-    """Learned positions."""
-    return save_random(path, GPT2Config(vocab_size=259, n_positions=256, n_embd=64, n_layer=2, n_head=2))
-
-
-def make_gemma3(path: Path) -> str:
-    """Every other layer with a window that is shorter than the samples."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    kinds = ["sliding_attention", "full_attention"]
-    return save_random(path, Gemma3TextConfig(vocab_size=259, head_dim=32, sliding_window=16, layer_types=kinds, **sizes))
-
-
-def save_random(path: Path, config: PreTrainedConfig) -> str:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
 
 
 def run_ranks(folder: Path) -> None:
@@ -66,7 +48,9 @@ def run_ranks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    models = {"llama": str(make_tiny_model(folder / "llama")), "gpt2": make_gpt2(folder / "gpt2"), "gemma3": make_gemma3(folder / "gemma3")}
+    models = {"llama": str(make_tiny_model(folder / "llama"))}
+    usual = {"initializer_range": 0.02}  # of larger weights the rounding in the gradient is larger, too: see below
+    models |= {family: str(make_tiny_model(folder / family, CONFIGS[family] | usual)) for family in ("gpt2", "gemma3")}
     (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 5)}))
     run_ranks(folder)
     return folder

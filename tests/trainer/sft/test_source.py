@@ -16,6 +16,7 @@ from rl.config.command_line import to_toml
 from rl.config.loss import CrossEntropyConfig
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
@@ -29,7 +30,6 @@ from rl.trainer.packing import pack
 from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
 from rl.trainer.sft.tokens import Examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
-from tests.tiny_model import make_tiny_model
 from tests.trainer.test_main import run_trainer
 
 STEPS = 6

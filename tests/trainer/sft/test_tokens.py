@@ -5,16 +5,17 @@ import json
 import datasets
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from rl.config.run import ModelConfig, RendererConfig, RLConfig
 from rl.launch.run import manifest_lines
 from rl.models.folder import resolve_model
 from rl.models.renderer import load_renderer
+from rl.models.tiny import CHAT_TEMPLATE, make_tiny_model, write_tokenizer
 from rl.system.errors import RunError
 from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
 from tests.models.conftest import DROPS_THINKING
 from tests.models.conversations import ADD
-from tests.tiny_model import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
 
 TWO_TURNS = [
     {"role": "user", "content": "What is 1 + 1?"},
@@ -41,7 +42,8 @@ def folders(tmp_path_factory):
     from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
 
     root = tmp_path_factory.mktemp("models")
-    chatml, thinks, base = make_tokenizer(), make_tokenizer(), make_tokenizer()
+    write_tokenizer(root)
+    chatml, thinks, base = (AutoTokenizer.from_pretrained(root) for _ in range(3))
     thinks.add_tokens([f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")])
     thinks.chat_template = DROPS_THINKING.replace("HEADER", json.dumps(_TOOLS_HEADER)).replace("FOOTER", json.dumps(_TOOLS_FOOTER))
     base.chat_template = None
@@ -159,7 +161,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    tokenizer = make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(folders / "chatml")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path / "opens")
     renderer = load_renderer(str(tmp_path / "opens"), RendererConfig())
@@ -196,7 +198,7 @@ def test_reasoning_can_be_left_out(folders, tmp_path):
 def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     (sample,), manifest = prepared(tmp_path / "base", folders / "base", row)
-    encode = make_tokenizer().encode
+    encode = AutoTokenizer.from_pretrained(folders / "chatml").encode
     assert sample == (encode("1 + 1 =") + encode(" 2") + encode("<|im_end|>"), [False] * 7 + [True] * 3)
     assert manifest["style"] == "completion"
     assert prepared(tmp_path / "chat", folders / "chatml", row, style="completion")[0] == [sample]
@@ -209,7 +211,8 @@ def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
 def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = make_tiny_model(tmp_path / "base")
-    (base / "chat_template.jinja").unlink()
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     (tmp_path / "chatml.jinja").write_text(CHAT_TEMPLATE)
     with pytest.raises(RunError, match=r"no chat template; name one: --model.chat_template chatml"):
         resolve_model(ModelConfig(name=str(base)))

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import OptimConfig, TrainerConfig
+from rl.models.tiny import make_tiny_model
 from rl.run_dir import files
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import CorruptFileError
@@ -18,7 +19,7 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.start import newest_checkpoint
 from rl.trainer.store import checkpoint
 from rl.trainer.store.saver import Saver
-from tests.tiny_model import make_tiny_model
+from tests.families import CONFIGS
 from tests.trainer.samples import save_checkpoint
 
 
@@ -86,7 +87,7 @@ def hurt(path, damage):
 
 def test_another_model_is_refused(trained, world, tmp_path):
     save_checkpoint(tmp_path / "c" / "000001", 1, *trained, world)
-    other = fresh(make_tiny_model(tmp_path / "m", layers=1), world)
+    other = fresh(make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world)
     with pytest.raises(RunError, match="another model"):
         checkpoint.load(*checkpoint.newest_sound(tmp_path / "c", world), *other, world)
 

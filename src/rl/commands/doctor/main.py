@@ -12,7 +12,6 @@ from rl.config.command_line import fail, load_config
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.prepare import stored_config
-from rl.system.errors import RunError
 
 OPTIONS = (
     Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),
@@ -63,11 +62,10 @@ def parity(args: list[str], children: Children) -> int:
 
 def run(name: str, *, verify: bool, as_json: bool) -> int:
     """Prints the diagnosis of a run."""
-    try:
-        root = named_run(name).absolute()
-        config = stored_config(root)
-    except RunError as error:
-        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}" if name.endswith(".toml") else str(error))
+    if name.endswith(".toml"):
+        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
+    root = named_run(name).absolute()
+    config = stored_config(root)
     from rl.commands.doctor.files import damaged_files
     from rl.diagnosis.waits import diagnose
 

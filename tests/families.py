@@ -1,0 +1,78 @@
+"""What tests try of each architecture: fields of config.json for `make_tiny_model`, the Llama as plain as possible, the others with what is
+special about them."""
+
+from typing import Any
+
+from rl.models.tiny import MAX_LEN
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+}
+GROUPED = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+"""Two heads a key, together wider than the hidden state."""
+OPENAI_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": MAX_LEN}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + n / 16 for n in range(16)],
+    "long_factor": [2.0 + n for n in range(16)],
+}
+"""One set of frequencies up to 64 tokens, another beyond."""
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES},
+    "qwen3": {"model_type": "qwen3", **GROUPED},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "output_router_logits": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **GROUPED,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+    },
+    "gpt2": {"model_type": "gpt2", **OPENAI_SIZES, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "phi3": {"model_type": "phi3", **SIZES, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    "llama_dynamic": {
+        "model_type": "llama",
+        **SIZES,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "max_trained_positions": 128},
+    },
+    # a cap on the scores of attention
+    "gemma2": {"model_type": "gemma2", **GROUPED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
+    # a sink in the softmax of each head
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **GROUPED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    # attention of its own
+    "gptj": {"model_type": "gptj", **OPENAI_SIZES, "rotary_dim": 16},
+    # short convolutions between layers with attention
+    "lfm2": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    # no attention at all
+    "xlstm": {"model_type": "xlstm", "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "qk_dim_factor": 0.5},
+}
+UNTIED = CONFIGS["llama"] | {"tie_word_embeddings": False}
+"""A Llama with a head of its own."""
+WIDE = CONFIGS["llama"] | {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3}
+PACKED = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
+LENGTH_DEPENDENT = ("phi3", "llama_dynamic")
+"""Families whose rotary embedding depends on the longest sequence."""
