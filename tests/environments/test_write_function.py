@@ -1,7 +1,14 @@
 import asyncio
+import ctypes
+import errno
 import json
 import os
+import platform
+import signal
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,7 +17,7 @@ from tests.environments.playing import check_splits, load, on_path, play
 
 on_path("write_function")
 
-from write_function import code_of, list_specs, number_specs, rows, text_specs  # noqa: E402
+from write_function import code_of, jail, list_specs, number_specs, rows, sandbox, text_specs  # noqa: E402  # noqa: E402
 from write_function.sandbox import Ended, Sandbox, read_answer  # noqa: E402
 
 CASES = [{"input": 3, "output": 6}, {"input": 4, "output": 7}]
@@ -124,9 +131,139 @@ def test_no_more_than_so_many_run_at_once_and_the_event_loop_goes_on():
 
 def test_the_layers_in_force_are_reported():
     ended = asyncio.run(Sandbox().run("def f(x):\n    return x", "f", [[1]]))
-    assert ended.results == [(True, 1)] and set(ended.layers) <= {"network", "files", "user"}
+    assert ended.results == [(True, 1)] and "system calls" in ended.layers
+    assert set(ended.layers) <= {"system calls", "network", "processes", "files", "user"}
     if os.geteuid() == 0:
         assert "files" in ended.layers
+
+
+SHOT = ["x86_64", "aarch64"].index(platform.machine())
+"""Which of two numbers a system call has here."""
+ESCAPES: dict[str, tuple[tuple[int, int], tuple]] = {
+    # What code asks the kernel for that has got around everything in Python: the call's number on x86_64 and aarch64, and arguments.
+    "open a file": ((257, 56), (-100, b"/etc/passwd", 0, 0)),
+    "open a file another way": ((437, 437), (-100, b"/etc/passwd", bytes(24), 24)),
+    "create a file": ((257, 56), (-100, b"/pwned", 0o101, 0o644)),
+    "read what is open": ((0, 63), (0, bytearray(8), 8)),
+    "write to stderr": ((1, 64), (2, b"x", 1)),
+    "close stdout": ((3, 57), (1,)),
+    "copy a descriptor": ((32, 23), (1,)),
+    "change a descriptor": ((72, 25), (1, 4, 0)),
+    "control a terminal": ((16, 29), (0, 0x5412, b"x")),
+    "list a directory": ((217, 61), (0, bytearray(64), 64)),
+    "look at a file": ((262, 79), (-100, b"/etc/passwd", bytearray(256), 0)),
+    "make a directory": ((258, 34), (-100, b"/pwned", 0o755)),
+    "delete a file": ((263, 35), (-100, b"/pwned", 0)),
+    "make a link": ((265, 37), (-100, b"/etc/passwd", -100, b"/pwned", 0)),
+    "make a symbolic link": ((266, 36), (b"/etc", -100, b"/pwned")),
+    "rename": ((316, 276), (-100, b"/a", -100, b"/b", 0)),
+    "make a device": ((259, 33), (-100, b"/pwned", 0o60600, 0x100)),
+    "change permissions": ((268, 53), (-100, b"/etc", 0o777)),
+    "open a socket": ((41, 198), (2, 1, 0)),
+    "open a unix socket": ((41, 198), (1, 1, 0)),
+    "make a pair of sockets": ((53, 199), (1, 1, 0, bytearray(8))),
+    "send a descriptor": ((46, 211), (1, bytearray(56), 0)),
+    "fork": ((56, 220), (17, 0, 0, 0, 0)),
+    "clone": ((435, 435), (bytearray(88), 88)),
+    "start a thread": ((56, 220), (0x10F00, 0, 0, 0, 0)),
+    "run a program": ((59, 221), (b"/bin/true", 0, 0)),
+    "run a program another way": ((322, 281), (-100, b"/bin/true", 0, 0, 0)),
+    "kill the parent": ((62, 129), ("parent", 9)),
+    "stop the parent": ((62, 129), ("parent", 19)),
+    "kill all": ((62, 129), (-1, 9)),
+    "kill a thread of the parent": ((234, 131), ("parent", "parent", 9)),
+    "queue a signal": ((129, 138), ("parent", 9, bytearray(128))),
+    "open the parent": ((434, 434), ("parent", 0)),
+    "trace the parent": ((101, 117), (16, "parent", 0, 0)),
+    "read the parent's memory": ((310, 270), ("parent", bytearray(16), 1, bytearray(16), 1, 0)),
+    "write the parent's memory": ((311, 271), ("parent", bytearray(16), 1, bytearray(16), 1, 0)),
+    "change the parent's limits": ((302, 261), ("parent", 0, bytes(16), 0)),
+    "raise a limit of its own": ((302, 261), (0, 7, bytes([255] * 16), 0)),
+    "mount": ((165, 40), (b"none", b"/", b"tmpfs", 0, 0)),
+    "change the root": ((161, 51), (b"/",)),
+    "pivot the root": ((155, 41), (b"/", b"/")),
+    "a new user namespace": ((272, 97), (0x10000000,)),
+    "another's namespace": ((308, 268), (0, 0)),
+    "become root": ((105, 146), (0,)),
+    "become root in every sense": ((117, 147), (0, 0, 0)),
+    "take capabilities": ((126, 91), (bytes(8), bytes([255] * 24))),
+    "lift no_new_privs": ((157, 167), (38, 0, 0, 0, 0)),
+    "another filter": ((317, 277), (1, 0, bytes(16))),
+    "executable memory": ((9, 222), (0, 4096, 7, 0x22, -1, 0)),
+    "memory made executable": ((10, 226), ("page", 4096, 5)),
+    "a file in memory": ((319, 279), (b"x", 0)),
+    "io_uring": ((425, 425), (8, bytearray(120))),
+    "bpf": ((321, 280), (0, bytearray(72), 72)),
+    "userfaultfd": ((323, 282), (0,)),
+    "perf": ((298, 241), (bytearray(128), 0, -1, -1, 0)),
+    "keys": ((250, 219), (0, -3, 1)),
+    "shared memory": ((29, 194), (1234, 4096, 0o1600)),
+    "load a module": ((175, 105), (b"", 0, b"")),
+    "the kernel's log": ((103, 116), (3, bytearray(64), 64)),
+    "name the machine": ((170, 161), (b"pwned", 5)),
+    "reboot": ((169, 142), (0, 0, 0, 0)),
+}
+
+
+def confined(attempts: Callable[[ctypes.CDLL, int], object]) -> object:
+    """What `attempts` returns in a process that is confined as jail.py confines itself, without its audit hook, and run by `nobody`."""
+    sys.stdout.flush()
+    parent, (read, write) = os.getpid(), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setresgid(jail.NOBODY, jail.NOBODY, jail.NOBODY)
+                os.setresuid(jail.NOBODY, jail.NOBODY, jail.NOBODY)
+            os.dup2(write, 1)
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.syscall.restype = ctypes.c_long
+            libc.prctl(jail.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            assert jail.filter_calls(libc)
+            os.write(1, json.dumps(attempts(libc, parent)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        content = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(content)
+
+
+def test_the_kernel_refuses_what_the_process_does_to_itself_notwithstanding():
+    def attempt_all(libc: ctypes.CDLL, parent: int) -> dict[str, int]:
+        page = libc.mmap(0, 4096, 3, 0x22, -1, 0)
+        found = {}
+        for what, (numbers, arguments) in ESCAPES.items():
+            values = [{"parent": parent, "page": page}.get(value, value) if isinstance(value, str) else value for value in arguments]
+            pointers = [(ctypes.c_char * len(value)).from_buffer(value) if isinstance(value, bytearray) else value for value in values]
+            ctypes.set_errno(0)
+            returned = libc.syscall(ctypes.c_long(numbers[SHOT]), *(ctypes.c_long(x) if isinstance(x, int) else x for x in pointers))
+            found[what] = ctypes.get_errno() if returned == -1 else 0
+        return found
+
+    assert confined(attempt_all) == dict.fromkeys(ESCAPES, errno.EPERM) and len(ESCAPES) > 40
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one interface to the kernel")
+def test_a_call_by_another_interface_ends_the_process():
+    child = os.fork()
+    if not child:
+        libc = ctypes.CDLL(None)
+        jail.filter_calls(libc)
+        libc.syscall(ctypes.c_long(jail.X32 | 39))  # getpid
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSYS
+
+
+def test_where_nothing_can_be_confined_nothing_is_run(monkeypatch, tmp_path):
+    other = tmp_path / "jail.py"
+    other.write_text(Path(sandbox.JAIL).read_text().replace('"x86_64": ', '"x": ').replace('"aarch64": ', '"y": '))
+    monkeypatch.setattr(sandbox, "JAIL", str(other))
+    with pytest.raises(RuntimeError, match="model code is not run here"):
+        asyncio.run(Sandbox().run("def f(x):\n    return x", "f", [[1]]))
+    assert sandbox.NO_FILTER == jail.NO_FILTER
 
 
 def test_a_report_is_not_believed_without_looking():

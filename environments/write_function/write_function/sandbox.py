@@ -2,20 +2,21 @@
 
 What holds where, strongest first:
 
+* Always: a seccomp filter, by which the kernel refuses every system call but two dozen that computing takes (memory that is not
+  executable, the time, random bytes, writing to stdout, the end). No file, socket, process, signal or namespace can be had, whatever the
+  process does to its own memory. Where the kernel has no such filter, or the machine is neither x86_64 nor aarch64, nothing is run.
 * Always: a fresh Python without site packages, environment variables or inherited files; kernel limits on CPU seconds, memory, size of
-  files (0), open files (none beyond the pipes) and processes (0; the kernel does not apply this one to root, see the next point); a
-  wall clock after which the whole process group is killed; an audit hook that refuses files, sockets, processes, signals, ctypes, gc and
-  imports.
-* As root: the process becomes `nobody`, in an empty root directory. The limit on processes then counts.
-* As root with CAP_SYS_ADMIN, or for anyone where the kernel allows user namespaces: a network of its own without an interface, and an
-  empty root directory. `Ended.layers` says which of "network", "files", "user" were in force.
+  files (0), open files (none beyond the pipes) and processes (0); a wall clock after which the whole process group is killed, as it is
+  when its parent ends; an audit hook that refuses files, sockets, processes, signals, ctypes, gc and imports.
+* As root, or for anyone where the kernel allows user namespaces: an empty root directory, no capabilities, a network without an interface,
+  and a process table in which it is alone. As root it becomes `nobody`. `Ended.layers` says what of it was in force.
 
 The answers expected are never in the process, only the inputs: code that forges results must still know them. It shares a process with
 what reports the results, so a report is believed no further than that.
 
-What this is not: a boundary against someone who looks for holes in CPython or the kernel. There is no seccomp filter; a process that
-corrupts its own memory can get around the audit hook and is then held by the kernel's limits and the namespaces only. In a container
-without these rights, run by root, fork is refused by the audit hook alone. Where that is too little, put the trainer in a virtual machine.
+What this is not: a boundary against someone who has a hole in the kernel itself, behind one of those two dozen calls. Where that is too
+little, put the trainer in a virtual machine. Bubblewrap is not used: it makes the same namespaces, and the filter would
+be ours all the same.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+NO_FILTER = 77
+"""The exit code of jail.py where it could not confine itself, and has run nothing."""
 JAIL = str(Path(__file__).with_name("jail.py"))
 MAX_READ = 64_000
 
@@ -48,16 +51,16 @@ class Sandbox:
     """
 
     def __init__(self, max_processes: int = 2, cpu_s: int = 2, wall_s: int = 20, memory_mib: int = 256):
-        self.limits = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_mib": memory_mib}
+        self.limits = {"cpu_s": cpu_s, "memory_mib": memory_mib}
         self.wall_s = wall_s
         self.places = asyncio.Semaphore(max_processes)
 
     async def run(self, code: str, name: str, inputs: list[list[Any]]) -> Ended:
-        """Defines `code` and calls its function `name` with each list of arguments."""
+        """Defines `code` and calls its function `name` with each list of arguments. Raises RuntimeError where nothing can be confined."""
         request = json.dumps({"code": code, "name": name, "inputs": inputs, **self.limits}).encode()
         async with self.places:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", JAIL, "enter"),
+                *(sys.executable, "-I", "-S", JAIL),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -68,12 +71,16 @@ class Sandbox:
             try:
                 async with asyncio.timeout(self.wall_s):
                     answer = await exchange(process, request)
+                    if len(answer) <= MAX_READ:  # else it goes on writing
+                        await process.wait()
             except TimeoutError:
                 return Ended(None, f"timeout: longer than wall_s = {self.wall_s}")
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
+        if process.returncode == NO_FILTER:
+            raise RuntimeError("this kernel filters no system calls (seccomp), or this is no x86_64 or aarch64: model code is not run here")
         return read_answer(answer, len(inputs), process.returncode)
 
 
