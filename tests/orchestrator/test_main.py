@@ -6,7 +6,8 @@ from rl.orchestrator.main import exit_code
 from rl.orchestrator.pool import EnvLostError
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RESTART, RunError
-from rl.wire.inference_client import InferenceLostError, RefusedError
+from rl.wire.http import RefusedError
+from rl.wire.inference_client import InferenceLostError
 
 
 @pytest.mark.parametrize(

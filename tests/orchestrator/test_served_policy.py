@@ -11,7 +11,8 @@ from rl.orchestrator.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import read_metrics
-from rl.wire.inference_client import InferenceLostError, RefusedError
+from rl.wire.http import RefusedError
+from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Rollout, Turn
 from tests.launch.test_repair import version as write_version

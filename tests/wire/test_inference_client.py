@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rl.system.errors import GIVE_UP
-from rl.wire import inference_client
+from rl.wire import http, inference_client
 from rl.wire.inference_client import InferenceLostError, InferenceServers
 from rl.wire.messages import WeightVersion
 from tests.web import WebServer
@@ -71,7 +71,7 @@ def test_a_refusal_of_another_shape_too(tmp_path, content):
 
 
 def test_an_endless_answer_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(inference_client, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1 << 20)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

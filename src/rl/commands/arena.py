@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.commands.policy_spec import Source
-from rl.config.command_line import to_toml
+from rl.config.command_line import write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
@@ -23,7 +23,6 @@ from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
 from rl.orchestrator.functions import metrics_function
 from rl.orchestrator.setups import policy_spec, worker_setups
-from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
@@ -112,8 +111,7 @@ class Server:
     """None before `start`."""
 
     def start(self) -> None:
-        command = roles.command("inference", self.config.run_dir, 1)
-        self.child = self.children.start("inference", command, {**os.environ, **self.share.env}, self.log_dir, self.share.cores)
+        self.child = roles.start(self.children, "inference", self.config.run_dir, self.share, 1, self.log_dir)
 
     def check(self) -> None:
         """Raises RunError when it has ended."""
@@ -175,7 +173,7 @@ async def prepare_server(config: RLConfig, model: str, work: Path, children: Chi
     config = devices.write_into(config, division)
     run_dir, logs = config.run_dir, work / "logs"
     shutil.rmtree(run_dir.root, ignore_errors=True)
-    write_file(run_dir.config, to_toml(config).encode())
+    write_config(run_dir.config, config)
     if adapter:  # a server starts at its run's newest version
         name = Path(adapter).name
         run_dir.weights_dir.mkdir()

@@ -11,7 +11,7 @@ import msgspec
 
 from rl.commands.options import take
 from rl.commands.policy_spec import find_run, run_dir_of, version_number
-from rl.config.command_line import CommandLine, fail, load_config, to_toml
+from rl.config.command_line import CommandLine, fail, load_config, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.launch import devices
 from rl.launch.children import Children
@@ -148,7 +148,7 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
         if parent.data.is_dir() and not any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA):
             link_tree(parent.data, new.data)
         write_file(new.origin, msgspec.json.encode(origin) + b"\n")
-        write_file(new.config, to_toml(config).encode())
+        write_config(new.config, config)
 
     try:
         if config.trainer.weights.dir and parent.weights(step).is_dir():

@@ -1,7 +1,6 @@
 """`rl replay RUN`: trains a run again from its logged batches and compares every version with the run's, bit for bit."""
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -10,15 +9,14 @@ from typing import Any
 
 from rl.commands.options import Option, option_lines, take
 from rl.commands.policy_spec import named_run, run_dir_of
-from rl.config.command_line import fail, to_toml
+from rl.config.command_line import fail, write_config
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig
-from rl.launch import devices
+from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.prepare import ranges, stored_config
-from rl.launch.roles import command
 from rl.run_dir.checksums import newest_sound_checkpoint
-from rl.run_dir.files import LineReader, write_file
+from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
@@ -131,10 +129,8 @@ def start(config: RLConfig, scratch: Path, replay: ReplayConfig, division: devic
     config.trainer.checkpoint, config.trainer.weights = CheckpointConfig(), WeightsConfig()
     config.trainer.data.replay = replay
     run_dir = config.run_dir
-    write_file(run_dir.config, to_toml(config).encode())
-    env = {**os.environ, **division.trainer.env}
-    trainer = command("trainer", run_dir, division.ranks)
-    return run_dir, children.start("trainer", trainer, env, run_dir.logs, division.trainer.cores)
+    write_config(run_dir.config, config)
+    return run_dir, roles.start(children, "trainer", run_dir, division.trainer, division.ranks, run_dir.logs)
 
 
 class Verdict:

@@ -29,6 +29,7 @@ from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
 from rl.config.validation import holds_anyway, in_doubt, validate
+from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
 
@@ -289,6 +290,11 @@ def without_none(value: Any) -> Any:
 def to_toml(config: RLConfig) -> str:
     """The resolved configuration; `from_toml(to_toml(c)) == c`."""
     return tomli_w.dumps(without_none(config))
+
+
+def write_config(path: Path, config: RLConfig) -> None:
+    """Writes the resolved configuration, from which a process can be started."""
+    write_file(path, to_toml(config).encode())
 
 
 def from_toml(path: Path) -> RLConfig:

@@ -16,7 +16,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, verify
+from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.run_dir.checksums import check_version
 from rl.system.errors import RunError
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
@@ -158,7 +159,7 @@ class VersionedEngine(AsyncLLM):
 
     def check(self, folder: Path) -> None:
         """Raises RunError unless a version's files are whole, what the trainer wrote, and fit the model."""
-        verify(folder)
+        check_version(folder)
         if is_adapter(folder):
             check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
         elif self.slots:

@@ -10,8 +10,9 @@ from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.inference.adapter import is_adapter
 from rl.inference.server import Served, common_environment, cpu_environment, serve
-from rl.inference.weight_files import read_tensors, verify
+from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
+from rl.run_dir.checksums import check_version
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import ROLE_WAIT_S, Status, hold_role
 from rl.run_dir.token import run_token
@@ -82,7 +83,7 @@ def newest_sound_version(run_dir: RunDir) -> WeightVersion | None:
     for version, path in reversed(numbered(run_dir.weights_dir).items()):
         try:
             read_tensors(path)
-            verify(path)
+            check_version(path)
             return WeightVersion(version, str(path))
         except RunError as error:
             print(f"inference: WARNING: policy version {version} is passed over: {error}", file=sys.stderr, flush=True)

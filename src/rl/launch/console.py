@@ -9,7 +9,7 @@ import statistics
 import sys
 import textwrap
 import time
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import heading, read_rollouts, short_messages_text
@@ -23,33 +23,40 @@ from rl.wire.agreement import RUN_LIMITS, Agreement
 
 PROCESSES = ("inference", "orchestrator", "trainer")
 SFT_PROCESSES = ("data", "trainer")
-COLUMNS = (  # heading, source, metric, width, format, rank
-    ("reward", "orchestrator", "reward/mean", 7, ".3f", 1),
-    ("eval", "eval", "newest", 7, ".3f", 2),
-    ("loss", "trainer", "loss/mean", 9, ".4f", 10),
-    ("entropy", "trainer", "entropy/mean", 8, ".3f", 8),
-    ("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e", 7),
-    ("grad", "trainer", "optim/grad_norm", 7, ".3g", 6),
-    ("lag", "orchestrator", "lag/mean", 5, ".2f", 5),
-    ("lag kl", "trainer", "lag_kl/mean", 8, ".1e", 11),
-    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9),
-    ("time", "trainer", "time/step", 7, ".1f", 3),
-    ("left", "console", "left", 7, "", 4),
+
+
+class Column(NamedTuple):
+    """A metric in the table of steps. Those of the lowest ranks are shown where there is no room for all."""
+
+    heading: str
+    source: str
+    metric: str
+    width: int
+    spec: str
+    """How its value is formatted."""
+    rank: int
+    """0: not shown."""
+    sft_rank: int
+    """The same in supervised fine-tuning, where nothing but the trainer reports."""
+
+
+COLUMNS = (
+    Column("reward", "orchestrator", "reward/mean", 7, ".3f", 1, 0),
+    Column("eval", "eval", "newest", 7, ".3f", 2, 0),
+    Column("loss", "trainer", "loss/mean", 9, ".4f", 10, 1),
+    Column("valid", "trainer", "validation/loss", 9, ".4f", 0, 2),
+    Column("entropy", "trainer", "entropy/mean", 8, ".3f", 8, 8),
+    Column("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e", 7, 0),
+    Column("grad", "trainer", "optim/grad_norm", 7, ".3g", 6, 5),
+    Column("lr", "trainer", "optim/lr", 8, ".1e", 0, 7),
+    Column("epoch", "trainer", "epoch", 6, ".2f", 0, 6),
+    Column("lag", "orchestrator", "lag/mean", 5, ".2f", 5, 0),
+    Column("lag kl", "trainer", "lag_kl/mean", 8, ".1e", 11, 0),
+    Column("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9, 9),
+    Column("time", "trainer", "time/step", 7, ".1f", 3, 3),
+    Column("left", "console", "left", 7, "", 4, 4),
 )
-"""Those of the lowest ranks are shown where there is no room for all. `eval` is the newest one's mean reward, `left` the time until
-the last step."""
-SFT_COLUMNS = (
-    ("loss", "trainer", "loss/mean", 9, ".4f", 1),
-    ("valid", "trainer", "validation/loss", 9, ".4f", 2),
-    ("entropy", "trainer", "entropy/mean", 8, ".3f", 8),
-    ("grad", "trainer", "optim/grad_norm", 7, ".3g", 5),
-    ("lr", "trainer", "optim/lr", 8, ".1e", 7),
-    ("epoch", "trainer", "epoch", 6, ".2f", 6),
-    ("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9),
-    ("time", "trainer", "time/step", 7, ".1f", 3),
-    ("left", "console", "left", 7, "", 4),
-)
-"""Of supervised fine-tuning, which nothing but the trainer reports."""
+"""`eval` is the newest one's mean reward, `left` the time until the last step."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
 """Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
 STEP_WIDTH, NOTES_WIDTH = 6, 20
@@ -59,7 +66,7 @@ SCREEN = 50
 PACE_STEPS = 10
 """Newest steps whose median time the time that is left is reckoned by."""
 Line = dict[str, Any]
-Columns = tuple[tuple[str, str, str, int, str, int], ...]
+Columns = tuple[Column, ...]
 
 
 def intro_lines(config: RLConfig) -> list[str]:
@@ -88,12 +95,18 @@ def batch_text(config: RLConfig) -> str:
     return f"{settings.batch_size} rollouts or a few more (groups of {', '.join(map(str, sorted(sizes)))}; {rounded})"
 
 
+def columns_of(config: RLConfig) -> Columns:
+    """The columns of a run, with their ranks in it."""
+    ranked = (column._replace(rank=column.sft_rank if config.sft else column.rank) for column in COLUMNS)
+    return tuple(column for column in ranked if column.rank)
+
+
 def fitting(columns: Columns, width: int | None) -> Columns:
     """The columns that a line of `width` characters has room for, by their ranks; all of them without a width."""
     if width is None:
         return columns
-    by_rank, room = sorted(columns, key=lambda column: column[-1]), width - STEP_WIDTH - NOTES_WIDTH
-    while by_rank and sum(wide + 1 for _, _, _, wide, _, _ in by_rank) > room:
+    by_rank, room = sorted(columns, key=lambda column: column.rank), width - STEP_WIDTH - NOTES_WIDTH
+    while by_rank and sum(column.width + 1 for column in by_rank) > room:
         by_rank.pop()
     return tuple(column for column in columns if column in by_rank)
 
@@ -103,8 +116,8 @@ def number(value: float | str | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def header(columns: Columns = COLUMNS) -> str:
-    names = "".join(f"{name:>{width + 1}}" for name, _, _, width, _, _ in columns)
+def header(columns: Columns) -> str:
+    names = "".join(f"{column.heading:>{column.width + 1}}" for column in columns)
     return f"{'step':>6}{names}  of that waiting"
 
 
@@ -117,7 +130,7 @@ def newest_eval(lines: dict[tuple[int, str], Line], step: int) -> float | None:
 
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
     """One line of the table, about a step that all sides have reported; `lines` are its values by their source."""
-    cells = "".join(f"{number(lines[source].get(metric), spec):>{width + 1}}" for _, source, metric, width, spec, _ in columns)
+    cells = "".join(f"{number(lines[column.source].get(column.metric), column.spec):>{column.width + 1}}" for column in columns)
     return f"{step:>{STEP_WIDTH}}{cells}"
 
 
@@ -173,7 +186,7 @@ class Console:
     def __init__(self, config: RLConfig, run_dir: RunDir, out: TextIO | None = None):
         self.config, self.run_dir, self.out = config, run_dir, out or sys.stdout
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
-        self.columns, self.processes = (SFT_COLUMNS, SFT_PROCESSES) if config.sft else (COLUMNS, PROCESSES)
+        self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
         self.limit = RUN_LIMITS[config.model.dtype]
         self.lines = read_metrics(run_dir.metrics)
         self.shown = {step for step, _ in self.lines if self._complete(step)}

@@ -16,10 +16,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import from_toml, read_toml, to_toml, without_none
+from rl.config.command_line import from_toml, read_toml, without_none, write_config
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
-from rl.run_dir.files import append_file, clean_leftovers, move, write_file
+from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.metrics import cut_metrics
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered
@@ -117,7 +117,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
             if versions := numbered(run_dir.weights_dir):
                 theirs = f"versions {min(versions)} to {max(versions)} of another run"
                 raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
-        write_file(run_dir.config, to_toml(config).encode())
+        write_config(run_dir.config, config)
         for path in run_dir.status_dir.glob("*.json"):
             path.unlink()
         on_failure.pop_all()

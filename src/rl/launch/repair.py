@@ -7,7 +7,7 @@ all later steps are discarded, as by `--resume` at the step before; they are sam
 from collections.abc import Callable
 from pathlib import Path
 
-from rl.run_dir.checksums import DIGESTS, verify_checkpoint, verify_version
+from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, move, write_file
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, numbered
@@ -85,9 +85,9 @@ class Repair:
     def _repair_weights(self, checkpoint: int) -> None:
         """Moves damaged versions away. The trainer makes those from `checkpoint` on again."""
         for version, path in numbered(self.run_dir.weights_dir).items():
-            if not (path / DIGESTS).exists() or (version < checkpoint and not self.thorough):
+            if version < checkpoint and not self.thorough:
                 continue
-            if fault := find_fault(verify_version, path):
+            if fault := find_fault(check_version, path):
                 comes = "the trainer makes it again" if version >= checkpoint else "it cannot be made again, and nothing needs it"
                 self._discard(path, "weights", f"{fault}; {comes}")
 

@@ -3,10 +3,13 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl.config.run import RLConfig
 from rl.launch import devices
+from rl.launch.children import Children
 from rl.run_dir.paths import RunDir
+from rl.system.children import Child
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
         # --standalone: the agent finds its own free port on this host, so two runs never meet.
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
     return [sys.executable, *module]  # one rank needs no agent, which would import torch first: 3 s
+
+
+def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path) -> Child:
+    """Starts one process of a run on its share of the machine, for a command that watches over it itself."""
+    return children.start(name, command(name, run_dir, ranks), {**os.environ, **share.env}, log_dir, share.cores)
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:

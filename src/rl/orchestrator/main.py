@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from rl.config.command_line import load_config, to_toml
+from rl.config.command_line import load_config, write_config
 from rl.config.help import PROCESS_USAGE
 from rl.config.installed import check_environments
 from rl.config.run import RLConfig
@@ -97,7 +97,7 @@ def main() -> None:
         run_dir.run_end.unlink(missing_ok=True)
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
-            write_file(run_dir.config, to_toml(config).encode())
+            write_config(run_dir.config, config)
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         reason = asyncio.run(run(config, status, resolve_model(config.model)))
         log.info("ended: %s", reason)

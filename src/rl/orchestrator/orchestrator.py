@@ -30,7 +30,7 @@ from rl.orchestrator.teacher import Teacher
 from rl.orchestrator.trainer_requests import TrainerRequests
 from rl.run_dir.status import Phase, Status, last_seen
 from rl.system.errors import RunError
-from rl.wire.inference_client import RefusedError
+from rl.wire.http import RefusedError
 from rl.wire.messages import WeightVersion
 from rl.wire.rollouts import Group
 from rl.wire.transport import TrainerServer

@@ -10,7 +10,8 @@ from rl.orchestrator.evaluator import Evaluator
 from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
-from rl.wire.inference_client import InferenceServers, RefusedError
+from rl.wire.http import RefusedError
+from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import WeightVersion
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 from tokenizers import Tokenizer
 
@@ -21,7 +20,7 @@ from rl.orchestrator.samples import is_trained, merge_turns
 from rl.run_dir.token import hides_keys
 from rl.system.credentials import redact
 from rl.system.errors import RunError
-from rl.wire.inference_client import RETRY_S, RefusedError, open_session
+from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, refusal
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
 
@@ -31,6 +30,10 @@ NO_SUCH_ROUTE = (404, 405, 501)
 PROBE = "The teacher and the model must share their tokens: 1 + 2 = 3, naïve café, def f(x): return x"
 
 T = TypeVar("T")
+
+
+class UnreadableError(RunError):
+    """An answer has not what was asked for. Caught while a teacher that was checked is asked again."""
 
 
 class PromptToken(msgspec.Struct):
@@ -79,13 +82,11 @@ class Teacher:
         self.url = config.base_url.rstrip("/")
         self.model = config.model
         self.checked = False
-        self.session: aiohttp.ClientSession | None = None
-        self.headers = {"Content-Type": "application/json"}
+        self.http = HttpClient()
         key = os.environ.get(config.api_key_var)
         self.withheld = bool(key) and not (hides_keys(self.url) or config.key_over_http)
         """Whether there is a key that is not sent, because others could read it on the way."""
-        if key and not self.withheld:
-            self.headers["Authorization"] = f"Bearer {key}"
+        self.headers = {"Authorization": f"Bearer {key}"} if key and not self.withheld else {}
 
     async def check(self, model_path: str, max_model_len: int) -> None:
         """Waits until it is up, then checks that it serves the model, long enough sequences, the policy's tokens, and prompt_logprobs.
@@ -156,29 +157,23 @@ class Teacher:
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
         """The answer as `read` parses it. Asks again until the deadline while the server is away or busy, or `read` raises."""
-        if self.session is None:  # can only be made inside a running event loop
-            self.session = open_session()
         problem = "no answer yet"
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 while True:
                     try:
-                        data = msgspec.json.encode(body) if body is not None else None
-                        async with self.session.request(method, url, data=data, headers=self.headers) as response:
-                            content = await response.read()
-                        if response.status == 200:
-                            try:
-                                return read(content)
-                            except RunError as error:
-                                if not self.checked:
-                                    raise
-                                problem = str(error)
-                        else:
-                            problem = f"it answered {response.status}: {content[:300].decode(errors='replace')}"
-                            if response.status < 500 and response.status not in TRY_AGAIN:
-                                raise RefusedError(response.status, f"teacher {url} refused: {problem}. {self._remedy(response.status)}")
-                    except aiohttp.ClientError as error:
-                        problem = f"{type(error).__name__} {error}"
+                        status, content = await self.http.request(method, url, body, self.headers)
+                        if status == 200:
+                            return read(content)
+                        problem = refusal(status, content)
+                        if status not in TRY_AGAIN:
+                            raise RefusedError(status, f"teacher {url} refused: it {problem}. {self._remedy(status)}")
+                    except AwayError as error:
+                        problem = str(error)
+                    except UnreadableError as error:
+                        if not self.checked:
+                            raise
+                        problem = str(error)
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             raise RunError(
@@ -196,31 +191,30 @@ class Teacher:
         return "A teacher must have the tokenizer of the model that is trained, and take sequences of model.max_model_len + 1 tokens"
 
     async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
+        await self.http.close()
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """An answer's content. Raises RunError for one that cannot be read."""
+    """An answer's content. Raises UnreadableError for one that cannot be read."""
     try:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
-        raise RunError(
+        raise UnreadableError(
             f"the teacher's answer cannot be read ({error}): {content[:200]!r}. Is it vLLM's OpenAI-compatible server?"
         ) from None
 
 
 def read_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
-    """[T] log-probabilities of `token_ids` out of an answer of /completions, 0.0 for the first. Raises RunError."""
+    """[T] log-probabilities of `token_ids` out of an answer of /completions, 0.0 for the first. Raises UnreadableError."""
     choices = decode(content, Completion).choices
     entries = choices[0].prompt_logprobs if choices else None
     if entries is None or len(entries) != len(token_ids):
-        raise RunError("the teacher's answer has no prompt_logprobs for the tokens that were sent; a vLLM server gives them")
+        raise UnreadableError("the teacher's answer has no prompt_logprobs for the tokens that were sent; a vLLM server gives them")
     logprobs = [0.0]
     for token, entry in zip(token_ids[1:], entries[1:], strict=True):
         value = entry[token].logprob if entry and token in entry else math.nan
         if not math.isfinite(value):
-            raise RunError(f"the teacher's answer has no finite log-probability for token {token}")
+            raise UnreadableError(f"the teacher's answer has no finite log-probability for token {token}")
         logprobs.append(value)
     return logprobs
 

@@ -2,33 +2,27 @@
 
 import asyncio
 import math
-import resource
 import time
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from rl.run_dir.status import last_seen, read_address
 from rl.run_dir.token import authorization
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RESTART, RunError
+from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
 
-RETRY_S = 0.5
-CONNECT_S = 10.0
 ATTEMPT_S = 20.0
 """A server answers a GET at once, unless it is stopped: after this time it is asked again."""
 STATUS_S = 5.0
 """A server that does not give its version within this time counts as away."""
-MAX_ANSWER_BYTES = 1 << 28
-"""A million tokens with their log-probabilities are a sixth of it."""
 TOKEN_REMEDY = (
     "inference at {url} answers {status}: it wants its run's token. Set RL_TOKEN to the one in its run directory (status/token), or to the "
     "same value everywhere"
 )
-JSON = {"Content-Type": "application/json"}
 
 T = TypeVar("T")
 
@@ -41,14 +35,6 @@ class InferenceLostError(RunError):
     """No server answered within the deadline. Caught by rollouts, which it fails with the cause `inference`."""
 
     exit_code = RESTART
-
-
-class RefusedError(RunError):
-    """A server refused a request for good, with the HTTP status `status`. Caught where the run can go on without an answer."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class Generation(msgspec.Struct):
@@ -84,16 +70,6 @@ class HeldVersion(msgspec.Struct):
     pause_s: float = 0.0
 
 
-def open_session() -> aiohttp.ClientSession:
-    """A session for any number of requests at once, each as long as it takes; only connecting has a deadline.
-
-    Requests beyond half of the files that this process may open wait for a connection.
-    """
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=max(1, most)), timeout=timeout)
-
-
 def read(content: bytes, kind: type[T]) -> T:
     """An answer's content as a `kind`. Raises InferenceLostError for any other content."""
     try:
@@ -105,16 +81,6 @@ def read(content: bytes, kind: type[T]) -> T:
         ) from None
 
 
-async def read_answer(response: aiohttp.ClientResponse) -> bytes:
-    """The whole content of a response. Raises aiohttp.ClientError for one that is larger than any answer."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
-    return bytes(content)
-
-
 class InferenceServers:
     """The servers of a run: fixed addresses, or the one in the status file, read again after every failure."""
 
@@ -123,7 +89,7 @@ class InferenceServers:
         self.status_path = status_path
         self.timeout_s = timeout_s
         self.address: str | None = None
-        self.session: aiohttp.ClientSession | None = None
+        self.http = HttpClient()
         self.authorization: dict[str, str] = {}
         """The headers with the token, read once: a request must not depend on the disk."""
 
@@ -193,9 +159,6 @@ class InferenceServers:
 
         A GET has a deadline of its own; for other requests the caller sets one.
         """
-        if self.session is None:  # can only be made inside a running event loop
-            self.session = open_session()
-        data = msgspec.json.encode(body) if body is not None else None
         since = time.monotonic()
         problem = "no address published yet"
         while time.monotonic() - since < self.timeout_s:
@@ -204,22 +167,19 @@ class InferenceServers:
                 faults.point(f"http{path}")
                 try:
                     shown = self.authorization = self.authorization or authorization(self.status_path)
-                    async with (
-                        asyncio.timeout(ATTEMPT_S if method == "GET" else None),
-                        self.session.request(method, url + path, data=data, headers=JSON | shown) as response,
-                    ):
-                        content = await read_answer(response)
-                        faults.point(f"http{path}.answered")
-                        if response.status in (401, 403):
-                            self.authorization = authorization(self.status_path)
-                            if shown == self.authorization:
-                                raise InferenceLostError(TOKEN_REMEDY.format(url=url, status=response.status), GIVE_UP)
-                        elif response.status < 500:
-                            return response.status, content
-                        problem = f"{url} answered {response.status}: {content[:200].decode(errors='replace')}"
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:  # too many open files, a stale handle: it may pass
-                    problem = f"{url}: {type(error).__name__} {error}"
-                except RunError as error:
+                    attempt_s = ATTEMPT_S if method == "GET" else None
+                    status, content = await self.http.request(method, url + path, body, shown, timeout_s=attempt_s)
+                    faults.point(f"http{path}.answered")
+                    if status not in (401, 403):
+                        return status, content
+                    self.authorization = authorization(self.status_path)
+                    if shown == self.authorization:
+                        raise InferenceLostError(TOKEN_REMEDY.format(url=url, status=status), GIVE_UP)
+                except (AwayError, OSError) as error:  # no descriptor left, a stale handle: it may pass
+                    problem = f"{url}: {error}"
+                except InferenceLostError:
+                    raise
+                except RunError as error:  # a token that cannot be used
                     raise InferenceLostError(str(error), GIVE_UP) from None
             self.address = None  # its successor has another
             await asyncio.sleep(RETRY_S)
@@ -229,5 +189,4 @@ class InferenceServers:
         )
 
     async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
+        await self.http.close()

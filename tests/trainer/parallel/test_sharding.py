@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,22 @@ from safetensors.torch import load_file
 
 from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
-from tests.families import CONFIGS
+from tests.families import SIZES
 from tests.trainer.layouts import LAYOUTS
 from tests.zygote import trainer_zygote
+
+USUAL = {"initializer_range": 0.02}
+"""Of larger weights the gradient's rounding is larger, too."""
+MODELS: dict[str, dict[str, Any] | None] = {
+    "llama": None,
+    # learned positions
+    "gpt2": USUAL | {"model_type": "gpt2", "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 2},
+    # every other layer with a window that is shorter than the samples
+    "gemma3": USUAL | SIZES | {
+        "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
 
 
 def free_ports(count: int) -> list[int]:
@@ -48,9 +62,7 @@ def run_ranks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    models = {"llama": str(make_tiny_model(folder / "llama"))}
-    usual = {"initializer_range": 0.02}  # of larger weights the rounding in the gradient is larger, too: see below
-    models |= {family: str(make_tiny_model(folder / family, CONFIGS[family] | usual)) for family in ("gpt2", "gemma3")}
+    models = {kind: str(make_tiny_model(folder / kind, config)) for kind, config in MODELS.items()}
     (folder / "plan.json").write_text(json.dumps({"models": models, "ports": free_ports(len(LAYOUTS) + 5)}))
     run_ranks(folder)
     return folder

@@ -8,12 +8,11 @@ from typing import Any
 
 from rl.commands.arena import say, start_server
 from rl.commands.doctor.check import output, start_module
-from rl.config.command_line import to_toml
+from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.orchestrator.probe import complete
-from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.wire.agreement import LIMITS, Agreement, Limit, Scored, agreement, likely_cause
 from rl.wire.batch_file import write_batch
@@ -56,7 +55,7 @@ async def parity(config: RLConfig, num_tokens: int, work: Path, children: Childr
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
     server = await start_server(config, config.model.name, work, children)
-    write_file(work / f"{dtype}.toml", to_toml(server.config).encode())
+    write_config(work / f"{dtype}.toml", server.config)
     servers = InferenceServers([], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s)
     try:
         await server.ready()

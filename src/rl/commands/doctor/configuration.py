@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from rl.commands.arena import arena
 from rl.commands.doctor.check import GIB, Check, fault_of, memory_bytes, needed_gib, output, start_module
 from rl.config.check import exposure
-from rl.config.command_line import to_toml
+from rl.config.command_line import write_config
 from rl.config.installed import missing_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import REMEDY as DISK_REMEDY
@@ -21,7 +21,6 @@ from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, is_run_or_free
 from rl.orchestrator.setups import task_faults
-from rl.run_dir.files import write_file
 from rl.run_dir.token import given_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, visible_gpus
@@ -45,7 +44,7 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
         yield wandb()
     with tempfile.TemporaryDirectory(prefix="rl-doctor-") as folder:
         work = Path(folder)
-        write_file(work / "config.toml", to_toml(config).encode())
+        write_config(work / "config.toml", config)
         found, model = find_model(config, work, children)
         yield found
         if model:

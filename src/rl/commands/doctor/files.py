@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.checksums import DIGESTS, verify_checkpoint, verify_version
+from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import check_rollouts, sound_batch
@@ -12,15 +12,10 @@ from rl.wire.batch_file import check_rollouts, sound_batch
 
 def damaged_files(run_dir: RunDir) -> list[str]:
     """What is damaged and what a resume does about it, a sentence each. A version without checksums (of an older rl) is not judged."""
-
-    def version(folder: Path) -> None:
-        if (folder / DIGESTS).exists():
-            verify_version(folder)
-
     kinds: list[tuple[Path, str, Callable[[Path], Any], str]] = [
         (run_dir.batches, ".batch", sound_batch, "it goes on before it, if it needs it"),
         (run_dir.checkpoints, "", verify_checkpoint, "it starts at an older checkpoint"),
-        (run_dir.weights_dir, "", version, "it makes newer versions than its checkpoint's again"),
+        (run_dir.weights_dir, "", check_version, "it makes newer versions than its checkpoint's again"),
         (run_dir.rollouts(0).parent, ".jsonl", check_rollouts, "nothing but their readers needs them"),
     ]
     found = []

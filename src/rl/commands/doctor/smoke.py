@@ -9,12 +9,11 @@ from pathlib import Path
 
 from rl.commands.arena import start_server
 from rl.commands.doctor.check import Check, fault_of, output, start_module
-from rl.config.command_line import to_toml
+from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.models.tiny import MAX_LEN, make_tiny_model
-from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import is_cpu_vllm, machine, visible_gpus
@@ -68,9 +67,9 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
     except ConfigError as error:
         return Check("FAIL", "FSDP", " ".join(str(error).split()))
     smoke = devices.write_into(smoke, division)
-    write_file(smoke.run_dir.config, to_toml(smoke).encode())
-    start, command = time.monotonic(), roles.command("trainer", smoke.run_dir, division.ranks)
-    child = children.start("trainer", command, {**os.environ, **division.trainer.env}, work / "logs", division.trainer.cores)
+    write_config(smoke.run_dir.config, smoke)
+    start = time.monotonic()
+    child = roles.start(children, "trainer", smoke.run_dir, division.trainer, division.ranks, work / "logs")
     if fault := fault_of(child, SMOKE_TIMEOUT_S):
         return Check("FAIL", "FSDP", f"a training step on a tiny model {fault}")
     step = read_metrics(smoke.run_dir.metrics)[STEPS, "trainer"]["time/step"]
