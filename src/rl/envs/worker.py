@@ -1,4 +1,4 @@
-"""A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker '<WorkerSetup as JSON>'`."""
+"""A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker FILE`, a WorkerSetup as JSON."""
 
 import asyncio
 import logging
@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -192,7 +193,7 @@ def main() -> None:
     from rl.envs.environment import check_prompts
 
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every rollout
-    setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup)
+    setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
     sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # they end in a log
     worker, problem = None, None
     try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other

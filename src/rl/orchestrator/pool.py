@@ -1,7 +1,8 @@
 """The pool of environment workers: starts them, hands out groups, and starts a dead one anew with its groups given back.
 
-A group that kills its worker must not take the others along: after a death the worker's groups are played one by one, so that only
-the one that was being played when it dies again is blamed, and given up after MAX_KILLS deaths.
+A group that kills its worker must not take the others along. One death tells nothing, machines kill: the worker's groups go on together.
+Those that were being played at one death less than MAX_KILLS are suspects: each is played alone, so that the next death has one cause, and
+that group alone is given up. When no suspect is left, all goes on together.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from rl.orchestrator.pool_worker import EnvLostError, Play, Worker, read_answer, start_worker, verdict
+from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, read_answer, start_worker, verdict
 from rl.system import faults
 from rl.system.children import RestartPolicy
 from rl.system.credentials import redact
@@ -44,8 +45,6 @@ from rl.wire.worker_messages import (
 log = logging.getLogger(__name__)
 
 ENCODER = msgspec.msgpack.Encoder()
-MAX_KILLS = 3
-"""A group whose worker died so often is given up: it is the cause."""
 BARREN_DEATHS = 6
 """An environment is lost when its workers died so often, each, and finished nothing in between: two tasks in a row were given up."""
 RESTART_S, RESTART_LIMIT_S = 0.5, 10.0
@@ -91,7 +90,8 @@ class WorkerPool:
         """Starts a worker process; `sizes` waits until it is ready."""
         self.num_started += 1
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
-        self.workers[setup.worker_id] = start_worker(setup, self.log_dir / f"worker-{setup.worker_id}.log", marker)
+        setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
+        self.workers[setup.worker_id] = start_worker(setup, setup_path, self.log_dir / f"worker-{setup.worker_id}.log", marker)
         return self.workers[setup.worker_id]
 
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
@@ -183,11 +183,11 @@ class WorkerPool:
         for worker in self.workers.values():
             if worker.setup.env.name == env:
                 worker.child.signal_group(signal.SIGKILL)
-                for play in [*worker.sent.values(), *worker.waiting]:
+                for play in worker.plays:
                     if not play.done.done():
                         play.done.set_exception(EnvLostError(f"environment {env}: {reason}"))
-                worker.sent.clear()
-                worker.waiting.clear()
+                for plays in (worker.sent, worker.suspects, worker.waiting):
+                    plays.clear()
         if self.on_lost is None:
             raise EnvLostError(f"environment {env}: {reason}")
         self.on_lost(env, reason)
@@ -196,12 +196,13 @@ class WorkerPool:
         """Gives a dead worker's groups to its successor, but for those that it died of too often."""
         for play in dead.sent.values():
             play.kills += 1
-            if play.kills >= MAX_KILLS and not play.done.done():
+            if play.guilty and not play.done.done():
                 text = f"its worker died {play.kills} times while playing it; the last time: {reason}"
                 failed = [Rollout(episode=i, stop="error", cause="worker", error=text) for i in range(play.order.num_episodes)]
                 play.done.set_result(failed)
-        worker.waiting.extend(play for play in [*dead.sent.values(), *dead.waiting] if not play.done.done())
-        worker.one_by_one = True
+        for play in dead.plays:
+            if not play.done.done():
+                (worker.suspects if play.suspect else worker.waiting).append(play)
         for question in dead.descriptions:
             question.cancel()
 
@@ -260,7 +261,7 @@ class WorkerPool:
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server)
         play = Play(order, asyncio.get_running_loop().create_future())
         workers = (worker for worker in self.workers.values() if worker.setup.env.name == env)
-        worker = min(workers, key=lambda worker: len(worker.sent) + len(worker.waiting))
+        worker = min(workers, key=lambda worker: worker.num_plays)
         worker_id = worker.setup.worker_id
         worker.waiting.append(play)
         await self._pump(worker)
@@ -274,18 +275,22 @@ class WorkerPool:
                 worker = self.workers[worker_id]
                 if worker.sent.pop(order.play_id, None):
                     await self._send(worker, Cancel(order.play_id))
-                elif play in worker.waiting:
-                    worker.waiting.remove(play)
+                for queue in (worker.suspects, worker.waiting):
+                    if play in queue:
+                        queue.remove(play)
                 await self._pump(worker)
 
     async def _pump(self, worker: Worker) -> None:
-        """Sends what waits; to one that died before, a group at a time until those it inherited are played."""
-        while worker.waiting and worker.ready.done() and not (worker.one_by_one and worker.sent):
-            play = worker.waiting.popleft()
+        """Sends what waits: suspects first, each while nothing else is played, then the others at once."""
+        while worker.ready.done():
+            if worker.suspects and not worker.sent:
+                play = worker.suspects.popleft()
+            elif worker.waiting and not worker.suspects and not worker.tries_a_suspect:
+                play = worker.waiting.popleft()
+            else:
+                return
             worker.sent[play.order.play_id] = play
             await self._send(worker, play.order)
-        if not worker.waiting and not worker.sent:
-            worker.one_by_one = False
 
     async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float) -> Description:
         """What an environment is, with tasks of a split (-1: all). Raises TimeoutError."""

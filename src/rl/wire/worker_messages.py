@@ -53,7 +53,7 @@ class PolicySpec(msgspec.Struct, kw_only=True):
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
-    """Everything that a worker needs; given to it as JSON on its command line."""
+    """Everything that a worker needs; given to it as JSON in a file."""
 
     env: EnvSpec
     policy: PolicySpec
