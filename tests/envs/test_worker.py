@@ -89,7 +89,8 @@ def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypat
     group = judge(Group(group_id=1, env="e", task=0, rollouts=[sound, broken]), Rules())
     lines = [rollout_line(group, i, 1) for i in range(2)]
     assert [line["why"] for line in lines] == ["error", "logprobs"] and not any(line["trained"] for line in lines)
-    assert lines[1]["error"] == f"inference gave token 2 of turn 2 the log-probability {value}, which cannot be trained"
+    said = math.nan if value is None else value
+    assert lines[1]["error"] == f"inference gave token 2 of turn 2 the log-probability {said}, which cannot be trained"
     assert play(2, msgspec.structs.replace(ORDER, split="eval"))[1].error is None
 
 

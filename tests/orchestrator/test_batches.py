@@ -14,6 +14,7 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.turns import pack_logprobs
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
@@ -195,7 +196,7 @@ def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
 def test_a_teacher_is_a_signal():
     taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), has_teacher=True))
     assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
-    taught.rollouts[0].turns[0].teacher_logprobs = [-1.5, -0.25]
+    taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
     samples = group_samples(taught)
     assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
     metrics = batch_metrics(TrainBatch(step=1, samples=samples), [taught])

@@ -18,6 +18,7 @@ from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 from rl.wire.rollouts import Episode, Rollout
+from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
     Cancel,
     Close,
@@ -131,9 +132,9 @@ class Worker:
 
 def refuse_logprobs(rollout: Rollout) -> None:
     """Fails a rollout with a log-probability that no ratio can be computed from: in a batch it would cost the whole step."""
-    for number, turn in enumerate(rollout.turns if not rollout.error else [], 1):
-        for place, logprob in enumerate(turn.logprobs, 1):
-            if not isinstance(logprob, float | int) or not math.isfinite(logprob):
+    for number, answer in enumerate(rollout.turns.answers if not rollout.error else [], 1):
+        for place, logprob in enumerate(unpack_logprobs(answer.logprobs), 1):
+            if not math.isfinite(logprob):
                 rollout.cause = "logprobs"
                 rollout.error = f"inference gave token {place} of turn {number} the log-probability {logprob}, which cannot be trained"
                 return

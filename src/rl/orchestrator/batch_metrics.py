@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rl.orchestrator.credit import mean
-from rl.orchestrator.samples import merge_turns
 from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, Rollout
 
@@ -53,7 +52,7 @@ def outcome_shares(rollouts: list[Rollout]) -> dict[str, float]:
     """Outcomes as shares of all rollouts; and of the turns that followed another, the share that started a new sample."""
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     followers = sum(max(0, len(rollout.turns) - 1) for rollout in rollouts)
-    cuts = sum(len(merge_turns(rollout.turns)) - 1 for rollout in rollouts if len(rollout.turns) > 1)
+    cuts = sum(len(rollout.turns.chains) - 1 for rollout in rollouts if len(rollout.turns) > 1)
     return {
         "rollouts/truncated": mean([float(rollout.truncated) for rollout in rollouts if not rollout.error]),
         **{f"rollouts/{name}": outcomes[name] / max(1, len(rollouts)) for name in ("overlong", "empty", "timeout")},
