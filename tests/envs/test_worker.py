@@ -28,7 +28,8 @@ def test_what_cannot_be_written_is_a_failed_rollout(content):
     rollouts = [Rollout(messages=[{"role": "user", "content": content}]), Rollout(episode=1)]
     played = msgspec.msgpack.decode(encode_result(ORDER, rollouts), type=FromWorker)
     assert played.play_id == 7 and [rollout.episode for rollout in played.rollouts] == [0, 1]
-    assert {rollout.cause for rollout in played.rollouts} == {"environment"} and "cannot be written" in played.rollouts[0].error
+    broken, whole = played.rollouts
+    assert broken.cause == "environment" and "cannot be written" in broken.error and whole == rollouts[1]
 
 
 def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():

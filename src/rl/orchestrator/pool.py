@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class WorkerPool:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(self.address)
         self.workers: dict[str, Worker] = {}
+        self.scores_groups: dict[str, bool] = {}
+        """By environment."""
         self.next_play = self.num_started = 0
         self.rejected = Rejected("messages of environments' workers")
         self.barren = Counter[str]()
@@ -100,7 +102,8 @@ class WorkerPool:
         self._watch(self._check_workers())
         for worker_id in list(self.workers):
             ready = await self._first_ready(worker_id, timeout_s)
-            result[self.workers[worker_id].setup.env.name] = ready
+            env = self.workers[worker_id].setup.env.name
+            result[env], self.scores_groups[env] = ready, ready.scores_groups
             self._watch(self._revive(self.workers[worker_id], timeout_s))
         return result
 
@@ -197,9 +200,7 @@ class WorkerPool:
         for play in dead.sent.values():
             play.kills += 1
             if play.guilty and not play.done.done():
-                text = f"its worker died {play.kills} times while playing it; the last time: {reason}"
-                failed = [Rollout(episode=i, stop="error", cause="worker", error=text) for i in range(play.order.num_episodes)]
-                play.done.set_result(failed)
+                play.give_up(reason)
         for play in dead.plays:
             if not play.done.done():
                 (worker.suspects if play.suspect else worker.waiting).append(play)
@@ -238,11 +239,13 @@ class WorkerPool:
                 worker.child.signal_group(signal.SIGKILL)
                 continue
             match message:
-                case Played(play_id, rollouts):
+                case Played(play_id, _, unfinished) as played:
                     self.barren[worker.setup.env.name] = 0
-                    if (play := worker.sent.pop(play_id, None)) and not play.done.done():
-                        play.done.set_result(rollouts)
-                    await self._pump(worker)
+                    if (play := worker.sent.get(play_id)) and not play.done.done():
+                        play.take(played)
+                    if not unfinished:
+                        worker.sent.pop(play_id, None)
+                        await self._pump(worker)
                 case Ready() as ready if not worker.ready.done():
                     worker.ready.set_result(ready)
                 case LoadFailed(message) if not worker.ready.done():
@@ -253,13 +256,29 @@ class WorkerPool:
                 case Heartbeat():
                     pass
 
-    async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
-        """Plays a group on the environment's least busy worker. Raises EnvLostError, and RunError for a fault of the user's metrics."""
+    async def play(
+        self,
+        env: str,
+        split: Split,
+        task: int,
+        num_episodes: int,
+        sampling: dict[str, Any],
+        server: int,
+        members: Sequence[Rollout] = (),
+        on_members: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
+        """Plays a group on the environment's least busy worker.
+
+        members: rollouts of it that are finished, of whole episodes, which are not played again; they are not used where groups are scored
+        together. `on_members` is called with others as they finish, before the user's metrics are added to all at the end.
+        Raises EnvLostError, and RunError for a fault of the user's metrics.
+        """
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server)
-        play = Play(order, asyncio.get_running_loop().create_future())
+        kept = [] if self.scores_groups.get(env) else list(members)
+        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
         workers = (worker for worker in self.workers.values() if worker.setup.env.name == env)
         worker = min(workers, key=lambda worker: worker.num_plays)
         worker_id = worker.setup.worker_id
@@ -290,7 +309,7 @@ class WorkerPool:
             else:
                 return
             worker.sent[play.order.play_id] = play
-            await self._send(worker, play.order)
+            await self._send(worker, play.again())
 
     async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float) -> Description:
         """What an environment is, with tasks of a split (-1: all). Raises TimeoutError."""

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import psutil
 from rl.system.children import Child, start
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
-from rl.wire.worker_messages import Description, FromWorker, PlayGroup, Ready, WorkerSetup
+from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
 
 ANSWERS = msgspec.msgpack.Decoder(FromWorker)
 MAX_ANSWER_BYTES = 1 << 32
@@ -46,8 +47,31 @@ class Play:
 
     order: PlayGroup
     done: "asyncio.Future[list[Rollout]]"
+    rollouts: list[Rollout]
+    """Those of the episodes that are finished."""
+    on_members: Callable[[list[Rollout]], None] | None
+    """Called with the rollouts of episodes that finish before the last of the group."""
     kills: int = 0
     """Workers that died while they played it."""
+
+    def take(self, played: Played) -> None:
+        """Takes in finished episodes, and is done with the last of them."""
+        self.rollouts = sorted([*self.rollouts, *played.rollouts], key=lambda rollout: rollout.episode)
+        if not played.unfinished:
+            self.done.set_result(self.rollouts)
+        elif self.on_members:
+            self.on_members(played.rollouts)
+
+    def again(self) -> PlayGroup:
+        """The order for what is left of it."""
+        return msgspec.structs.replace(self.order, done=sorted({rollout.episode for rollout in self.rollouts}))
+
+    def give_up(self, reason: str) -> None:
+        """Fails the episodes that are left."""
+        text = f"its worker died {self.kills} times while playing it; the last time: {reason}"
+        left = [i for i in range(self.order.num_episodes) if i not in self.again().done]
+        failed = [Rollout(episode=i, stop="error", cause="worker", error=text) for i in left]
+        self.take(Played(self.order.play_id, failed))
 
     @property
     def suspect(self) -> bool:

@@ -1,5 +1,7 @@
 """From a rollout's turns to flat training samples: ids as they were sent and sampled, never tokenised again."""
 
+from collections.abc import Iterator
+
 from rl.wire.messages import TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import unpack_logprobs
@@ -16,10 +18,9 @@ def join_spans(spans: list[VersionSpan]) -> list[VersionSpan]:
     return joined
 
 
-def rollout_samples(group: Group, rollout_id: int) -> list[TrainingSample]:
+def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
     """One sample for each chain of turns; every sampled token of a rollout has the rollout's advantage."""
     turns, advantage = group.rollouts[rollout_id].turns, group.advantages[rollout_id]
-    samples = []
     for number, answers in enumerate(turns.by_chain()):
         token_ids = turns.ids(number).tolist()
         mask = [False] * len(token_ids)
@@ -30,21 +31,18 @@ def rollout_samples(group: Group, rollout_id: int) -> list[TrainingSample]:
             advantages[sampled] = [advantage] * answer.num_tokens
             logprobs[sampled] = unpack_logprobs(answer.logprobs)
             teacher[sampled] = unpack_logprobs(answer.teacher_logprobs) if answer.teacher_logprobs else [0.0] * answer.num_tokens
-        samples.append(
-            TrainingSample(
-                token_ids=token_ids,
-                loss_mask=mask,
-                logprobs=logprobs,
-                advantages=advantages,
-                policy_versions=join_spans([span for answer in answers for span in answer.policy_versions]),
-                env=group.env,
-                group_id=group.group_id,
-                rollout_id=rollout_id,
-                temperature=group.temperature,
-                teacher_logprobs=teacher if any(answer.teacher_logprobs for answer in answers) else None,
-            )
+        yield TrainingSample(
+            token_ids=token_ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            advantages=advantages,
+            policy_versions=join_spans([span for answer in answers for span in answer.policy_versions]),
+            env=group.env,
+            group_id=group.group_id,
+            rollout_id=rollout_id,
+            temperature=group.temperature,
+            teacher_logprobs=teacher if any(answer.teacher_logprobs for answer in answers) else None,
         )
-    return samples
 
 
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
@@ -52,12 +50,8 @@ def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
     return rollout.trainable and not rollout.error and not rollout.filtered and not (rollout.truncated and mask_truncated)
 
 
-def group_samples(group: Group, mask_truncated: bool = False) -> list[TrainingSample]:
-    """The samples of a group. Rollouts without a sampled token have none."""
-    return [
-        sample
-        for i, rollout in enumerate(group.rollouts)
-        if is_trained(rollout, mask_truncated)
-        for sample in rollout_samples(group, i)
-        if any(sample.loss_mask)
-    ]
+def group_samples(group: Group, mask_truncated: bool = False) -> Iterator[TrainingSample]:
+    """The samples of a group, made one at a time. Rollouts without a sampled token have none."""
+    for i, rollout in enumerate(group.rollouts):
+        if is_trained(rollout, mask_truncated):
+            yield from (sample for sample in rollout_samples(group, i) if any(sample.loss_mask))

@@ -117,3 +117,12 @@ class Group(msgspec.Struct, kw_only=True):
     def versions(self) -> list[int]:
         """The policy versions that sampled a token, oldest first."""
         return sorted({version for rollout in self.rollouts for version in rollout.versions})
+
+
+class Members(msgspec.Struct, kw_only=True):
+    """Finished rollouts of a group that is still played, of whole episodes, before the user's metrics are added."""
+
+    group_id: int
+    env: str
+    task: int
+    members: list[Rollout]
