@@ -1,5 +1,6 @@
 """A pool without worker processes: the orchestrator plays by itself, over the real HTTP client."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ class StubPool(WorkerPool):
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         return {self.setup.env.name: Ready(TASKS, 2)}
 
-    async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
+    async def play(
+        self,
+        env: str,
+        split: Split,
+        task: int,
+        num_episodes: int,
+        sampling: dict[str, Any],
+        server: int,
+        members: Sequence[Rollout] = (),
+        on_members: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
         rollouts = []
         for episode in range(num_episodes):
             prompt = [10 + task, 100 + episode]

@@ -28,7 +28,8 @@ def test_what_cannot_be_written_is_a_failed_rollout(content):
     rollouts = [Rollout(messages=[{"role": "user", "content": content}]), Rollout(episode=1)]
     played = msgspec.msgpack.decode(encode_result(ORDER, rollouts), type=FromWorker)
     assert played.play_id == 7 and [rollout.episode for rollout in played.rollouts] == [0, 1]
-    assert {rollout.cause for rollout in played.rollouts} == {"environment"} and "cannot be written" in played.rollouts[0].error
+    broken, whole = played.rollouts
+    assert broken.cause == "environment" and "cannot be written" in broken.error and whole == rollouts[1]
 
 
 def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
@@ -89,7 +90,8 @@ def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypat
     group = judge(Group(group_id=1, env="e", task=0, rollouts=[sound, broken]), Rules())
     lines = [rollout_line(group, i, 1) for i in range(2)]
     assert [line["why"] for line in lines] == ["error", "logprobs"] and not any(line["trained"] for line in lines)
-    assert lines[1]["error"] == f"inference gave token 2 of turn 2 the log-probability {value}, which cannot be trained"
+    said = math.nan if value is None else value
+    assert lines[1]["error"] == f"inference gave token 2 of turn 2 the log-probability {said}, which cannot be trained"
     assert play(2, msgspec.structs.replace(ORDER, split="eval"))[1].error is None
 
 

@@ -14,6 +14,7 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.turns import pack_logprobs
 
 
 def rollout(reward, version=0, error=None, tokens=2, **options):
@@ -60,7 +61,7 @@ def test_a_partial_group_is_trained_only_if_that_is_wanted():
 def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
     silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
     kept = judge(silent, Rules(replace_no_signal=False))
-    assert (kept.why, kept.advantages, len(group_samples(kept))) == (None, [0.0, 0.0], 2)
+    assert (kept.why, kept.advantages, len(list(group_samples(kept)))) == (None, [0.0, 0.0], 2)
     assert batch_metrics(TrainBatch(step=1, samples=[]), [kept])["rollouts/zero_advantage"] == 1.0
     history = RewardHistory()
     history.add(kept)
@@ -175,7 +176,7 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
     assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx([a, a, -a, -a, -b, b, 0.5, -0.5], rel=1e-7)
     content = decode_batch(run_dir.batch(1).read_bytes(), "x")
-    assert content.batch == batch and decode_state(content.state).pending == [TaskRef(7, "e", 1)]
+    assert content.batch == TrainBatch(step=1, samples=list(batch.samples)) and decode_state(content.state).pending == [TaskRef(7, "e", 1)]
     lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
     assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
     assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
@@ -195,8 +196,8 @@ def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
 def test_a_teacher_is_a_signal():
     taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), has_teacher=True))
     assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
-    taught.rollouts[0].turns[0].teacher_logprobs = [-1.5, -0.25]
-    samples = group_samples(taught)
+    taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
+    samples = list(group_samples(taught))
     assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
     metrics = batch_metrics(TrainBatch(step=1, samples=samples), [taught])
     assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2

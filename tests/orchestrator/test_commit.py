@@ -41,6 +41,25 @@ def no_fsync(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)  # nothing here outlives a power cut
 
 
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch):
+    """A death in a thread is one here, and `now` needs no event loop."""
+
+    async def at_once(function, *args):
+        return function(*args)
+
+    monkeypatch.setattr("asyncio.to_thread", at_once)
+
+
+def now(work):
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
 class KilledError(BaseException):
     """In place of SIGKILL: no `except OSError` sees it."""
 
@@ -95,9 +114,9 @@ class World:
         faults.plan = Dying(points) if points else None
         try:
             one = self.orchestrator()
-            one.builder.restore()
+            now(one.builder.restore())
             assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(numbered(self.run_dir.batches, ".batch"))
-            one.builder.commit_full_batches()
+            now(one.builder.commit_full_batches())
             for _ in range(200):
                 if one.progress.newest == STEPS:
                     return
@@ -119,8 +138,8 @@ class World:
         for group in done:
             self.asked[nonce(group)] = group
         if done:
-            one.builder.add(done)
-            one.builder.commit_full_batches()
+            now(one.builder.add(done))
+            now(one.builder.commit_full_batches())
             self.durable |= {nonce(group): group for group in done}
         if self.published < one.progress.newest and self.dice.random() < 0.5:
             self.published += 1
@@ -190,7 +209,7 @@ def check(world: World) -> None:
             reward = sum(group.rewards) / len(group.rewards)
             rates[group.task] = MEMORY * rates.get(group.task, reward) + (1 - MEMORY) * reward
     last = world.orchestrator()
-    last.builder.restore()
+    now(last.builder.restore())
     last.source.settle()
     history = last.builder.history
     assert sorted(history.without_signal) == sorted(once.without_signal) and history.ranges == once.ranges
@@ -219,7 +238,7 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
             break
     world.run_dir.pending.unlink()
     one = world.orchestrator()
-    one.builder.restore()
+    now(one.builder.restore())
     assert waiting and set(waiting) <= set(one.source.again)
     world.live(0)
     lines = [json.loads(line) for step in range(1, STEPS + 1) for line in world.run_dir.rollouts(step).read_bytes().splitlines()]
@@ -249,14 +268,14 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     world = World(tmp_path / "run", random.Random(0), "--orchestrator.credit.function", f"{mine}:credit")
     monkeypatch.setattr("rl.orchestrator.judge.user_function", lambda key, name: UserFunction(key, name, "group, config"))  # no cache
     one = world.orchestrator()
-    one.builder.restore()
+    now(one.builder.restore())
     groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
     with pytest.raises(RunError, match=r"mine\.py:2"):
-        one.builder.add(groups)
+        now(one.builder.add(groups))
     assert waiting_lines(world.run_dir) == [0, 1, 2]  # which shows what it failed with
     mine.write_text("def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n")
     monkeypatch.delitem(sys.modules, next(name for name in sys.modules if name.startswith("functions_of_mine_")))
     again = world.orchestrator()
-    again.builder.restore()
+    now(again.builder.restore())
     assert [group.advantages for group in again.builder.pending.groups] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     assert not again.source.again

@@ -53,7 +53,7 @@ def environments(monkeypatch):
 
 @pytest.mark.timeout(300)
 def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("rl.orchestrator.pool.MAX_KILLS", 2)
+    monkeypatch.setattr("rl.orchestrator.pool_worker.MAX_KILLS", 2)
     kinds = ["", "exit", "crash", "sleep", "memory", "thread"]
 
     async def work(pool):

@@ -1,5 +1,10 @@
-from rl.orchestrator.samples import group_samples, join_spans, merge_turns
-from rl.wire.messages import VersionSpan
+import random
+
+import msgspec
+import pytest
+
+from rl.orchestrator.samples import group_samples, join_spans
+from rl.wire.messages import TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
 
 
@@ -25,12 +30,126 @@ def test_rewritten_history_starts_a_new_sample_and_interleaved_chains_are_kept_a
     a1, b1 = turn([1], [2]), turn([5], [6])
     a2, b2 = turn([1, 2, 3], [4]), turn([5, 6, 7], [8])
     rewritten = turn([1, 3], [4])
-    assert merge_turns([a1, b1, a2, b2, rewritten]) == [[a1, a2], [b1, b2], [rewritten]]
+    turns = Rollout(turns=[a1, b1, a2, b2, rewritten]).turns
+    assert [list(turns)[i] for i in (0, 1, 2, 3, 4)] == [a1, b1, a2, b2, rewritten]
+    assert [answer.chain for answer in turns.answers] == [0, 1, 0, 1, 2] and [turns.ids(i).tolist() for i in range(3)] == [
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+        [1, 3, 4],
+    ]
+
+
+def merge_whole_prompts(turns):
+    """Chains of turns that continue each other, from turns with their whole prompts: the definition."""
+    chains = []
+    for turn in turns:
+        for chain in chains:
+            before = chain[-1].token_ids
+            if turn.prompt_ids[: len(before)] == before:
+                chain.append(turn)
+                break
+        else:
+            chains.append([turn])
+    return chains
+
+
+def sample_of(chain, group, rollout_id, advantage):
+    token_ids, mask, logprobs, teacher = [], [], [], []
+    for turn in chain:
+        new = turn.prompt_ids[len(token_ids) :]
+        token_ids += new + turn.completion_ids
+        mask += [False] * len(new) + [True] * len(turn.completion_ids)
+        logprobs += [0.0] * len(new) + turn.logprobs
+        teacher += [0.0] * len(new) + (turn.teacher_logprobs or [])
+    return TrainingSample(
+        token_ids=token_ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        advantages=[advantage if sampled else 0.0 for sampled in mask],
+        policy_versions=join_spans([span for turn in chain for span in turn.policy_versions]),
+        env=group.env,
+        group_id=group.group_id,
+        rollout_id=rollout_id,
+        temperature=group.temperature,
+        teacher_logprobs=teacher if any(turn.teacher_logprobs for turn in chain) else None,
+    )
+
+
+def random_turns(draw, with_teacher):
+    """A conversation whose prompts continue an earlier turn, a part of one, or nothing; few different ids, so that much looks alike."""
+    turns = []
+    for _ in range(draw.randrange(1, 14)):
+        before = draw.choice(turns).token_ids if turns and draw.random() < 0.85 else []
+        kept = before[: draw.randrange(len(before) + 1)] if draw.random() < 0.3 else before
+        prompt = [*kept, *(draw.randrange(2) for _ in range(draw.randrange(4)))] or [draw.randrange(2)]
+        count = draw.randrange(4)
+        spans, left = [], count
+        while left:
+            spans.append(VersionSpan(draw.randrange(3), draw.randrange(left + 1)))
+            left -= spans[-1].num_tokens
+        scores = [[draw.uniform(-9, 0) for _ in range(count)] for _ in range(2)]
+        answer = {"completion_ids": [draw.randrange(2) for _ in range(count)], "logprobs": scores[0], "policy_versions": spans}
+        teacher = {"teacher_logprobs": scores[1]} if with_teacher else {}
+        turns.append(Turn(prompt_ids=prompt, finish_reason=draw.choice(["stop", "length"]), **answer, **teacher))
+    return turns
+
+
+@pytest.mark.parametrize("with_teacher", [False, True])
+def test_samples_of_branching_conversations_are_those_of_their_whole_prompts(with_teacher):
+    """Bit for bit, also behind the wire; and every turn comes back as it was."""
+    for seed in range(400):
+        turns = random_turns(random.Random(seed), with_teacher)
+        group = Group(group_id=seed, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[0.25], temperature=0.7)
+        group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
+        expected = [sample_of(chain, group, 0, 0.25) for chain in merge_whole_prompts(turns)]
+        expected = [sample for sample in expected if any(sample.loss_mask)]
+        assert msgspec.msgpack.encode(list(group_samples(group))) == msgspec.msgpack.encode(expected), seed
+        found = group.rollouts[0].turns
+        assert list(found) == turns and found[-1] == turns[-1] and found[1:] == turns[1:] and len(found) == len(turns)
+
+
+def test_rollouts_of_older_versions_are_read():
+    old = {"turns": [msgspec.to_builtins(turn([1, 2], [3])), msgspec.to_builtins(turn([1, 2, 3, 4], [5, 6]))], "reward": 0.5}
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=Rollout)
+    assert read == Rollout(turns=[turn([1, 2], [3]), turn([1, 2, 3, 4], [5, 6])], reward=0.5) and len(read.turns.chains) == 1
+
+
+def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten():
+    for kept in (1.0, 0.5):
+        history, turns, distinct = [7], [], 1
+        for number in range(300):
+            answer = [number] * 100
+            turns.append(turn(history, answer, number // 100))
+            new = answer[: int(100 * kept)] + [5] * 100
+            history = history + new
+            distinct += 100 + 100
+        size = len(msgspec.msgpack.encode(Rollout(turns=turns)))
+        assert size < 12 * distinct
+
+
+@pytest.mark.parametrize(
+    ("turns", "what"),
+    [
+        ({"chains": [[b"abc"]]}, "is cut"),
+        ({"chains": [[b"", 0, 0]]}, "continues none before it"),
+        ({"chains": [[b"abcd"], [b"", 0, 2]]}, "more tokens than there are"),
+        ({"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"12345678", [[0, 1]], "stop"]]}, "stands in no chain"),
+        ({"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234567", [[0, 1]], "stop"]]}, "an answer is cut"),
+        ({"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"12345678", [[0, 1]], "stop"]]}, "outside of its chain"),
+        ({"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"12345678", [[0, 1]], "stop"]]}, "has no prompt"),
+        ({"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 2]], "stop"]]}, "differ in number"),
+        ({"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 1]], "stop", b""]]}, "a teacher's logprobs"),
+    ],
+)
+def test_turns_that_do_not_fit_together_are_no_message(turns, what):
+    """They would end the orchestrator when the batch is made."""
+    with pytest.raises(msgspec.ValidationError, match=what):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"turns": turns}), type=Rollout)
 
 
 def test_rollout_without_a_sampled_token_has_no_sample():
     group = Group(group_id=0, env="e", task=0, rollouts=[Rollout(), Rollout(turns=[turn([1], [])])], advantages=[1.0, -1.0])
-    assert group_samples(group, 1.0) == []
+    assert list(group_samples(group, True)) == []
 
 
 def test_spans_are_joined():

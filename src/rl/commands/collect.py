@@ -166,7 +166,7 @@ class Collection:
                     self.rewards.append(rollout.reward)
                 line = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": self.policy, **rollout.as_record()}
                 del line["versions"]
-                lines += msgspec.json.encode(line | ({"turns": rollout.turns} if self.tokens else {})) + b"\n"
+                lines += msgspec.json.encode(line | ({"turns": list(rollout.turns)} if self.tokens else {})) + b"\n"
         append_file(self.path, lines)
 
     def report(self) -> None:

@@ -296,6 +296,11 @@ class OrchestratorConfig(Settings):
     """Steps between rollouts that are printed, a long one without its middle; 0: none is."""
 
     @property
+    def max_in_flight(self) -> int:
+        """Rollouts that may play at once, slow ones included; those of an evaluation are counted by themselves."""
+        return self.batch_size * (1 + self.max_off_policy_steps)
+
+    @property
     def env_ids(self) -> list[str]:
         """The environments that have to be installed beside us: those without an interpreter of their own."""
         return [entry.id for entry in [*self.environment, *self.eval] if entry.id and not entry.python]

@@ -1,6 +1,7 @@
 """What environments sample from: messages in, an answer out, and every turn kept exactly as it was sent and sampled."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from rl.models.chat import Answer, Message, RendererError, Tool, assistant_messa
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
 from rl.wire.inference_client import InferenceLostError, InferenceServers, PromptTooLongError
-from rl.wire.rollouts import Cause, Turn
+from rl.wire.rollouts import Cause
+from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PolicySpec
 
 SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
@@ -68,51 +70,64 @@ class Policy:
 
 
 @dataclass
-class ChatTurn:
-    """A turn with the conversation up to and including its answer, as `comparable` messages, and the tools that it was offered."""
+class Past:
+    """A conversation up to and including a turn's answer. It refers to the one that it continues, so that it holds only what is new."""
 
-    messages: list[Message]
-    tools: list[Tool] | None
-    turn: Turn
+    index: int
+    """Place of the turn in its Turns."""
+    before: "Past | None"
+    added: list[Any]
+    """Messages in the form of `comparable`, or pieces of text."""
+    tools: list[Tool] | None = None
+    """Those that the turn was offered."""
+
+    def whole(self) -> list[Any]:
+        """The conversation from its beginning."""
+        parts, past = [], self
+        while past:
+            parts.append(past.added)
+            past = past.before
+        return list(chain.from_iterable(reversed(parts)))
 
 
 @dataclass
 class Conversation:
-    """One agent's chat with the policy. `history` grows by one turn a call, in the order in which the answers came."""
+    """One agent's chat with the policy. `history` grows by one a call, in the order in which the answers came; so do the `turns`, which
+    several conversations may share."""
 
     policy: Policy
     server: int
     """Index of the inference server."""
     sampling: dict[str, Any]
-    history: list[ChatTurn] = field(default_factory=list)
-
-    @property
-    def turns(self) -> list[Turn]:
-        return [entry.turn for entry in self.history]
+    turns: Turns = field(default_factory=Turns)
+    history: list[Past] = field(default_factory=list)
 
     async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
         """The policy's answer to a chat. Raises what `Policy.sample` raises."""
-        tools = tools or None
+        tools, compared = tools or None, [comparable(message) for message in messages]
         try:
-            ids = self._prompt_ids(messages, tools)
+            before, ids = self._prompt(messages, compared, tools)
         except RendererError as error:  # the environment's messages or tools are nothing that this model's template can show
             raise RolloutError("environment", str(error)) from error
         turn = await self.policy.sample(self.server, ids, self.sampling, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
-        self.history.append(ChatTurn([comparable(message) for message in [*messages, assistant_message(answer)]], tools, turn))
+        num_old = len(before.whole()) if before else 0
+        added = [*compared[num_old:], comparable(assistant_message(answer))]
+        self.history.append(Past(len(self.turns), before, added, tools))
+        self.turns.add(turn)
         return turn, answer
 
-    def _prompt_ids(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
-        """Prompt ids that continue, id for id, the newest earlier turn whose conversation `messages` extend; without one, rendered anew."""
-        compared = [comparable(message) for message in messages]
-        for entry in reversed(self.history):
-            num_old = len(entry.messages)
-            if num_old < len(compared) and entry.tools == tools and compared[:num_old] == entry.messages:
-                ids = self.policy.renderer.next_prompt_ids(entry.turn.token_ids, messages, num_old, tools)
+    def _prompt(self, messages: list[Message], compared: list[Message], tools: list[Tool] | None) -> tuple[Past | None, list[int]]:
+        """Prompt ids that continue, id for id, the newest earlier turn whose conversation the messages extend, and that conversation;
+        without one, None and ids that are rendered anew."""
+        for past in reversed(self.history):
+            known = past.whole()
+            if len(known) < len(compared) and past.tools == tools and compared[: len(known)] == known:
+                ids = self.policy.renderer.next_prompt_ids(self.turns.token_ids(past.index), messages, len(known), tools)
                 if ids is not None:
-                    return ids
+                    return past, ids
         self.policy.check_append_only(len(self.history))
-        return self.policy.renderer.prompt_ids(messages, tools)
+        return None, self.policy.renderer.prompt_ids(messages, tools)
 
 
 def comparable(message: Message) -> Message:

@@ -1,4 +1,4 @@
-"""A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker '<WorkerSetup as JSON>'`."""
+"""A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker FILE`, a WorkerSetup as JSON."""
 
 import asyncio
 import logging
@@ -6,7 +6,9 @@ import math
 import os
 import sys
 import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.wire.rollouts import Episode, Rollout
+from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
     Cancel,
     Close,
@@ -35,6 +38,10 @@ ENCODER = msgspec.msgpack.Encoder()
 ORDERS = msgspec.msgpack.Decoder(ToWorker)
 RETRY_PAUSE_S = 1.0
 HEARTBEAT_S = 2.0
+GATHER_S = 1.0
+"""How long a finished episode waits for others of its group: a group of short ones is one message."""
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding raises for values that no message can have; msgspec's errors are among them."""
 PLAYED = msgspec.msgpack.Decoder(Played)
 MAX_NESTING = 64
 """Levels of a rollout's messages. Decoders go down to several hundred, but fewer from deep inside a call stack."""
@@ -43,7 +50,7 @@ MAX_ERROR = 8000
 
 
 class Worker:
-    """Takes orders from the orchestrator's pool and answers each group when all its episodes are finished."""
+    """Takes orders from the orchestrator's pool and answers with the episodes of each group as they finish."""
 
     def __init__(self, setup: WorkerSetup):
         from rl.envs.load import load
@@ -55,7 +62,7 @@ class Worker:
 
     async def run(self, socket: zmq.asyncio.Socket) -> None:
         """Plays what the pool orders until it closes the worker."""
-        await socket.send(ENCODER.encode(Ready(self.env.num_tasks("train"), self.env.num_tasks("eval"))))
+        await socket.send(ENCODER.encode(Ready(self.env.num_tasks("train"), self.env.num_tasks("eval"), self.env.scores_groups)))
         heartbeats = asyncio.create_task(self.send_heartbeats(socket))
         try:
             while True:
@@ -88,15 +95,25 @@ class Worker:
         return msgspec.json.decode(redact_json(msgspec.json.encode(answer)), type=Description)
 
     async def play(self, order: PlayGroup, socket: zmq.asyncio.Socket) -> None:
-        """Plays one group and answers."""
+        """Plays one group and sends its episodes as they finish. Those that do so within GATHER_S go in one message."""
         if self.env.scores_groups:
-            episodes = await self.play_with_retries(order, order.num_episodes)
+            parts = {asyncio.create_task(self.play_with_retries(order, order.num_episodes)): range(order.num_episodes)}
         else:
-            episodes = list(chain(*await asyncio.gather(*(self.play_with_retries(order, 1) for _ in range(order.num_episodes)))))
-        for i, episode in enumerate(episodes):
-            for rollout in episode:
-                rollout.episode = i
-        await socket.send(encode_result(order, list(chain(*episodes))))
+            left = [i for i in range(order.num_episodes) if i not in order.done]
+            parts = {asyncio.create_task(self.play_with_retries(order, 1)): [i] for i in left}
+        playing = set(parts)
+        try:
+            if not playing:
+                await socket.send(encode_result(order, []))
+            while playing:
+                finished, playing = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+                if playing:
+                    more, playing = await asyncio.wait(playing, timeout=GATHER_S)
+                    finished |= more
+                await socket.send(encode_result(order, numbered(finished, parts), sum(len(parts[part]) for part in playing)))
+        finally:
+            for part in playing:
+                part.cancel()
         self.plays.pop(order.play_id, None)
 
     async def play_with_retries(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
@@ -128,30 +145,54 @@ class Worker:
         return [[msgspec.structs.replace(failed)] for _ in range(num_episodes)]
 
 
+def numbered(finished: Iterable[asyncio.Task[list[Episode]]], parts: Mapping[asyncio.Task[list[Episode]], Sequence[int]]) -> list[Rollout]:
+    """The rollouts of finished parts of a group, with their episode's place in the group, in that order."""
+    rollouts = []
+    for part in sorted(finished, key=lambda part: parts[part][0]):
+        for i, episode in zip(parts[part], part.result(), strict=True):
+            for rollout in episode:
+                rollout.episode = i
+            rollouts += episode
+    return rollouts
+
+
 def refuse_logprobs(rollout: Rollout) -> None:
     """Fails a rollout with a log-probability that no ratio can be computed from: in a batch it would cost the whole step."""
-    for number, turn in enumerate(rollout.turns if not rollout.error else [], 1):
-        for place, logprob in enumerate(turn.logprobs, 1):
-            if not isinstance(logprob, float | int) or not math.isfinite(logprob):
+    for number, answer in enumerate(rollout.turns.answers if not rollout.error else [], 1):
+        for place, logprob in enumerate(unpack_logprobs(answer.logprobs), 1):
+            if not math.isfinite(logprob):
                 rollout.cause = "logprobs"
                 rollout.error = f"inference gave token {place} of turn {number} the log-probability {logprob}, which cannot be trained"
                 return
 
 
-def encode_result(order: PlayGroup, rollouts: list[Rollout]) -> bytes:
+def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0) -> bytes:
     """The Played that answers an order. Messages are the environment's: they may hold what cannot be encoded (half a surrogate, an object,
-    a huge number), and then the group has failed; or a secret, which is redacted."""
+    a huge number), and then their rollout has failed; or a secret, which is redacted."""
     try:
-        for rollout in rollouts:
-            rollout.messages = json_messages(rollout.messages)
-            rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]  # in this order: half a secret is not recognised
-        data = ENCODER.encode(Played(order.play_id, rollouts))
-        PLAYED.decode(data)  # the pool ends a worker whose message it cannot read
-        return data
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.ValidationError) as error:
+        return encoded(Played(order.play_id, rollouts, unfinished))
+    except UNSENDABLE:
+        return encoded(Played(order.play_id, [sendable(rollout) for rollout in rollouts], unfinished))
+
+
+def encoded(played: Played) -> bytes:
+    """Raises what UNSENDABLE lists."""
+    for rollout in played.rollouts:
+        rollout.messages = json_messages(rollout.messages)
+        rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]  # in this order: half a secret is not recognised
+    data = ENCODER.encode(played)
+    PLAYED.decode(data)  # the pool ends a worker whose message it cannot read
+    return data
+
+
+def sendable(rollout: Rollout) -> Rollout:
+    """The rollout, or a failed one in its place."""
+    try:
+        encoded(Played(0, [rollout]))
+    except UNSENDABLE as error:
         text = redact(f"its messages or metrics cannot be written: {type(error).__name__}: {error}")
-        failed = [Rollout(episode=i, stop="error", cause="environment", error=text) for i in range(order.num_episodes)]
-        return ENCODER.encode(Played(order.play_id, failed))
+        return Rollout(episode=rollout.episode, stop="error", cause="environment", error=text)
+    return rollout
 
 
 def json_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +233,7 @@ def main() -> None:
     from rl.envs.environment import check_prompts
 
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every rollout
-    setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup)
+    setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
     sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # they end in a log
     worker, problem = None, None
     try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other

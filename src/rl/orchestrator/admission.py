@@ -127,8 +127,7 @@ class Admission:
         if self.source.again and batches_ahead > 0:
             return list(self.source.shares)  # what was lost had its place already
         settings = self.config.orchestrator
-        max_in_flight = settings.batch_size * (1 + settings.max_off_policy_steps)
-        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, max_in_flight, settings.max_refill)
+        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, settings.max_in_flight, settings.max_refill)
 
     def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
         """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.

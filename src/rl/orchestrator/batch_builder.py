@@ -1,9 +1,10 @@
 """From finished groups to committed batches: each group is made durable, counted once, and used or dropped by one batch."""
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
@@ -13,7 +14,7 @@ from rl.orchestrator.batch_metrics import batch_metrics
 from rl.orchestrator.batches import OrchestratorState
 from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
-from rl.orchestrator.pending import PendingLog, PendingRollouts
+from rl.orchestrator.pending import PendingLog, PendingRollouts, without_episodes
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
@@ -21,7 +22,7 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, Members, Rollout
 
 MAX_FAILED = 3
 """So many batches' worth of rollouts in groups that leave nothing to train on, one after the other, end the run."""
@@ -88,7 +89,7 @@ class BatchBuilder:
         self.warnings = GroupWarnings()
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
 
-    def restore(self) -> None:
+    async def restore(self) -> None:
         """Continues from the newest batch and pending.log. What was written for a batch that was never committed is made again."""
         newest = self.progress.newest = self.run_dir.newest_batch()
         remove_rollouts(self.run_dir, after=newest)
@@ -100,11 +101,12 @@ class BatchBuilder:
             self.history = state.history
             if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics):
                 self.metrics.write(newest, state.metrics)
-        for warning in self.pending.load(settled, newest):
+        for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)
         self._judge(self.pending.groups)
         self.readable.rewrite(self.pending.groups)
-        self.source.restore(state.tasks if state else None, [TaskRef(g.group_id, g.env, g.task) for g in self.pending.groups])
+        done, begun = refs(self.pending.groups), refs(self.pending.members.values())
+        await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
         for group in self.pending.groups:
             if group.group_id not in counted:
                 self._count(group)
@@ -119,20 +121,28 @@ class BatchBuilder:
         except CorruptFileError as error:
             raise RunError(f"{error}. Go on with the version of rl that wrote it, or start another run") from None
 
-    def add(self, groups: list[Group]) -> None:
-        """Makes finished groups durable, with one write, then judges and counts them.
+    async def add(self, finished: list[Group | Members]) -> None:
+        """Makes finished groups, and members of others, durable with one write, then judges and counts the groups.
 
         Raises RunError for what a user's function does wrong. That costs no group: `restore` judges them again, once it is mended.
         """
-        self.pending.append(groups)
+        await asyncio.to_thread(self.pending.append, finished)
+        groups = [group for group in finished if isinstance(group, Group)]
+        if not groups:
+            return
         try:
             self._judge(groups)
         finally:
-            self.readable.append(groups)
+            await asyncio.to_thread(self.readable.append, groups)
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
             self._count(group)
             self.warnings.failed(group)
+
+    def members(self, group_id: int, oldest: int) -> list[Rollout]:
+        """The finished rollouts of a group that is not finished, of episodes of which no version before `oldest` sampled a token."""
+        found = self.pending.members.get(group_id)
+        return without_episodes(found, lambda rollout: min(rollout.versions, default=oldest) < oldest).members if found else []
 
     def _judge(self, groups: list[Group]) -> None:
         for group in groups:
@@ -142,13 +152,13 @@ class BatchBuilder:
         self.history.add(group)
         self.source.note(group.env, group.task, group.rewards)
 
-    def commit_full_batches(self) -> None:
+    async def commit_full_batches(self) -> None:
         """Commits every batch that has enough groups. Raises RunError when the groups only fail, or have long had no signal."""
-        while self.progress.newest < self.progress.final and (used := self._next_groups()):
-            self._commit(used)
+        while self.progress.newest < self.progress.final and (used := await self._next_groups()):
+            await self._commit(used)
         self._check_learning()
 
-    def _next_groups(self) -> list[Group] | None:
+    async def _next_groups(self) -> list[Group] | None:
         """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced.
 
         On-policy that is every older one: a server that came back may have sampled by an older version before that was noticed.
@@ -164,36 +174,43 @@ class BatchBuilder:
             for group in old:
                 group.why = "stale"
                 self.clock.stale[group.env] += 1
-            self.readable.rewrite(self.pending.groups)
+            await asyncio.to_thread(self.readable.rewrite, self.pending.groups)
 
-    def _commit(self, used: list[Group]) -> None:
+    async def _commit(self, used: list[Group]) -> None:
         """Makes the next batch of `used`; groups that were dropped until now are settled with it."""
         step = self.progress.newest + 1
         dropped = [group for group in self.pending.groups if group.why is not None]
         settled = [*used, *dropped]
         settled_ids = {group.group_id for group in settled}
         waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
-        pools = self.source.settle()
-        batch, rollouts = batches.form(step, used, dropped, self.rules)
-        counts = {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
+        counts = self.source.settle()
+        counts |= {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
         counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
-        metrics = batch_metrics(batch, settled) | pools | counts
         self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
-        metrics |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
+        counts |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
         state = OrchestratorState(
             tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),
             settled=sorted(settled_ids),
             history=self.history,
-            pending=[TaskRef(group.group_id, group.env, group.task) for group in waiting],
-            metrics=metrics,
+            pending=refs(waiting),
         )
+        await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
+        self.progress.newest, self.pending.groups = step, waiting
+        await asyncio.to_thread(self._write_after_batch, step, state.metrics)
+        log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
+
+    def _write_batch(self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]) -> None:
+        """Writes a batch, with its metrics in its state. In a thread: of a large batch it takes seconds."""
+        batch, rollouts = batches.form(step, used, dropped, self.rules)
+        state.metrics = batch_metrics(batch, [*used, *dropped]) | counts
         batches.commit(self.run_dir, batch, rollouts, state)
-        self.progress.newest = step
-        self.pending.rewrite(waiting)
-        self.readable.rewrite(waiting)
+
+    def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes what follows from a batch and a start would make again."""
+        self.pending.rewrite()
+        self.readable.rewrite(self.pending.groups)
         self.metrics.write(step, metrics)
         batches.delete_old_batches(self.run_dir, self.config.orchestrator)
-        log.info("batch %d: %d samples, reward %.3f", step, len(batch.samples), metrics["reward/mean"])
 
     def _check_learning(self) -> None:
         """Ends a run that only fails, or that has nothing left to learn from."""
@@ -205,3 +222,7 @@ class BatchBuilder:
                 raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
             self.progress.end(f"solved: the last {num_without_signal} rollouts all have the highest reward ({self.history.histogram()})")
             log.info(self.progress.end_reason)
+
+
+def refs(groups: Iterable[Group | Members]) -> list[TaskRef]:
+    return [TaskRef(group.group_id, group.env, group.task) for group in groups]

@@ -1,47 +1,58 @@
 """The numbers of a batch, under their names in metrics.jsonl. Pure."""
 
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rl.orchestrator.credit import mean
-from rl.orchestrator.samples import merge_turns
-from rl.wire.messages import TrainBatch
+from rl.wire.batch_file import Formed
 from rl.wire.rollouts import Group, Rollout
 
 
-def batch_metrics(batch: TrainBatch, groups: list[Group]) -> dict[str, float]:
+class SampleCounts:
+    """What the metrics need of a batch's samples, which are looked at once, one at a time."""
+
+    def __init__(self, batch: Formed):
+        self.lags = Counter[int]()
+        self.trained: set[tuple[int, int]] = set()
+        """(group_id, rollout_id)"""
+        self.gaps: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        """log sampler - log teacher of each sampled token, nats, by environment."""
+        for sample in batch.samples:
+            self.trained.add((sample.group_id, sample.rollout_id))
+            for span in sample.policy_versions:
+                self.lags[batch.step - 1 - span.policy_version] += span.num_tokens
+            if sample.teacher_logprobs is not None:
+                tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
+                self.gaps[sample.env].extend(logprob - teacher for sampled, logprob, teacher in tokens if sampled)
+
+
+def batch_metrics(batch: Formed, groups: list[Group]) -> dict[str, float]:
     """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens."""
     everything = [rollout for group in groups for rollout in group.rollouts]
     finished = [rollout for rollout in everything if not rollout.error]
-    lags = Counter[int]()
-    for sample in batch.samples:
-        for span in sample.policy_versions:
-            lags[batch.step - 1 - span.policy_version] += span.num_tokens
+    counts = SampleCounts(batch)
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
-        "lag/mean": sum(lag * count for lag, count in lags.items()) / max(1, lags.total()),
-        "lag/max": max(lags, default=0),
+        "lag/mean": sum(lag * count for lag, count in counts.lags.items()) / max(1, counts.lags.total()),
+        "lag/max": max(counts.lags, default=0),
         "rollouts/finished": len(everything),
-        "rollouts/trained": len({(sample.group_id, sample.rollout_id) for sample in batch.samples}),
+        "rollouts/trained": len(counts.trained),
         "rollouts/length_mean": mean([rollout.num_tokens for rollout in finished]),
         "rollouts/turns_mean": mean([len(rollout.turns) for rollout in finished]),
         "rollouts/zero_advantage": mean([float(without_signal(group)) for group in groups for _ in group.rollouts]),
         "rollouts/replaced_groups": sum(group.why == "no_signal" for group in groups),
         **outcome_shares(everything),
         **environment_metrics(groups),
-        **teacher_metrics(batch),
+        **teacher_metrics(counts.gaps),
     }
 
 
-def teacher_metrics(batch: TrainBatch) -> dict[str, float]:
+def teacher_metrics(gaps: Mapping[str, "array[float]"]) -> dict[str, float]:
     """Mean of log sampler - log teacher over the sampled tokens: an unbiased estimate of KL(sampler || teacher) a token, nats."""
-    gaps: dict[str, list[float]] = defaultdict(list)
-    for sample in batch.samples:
-        if sample.teacher_logprobs is not None:
-            tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
-            gaps[sample.env] += [logprob - teacher for sampled, logprob, teacher in tokens if sampled]
     by_env = {f"teacher_kl/{env}/mean": mean(values) for env, values in sorted(gaps.items())}
-    return {"teacher_kl/mean": mean([gap for values in gaps.values() for gap in values]), **by_env} if gaps else {}
+    every = sum(gaps.values(), start=array("d"))
+    return {"teacher_kl/mean": mean(every), **by_env} if gaps else {}
 
 
 def without_signal(group: Group) -> bool:
@@ -53,7 +64,7 @@ def outcome_shares(rollouts: list[Rollout]) -> dict[str, float]:
     """Outcomes as shares of all rollouts; and of the turns that followed another, the share that started a new sample."""
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     followers = sum(max(0, len(rollout.turns) - 1) for rollout in rollouts)
-    cuts = sum(len(merge_turns(rollout.turns)) - 1 for rollout in rollouts if len(rollout.turns) > 1)
+    cuts = sum(len(rollout.turns.chains) - 1 for rollout in rollouts if len(rollout.turns) > 1)
     return {
         "rollouts/truncated": mean([float(rollout.truncated) for rollout in rollouts if not rollout.error]),
         **{f"rollouts/{name}": outcomes[name] / max(1, len(rollouts)) for name in ("overlong", "empty", "timeout")},

@@ -1,6 +1,7 @@
 """From finished groups to the next batch: which groups, and what is written of them. All but the writing is pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,8 +15,8 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
-from rl.wire.batch_file import write_batch, write_rollouts
-from rl.wire.messages import UNREADABLE, TrainBatch
+from rl.wire.batch_file import joined, write_batch, write_rollouts
+from rl.wire.messages import UNREADABLE, TrainingSample
 from rl.wire.rollouts import Group, Rollout
 
 
@@ -55,14 +56,28 @@ def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill:
     return usable if usable and not num_playing and played >= max_refill * batch_size else None
 
 
-def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> tuple[TrainBatch, bytes]:
+@dataclass(frozen=True)
+class FormedBatch:
+    """A batch whose samples are made while they are looked at: all of them together, as lists, take several times the memory of the groups,
+    and hold everything up while the garbage collector walks through them."""
+
+    step: int
+    used: list[Group]
+    rules: Mapping[str, Rules]
+
+    @property
+    def samples(self) -> Iterator[TrainingSample]:
+        for group in self.used:
+            yield from group_samples(group, self.rules[group.env].mask_truncated)
+
+
+def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> tuple[FormedBatch, bytearray]:
     """The batch, and the lines of rollouts/*.jsonl, one for every rollout, trained or not. Advantages become final here."""
     normalise(used, rules)
-    samples = [sample for group in used for sample in group_samples(group, rules[group.env].mask_truncated)]
-    return TrainBatch(step=step, samples=samples), rollout_lines([*used, *dropped], step, rules)
+    return FormedBatch(step, used, rules), rollout_lines([*used, *dropped], step, rules)
 
 
-def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: OrchestratorState) -> None:
+def commit(run_dir: RunDir, batch: FormedBatch, rollouts: bytearray, state: OrchestratorState) -> None:
     """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
     write_rollouts(run_dir.rollouts(batch.step), rollouts)
     write_batch(run_dir.batch(batch.step), batch, state)
@@ -94,11 +109,11 @@ def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str
     return "truncated" if rollout.truncated and mask_truncated else None
 
 
-def rollout_lines(groups: Iterable[Group], step: int | None, rules: Mapping[str, Rules]) -> bytes:
+def rollout_lines(groups: Iterable[Group], step: int | None, rules: Mapping[str, Rules]) -> bytearray:
     """The lines of rollouts/*.jsonl of all rollouts of these groups."""
     masked = {env: rule.mask_truncated for env, rule in rules.items()}
     lines = [rollout_line(group, i, step, masked[group.env]) for group in groups for i in range(len(group.rollouts))]
-    return b"\n".join([*map(msgspec.json.encode, lines), b""]) if lines else b""
+    return joined([msgspec.json.encode(line) + b"\n" for line in lines])
 
 
 def rollout_line(group: Group, i: int, step: int | None, mask_truncated: bool = False) -> dict[str, Any]:

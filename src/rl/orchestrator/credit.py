@@ -8,6 +8,7 @@ The papers leave it open; TRL and verl take torch.std, which is the same.
 """
 
 import math
+from collections.abc import Sequence
 
 from rl.config.orchestrator import (
     CreditSettings,
@@ -23,7 +24,7 @@ BATCH_EPSILON = 1e-8
 """Added to a batch's standard deviation, as the authors of REINFORCE++ do; far below any spread of a batch's rewards."""
 
 
-def mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     """The arithmetic mean; 0.0 of no values."""
     return sum(values) / len(values) if values else 0.0
 

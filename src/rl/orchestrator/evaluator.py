@@ -93,12 +93,15 @@ class Evaluator:
         log.info("eval %s at version %d: %.3f", entry.label, version, reward)
 
     async def _play(self, entry: EvalConfig, version: int, settle: Callable[[], Awaitable[object]]) -> Results:
-        """All rollouts of an evaluation, every token of them sampled by `version`."""
+        """All rollouts of an evaluation, every token of them sampled by `version`; as many at once as may play in training."""
         training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
         sampling = training | entry.sampling.model_dump(exclude_none=True)
 
+        places = asyncio.Semaphore(max(1, self.config.orchestrator.max_in_flight // entry.samples))
+
         async def one(task: int) -> tuple[int, list[Rollout]]:
-            return task, await self.pool.play(self.envs[entry.label].worker_env, "eval", task, entry.samples, sampling, task)
+            async with places:
+                return task, await self.pool.play(self.envs[entry.label].worker_env, "eval", task, entry.samples, sampling, task)
 
         results: dict[int, list[Rollout]] = {}
         todo = list(range(self.envs[entry.label].num_tasks))

@@ -60,7 +60,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         policy = ServedPolicy(servers, config.run_dir, model_path, evaluator)
         orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
         status.gauges["playing"] = lambda: sum(play.episodes for play in list(orchestrator.admission.in_flight.values()))
-        orchestrator.builder.restore()
+        await orchestrator.builder.restore()
         return await orchestrator.run(server)
     finally:
         await pool.close()

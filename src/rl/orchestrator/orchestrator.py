@@ -32,7 +32,7 @@ from rl.run_dir.status import Phase, Status, last_seen
 from rl.system.errors import RunError
 from rl.wire.http import RefusedError
 from rl.wire.messages import WeightVersion
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, Members, Rollout
 from rl.wire.transport import TrainerServer
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ class Orchestrator:
         self.admission = Admission(config, self.source)
         self.builder = BatchBuilder(config, self.admission, self.rules, self.progress, self.clock, self.pool.lost)
         self.requests = TrainerRequests(config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len)
-        self.played: list[Group] = []
-        """Groups for `take_in`."""
+        self.played: list[Group | Members] = []
+        """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
         self.pool.on_lost = self.quarantine
 
     async def run(self, server: TrainerServer) -> str:
@@ -75,7 +75,7 @@ class Orchestrator:
         self.clock.start()
         await self.policy.start()
         log.info("inference has version %d", self.policy.loaded)
-        self.builder.commit_full_batches()
+        await self.builder.commit_full_batches()
         self._check_target()
         async with asyncio.TaskGroup() as group:
             self.group = group
@@ -100,12 +100,19 @@ class Orchestrator:
                 ref = self.source.next(envs)
                 num_episodes = self.envs[ref.env].group_size or self.config.orchestrator.group_size
                 places.playing[ref.env] += num_episodes
-                task = self.group.create_task(self.play_group(ref, num_episodes))
-                self.admission.in_flight[ref.group_id] = InFlight(ref, num_episodes, self.policy.loaded, time.monotonic(), task)
+                self.start_group(ref, num_episodes)
             else:
                 await asyncio.sleep(0)
                 continue
             await self.progress.wait_until(self.has_room, SLOW_CHECK_S if self.config.max_lag and self.admission.in_flight else None)
+
+    def start_group(self, ref: TaskRef, num_episodes: int) -> None:
+        """Starts a group with those of its members that an earlier process, or a play that was cancelled, has finished."""
+        loaded = self.policy.loaded
+        members = self.builder.members(ref.group_id, loaded - (self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0))
+        start_version = min([loaded, *(version for rollout in members for version in rollout.versions)])
+        task = self.group.create_task(self.play_group(ref, num_episodes, members))
+        self.admission.in_flight[ref.group_id] = InFlight(ref, num_episodes, start_version, time.monotonic(), task)
 
     def batches_ahead(self) -> int:
         """How many batches after the newest one may be sampled with the loaded version."""
@@ -115,12 +122,17 @@ class Orchestrator:
         """Whether a group may be started."""
         return bool(self.admission.eligible(self.admission.places(self.builder.pending.groups), self.batches_ahead()))
 
-    async def play_group(self, ref: TaskRef, num_episodes: int) -> None:
-        """Plays one group, lets its teacher score it, and hands it to `take_in`."""
+    async def play_group(self, ref: TaskRef, num_episodes: int, members: list[Rollout]) -> None:
+        """Plays what is left of one group, lets its teacher score it, and hands it to `take_in`; before that, each member that finishes."""
+
+        def keep(finished: list[Rollout]) -> None:
+            self.played.append(Members(group_id=ref.group_id, env=ref.env, task=ref.task, members=finished))
+            self.group.create_task(self.progress.notify())
+
         sampling, rules = self.samplings[ref.env], self.rules[ref.env]
         try:
             with self.clock.busy():
-                rollouts = await self.pool.play(ref.env, "train", ref.task, num_episodes, sampling, ref.group_id)
+                rollouts = await self.pool.play(ref.env, "train", ref.task, num_episodes, sampling, ref.group_id, members, keep)
         except EnvLostError:
             return await self.progress.notify()
         group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=sampling["temperature"])
@@ -134,7 +146,7 @@ class Orchestrator:
 
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and issues their tasks again."""
-        for play in self.admission.cancel_stale(self.policy.loaded, self.played):
+        for play in self.admission.cancel_stale(self.policy.loaded, [group for group in self.played if isinstance(group, Group)]):
             self.clock.stale[play.ref.env] += 1
             behind = self.policy.loaded - play.start_version
             log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
@@ -158,11 +170,14 @@ class Orchestrator:
         """Loop. Consumes played groups, all that came meanwhile at once. Produces pending.log, then batches. Unblocked by `play_group`."""
         while True:
             await self.progress.wait_until(lambda: self.played)
-            played, self.played = self.played, []
-            self.builder.add(played)
-            for group in played:
+            played = list(self.played)
+            await self.builder.add(played)
+            del self.played[: len(played)]
+            groups = [group for group in played if isinstance(group, Group)]
+            for group in groups:
                 self.status.advance(len(group.rollouts))
-            self.builder.commit_full_batches()
+            if groups:
+                await self.builder.commit_full_batches()
             self.show_progress()
             await self.progress.notify()
 

@@ -1,7 +1,7 @@
-"""Finished groups that no batch has used yet: `batches/pending.log`, so that an orchestrator's death costs no finished rollout, and
-`rollouts/pending.jsonl`, the same for people."""
+"""Finished groups that no batch has used yet, and finished members of groups that are still played: `batches/pending.log`, so that an
+orchestrator's death costs no finished rollout. And `rollouts/pending.jsonl`, the finished groups for people."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,16 +20,31 @@ from rl.run_dir.files import (
     write_all,
     write_file,
 )
+from rl.wire.batch_file import joined
 from rl.wire.messages import UNREADABLE
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, Members, Rollout
 
 ENCODER = msgspec.msgpack.Encoder()
-DECODER = msgspec.msgpack.Decoder(Group)
+GROUPS, MEMBERS = msgspec.msgpack.Decoder(Group), msgspec.msgpack.Decoder(Members)
 
 
-def read_groups(path: Path) -> tuple[list[Group], list[str]]:
-    """The groups of a log, and a warning for each place that is damaged: by a death within a write, at its end, or by a failing disk."""
-    groups: list[Group] = []
+class Kind(msgspec.Struct):
+    """What tells the two kinds of records apart."""
+
+    members: msgspec.Raw | None = None
+
+
+KINDS = msgspec.msgpack.Decoder(Kind)
+
+
+def decode(payload: bytes) -> Group | Members:
+    """A record of the log. Raises what UNREADABLE lists."""
+    return GROUPS.decode(payload) if KINDS.decode(payload).members is None else MEMBERS.decode(payload)
+
+
+def read_groups(path: Path) -> tuple[list[Group | Members], list[str]]:
+    """The records of a log, and a warning for each place that is damaged: by a death within a write, at its end, or by a failing disk."""
+    groups: list[Group | Members] = []
     warnings: list[str] = []
     data, offset = b"", 0
     try:
@@ -40,7 +55,7 @@ def read_groups(path: Path) -> tuple[list[Group], list[str]]:
     while offset < len(data):
         try:
             for payload in decode_records(data[offset:], f"{path} from byte {offset}"):
-                groups.append(DECODER.decode(payload))
+                groups.append(decode(payload))
                 offset += HEADER.size + len(payload)
         except (CorruptFileError, *UNREADABLE) as error:
             following = data.find(MAGIC, offset + 1)
@@ -50,35 +65,62 @@ def read_groups(path: Path) -> tuple[list[Group], list[str]]:
 
 
 class PendingLog:
-    """Groups in the order in which they finished. Each is whole or not there."""
+    """Groups in the order in which they finished, and the members of others. Each record is whole or not there."""
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.groups: list[Group] = []
+        self.members: dict[int, Members] = {}
+        """By group id, of groups that are not finished."""
 
     def load(self, settled: set[int], newest: int) -> list[str]:
-        """Reads the groups that no batch has settled, without damaged ones and those that versions after `newest` sampled.
+        """Reads what no batch has settled, without what is damaged or was sampled by versions after `newest`.
 
         newest: the newest batch; later versions are gone when the run was taken back. Returns a warning for each thing that is left out.
         """
-        groups, warnings = read_groups(self.path)
-        unsettled = {group.group_id: group for group in groups if group.group_id not in settled}
-        kept = [group for group in unsettled.values() if max(group.versions, default=0) <= newest]
-        if dropped := len(unsettled) - len(kept):
+        records, warnings = read_groups(self.path)
+        self.groups, self.members = [], {}
+        unsettled = [record for record in records if record.group_id not in settled]
+        whole = {record.group_id: record for record in unsettled if isinstance(record, Group)}
+        self.groups = [group for group in whole.values() if max(group.versions, default=0) <= newest]
+        if dropped := len(whole) - len(self.groups):
             warnings.append(f"{dropped} finished groups are dropped: versions after {newest}, which were taken back, sampled them")
-        self.rewrite(kept)
+        for record in unsettled:
+            if isinstance(record, Members) and record.group_id not in whole:
+                self._note(without_episodes(record, lambda rollout: max(rollout.versions, default=0) > newest))
+        self.rewrite()
         return warnings
 
-    def append(self, groups: list[Group]) -> None:
-        """Adds finished groups durably."""
-        append_file(self.path, b"".join(encode_record(ENCODER.encode(group)) for group in groups))
-        self.groups.extend(groups)
+    def append(self, records: Iterable[Group | Members]) -> None:
+        """Adds finished groups and members durably."""
+        append_file(self.path, joined([encode_record(ENCODER.encode(record)) for record in records]))
+        for record in records:
+            if isinstance(record, Members):
+                self._note(record)
+            else:
+                self.members.pop(record.group_id, None)
+                self.groups.append(record)
 
-    def rewrite(self, groups: list[Group]) -> None:
-        """Keeps only `groups`: called after a batch has settled the others."""
-        write_file(self.path, b"".join(encode_record(ENCODER.encode(group)) for group in groups))
-        self.groups = list(groups)
+    def _note(self, record: Members) -> None:
+        """Adds to the members of a group; the newest play of an episode counts."""
+        if before := self.members.get(record.group_id):
+            new = {rollout.episode for rollout in record.members}
+            record = msgspec.structs.replace(
+                record, members=[*(rollout for rollout in before.members if rollout.episode not in new), *record.members]
+            )
+        if record.members:
+            self.members[record.group_id] = record
+
+    def rewrite(self) -> None:
+        """Writes `groups` and `members` anew: called after a batch has settled the others."""
+        write_file(self.path, joined([encode_record(ENCODER.encode(record)) for record in (*self.groups, *self.members.values())]))
+
+
+def without_episodes(record: Members, refused: Callable[[Rollout], bool]) -> Members:
+    """The members without the episodes in which a rollout is refused."""
+    bad = {rollout.episode for rollout in record.members if refused(rollout)}
+    return msgspec.structs.replace(record, members=[rollout for rollout in record.members if rollout.episode not in bad])
 
 
 class PendingRollouts:

@@ -1,7 +1,8 @@
 """The pool of environment workers: starts them, hands out groups, and starts a dead one anew with its groups given back.
 
-A group that kills its worker must not take the others along: after a death the worker's groups are played one by one, so that only
-the one that was being played when it dies again is blamed, and given up after MAX_KILLS deaths.
+A group that kills its worker must not take the others along. One death tells nothing, machines kill: the worker's groups go on together.
+Those that were being played at one death less than MAX_KILLS are suspects: each is played alone, so that the next death has one cause, and
+that group alone is given up. When no suspect is left, all goes on together.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from rl.orchestrator.pool_worker import EnvLostError, Play, Worker, read_answer, start_worker, verdict
+from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, read_answer, start_worker, verdict
 from rl.system import faults
 from rl.system.children import RestartPolicy
 from rl.system.credentials import redact
@@ -44,8 +45,6 @@ from rl.wire.worker_messages import (
 log = logging.getLogger(__name__)
 
 ENCODER = msgspec.msgpack.Encoder()
-MAX_KILLS = 3
-"""A group whose worker died so often is given up: it is the cause."""
 BARREN_DEATHS = 6
 """An environment is lost when its workers died so often, each, and finished nothing in between: two tasks in a row were given up."""
 RESTART_S, RESTART_LIMIT_S = 0.5, 10.0
@@ -70,6 +69,8 @@ class WorkerPool:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(self.address)
         self.workers: dict[str, Worker] = {}
+        self.scores_groups: dict[str, bool] = {}
+        """By environment."""
         self.next_play = self.num_started = 0
         self.rejected = Rejected("messages of environments' workers")
         self.barren = Counter[str]()
@@ -91,7 +92,8 @@ class WorkerPool:
         """Starts a worker process; `sizes` waits until it is ready."""
         self.num_started += 1
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
-        self.workers[setup.worker_id] = start_worker(setup, self.log_dir / f"worker-{setup.worker_id}.log", marker)
+        setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
+        self.workers[setup.worker_id] = start_worker(setup, setup_path, self.log_dir / f"worker-{setup.worker_id}.log", marker)
         return self.workers[setup.worker_id]
 
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
@@ -100,7 +102,8 @@ class WorkerPool:
         self._watch(self._check_workers())
         for worker_id in list(self.workers):
             ready = await self._first_ready(worker_id, timeout_s)
-            result[self.workers[worker_id].setup.env.name] = ready
+            env = self.workers[worker_id].setup.env.name
+            result[env], self.scores_groups[env] = ready, ready.scores_groups
             self._watch(self._revive(self.workers[worker_id], timeout_s))
         return result
 
@@ -183,11 +186,11 @@ class WorkerPool:
         for worker in self.workers.values():
             if worker.setup.env.name == env:
                 worker.child.signal_group(signal.SIGKILL)
-                for play in [*worker.sent.values(), *worker.waiting]:
+                for play in worker.plays:
                     if not play.done.done():
                         play.done.set_exception(EnvLostError(f"environment {env}: {reason}"))
-                worker.sent.clear()
-                worker.waiting.clear()
+                for plays in (worker.sent, worker.suspects, worker.waiting):
+                    plays.clear()
         if self.on_lost is None:
             raise EnvLostError(f"environment {env}: {reason}")
         self.on_lost(env, reason)
@@ -196,12 +199,11 @@ class WorkerPool:
         """Gives a dead worker's groups to its successor, but for those that it died of too often."""
         for play in dead.sent.values():
             play.kills += 1
-            if play.kills >= MAX_KILLS and not play.done.done():
-                text = f"its worker died {play.kills} times while playing it; the last time: {reason}"
-                failed = [Rollout(episode=i, stop="error", cause="worker", error=text) for i in range(play.order.num_episodes)]
-                play.done.set_result(failed)
-        worker.waiting.extend(play for play in [*dead.sent.values(), *dead.waiting] if not play.done.done())
-        worker.one_by_one = True
+            if play.guilty and not play.done.done():
+                play.give_up(reason)
+        for play in dead.plays:
+            if not play.done.done():
+                (worker.suspects if play.suspect else worker.waiting).append(play)
         for question in dead.descriptions:
             question.cancel()
 
@@ -237,11 +239,13 @@ class WorkerPool:
                 worker.child.signal_group(signal.SIGKILL)
                 continue
             match message:
-                case Played(play_id, rollouts):
+                case Played(play_id, _, unfinished) as played:
                     self.barren[worker.setup.env.name] = 0
-                    if (play := worker.sent.pop(play_id, None)) and not play.done.done():
-                        play.done.set_result(rollouts)
-                    await self._pump(worker)
+                    if (play := worker.sent.get(play_id)) and not play.done.done():
+                        play.take(played)
+                    if not unfinished:
+                        worker.sent.pop(play_id, None)
+                        await self._pump(worker)
                 case Ready() as ready if not worker.ready.done():
                     worker.ready.set_result(ready)
                 case LoadFailed(message) if not worker.ready.done():
@@ -252,15 +256,31 @@ class WorkerPool:
                 case Heartbeat():
                     pass
 
-    async def play(self, env: str, split: Split, task: int, num_episodes: int, sampling: dict[str, Any], server: int) -> list[Rollout]:
-        """Plays a group on the environment's least busy worker. Raises EnvLostError, and RunError for a fault of the user's metrics."""
+    async def play(
+        self,
+        env: str,
+        split: Split,
+        task: int,
+        num_episodes: int,
+        sampling: dict[str, Any],
+        server: int,
+        members: Sequence[Rollout] = (),
+        on_members: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
+        """Plays a group on the environment's least busy worker.
+
+        members: rollouts of it that are finished, of whole episodes, which are not played again; they are not used where groups are scored
+        together. `on_members` is called with others as they finish, before the user's metrics are added to all at the end.
+        Raises EnvLostError, and RunError for a fault of the user's metrics.
+        """
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server)
-        play = Play(order, asyncio.get_running_loop().create_future())
+        kept = [] if self.scores_groups.get(env) else list(members)
+        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
         workers = (worker for worker in self.workers.values() if worker.setup.env.name == env)
-        worker = min(workers, key=lambda worker: len(worker.sent) + len(worker.waiting))
+        worker = min(workers, key=lambda worker: worker.num_plays)
         worker_id = worker.setup.worker_id
         worker.waiting.append(play)
         await self._pump(worker)
@@ -274,18 +294,22 @@ class WorkerPool:
                 worker = self.workers[worker_id]
                 if worker.sent.pop(order.play_id, None):
                     await self._send(worker, Cancel(order.play_id))
-                elif play in worker.waiting:
-                    worker.waiting.remove(play)
+                for queue in (worker.suspects, worker.waiting):
+                    if play in queue:
+                        queue.remove(play)
                 await self._pump(worker)
 
     async def _pump(self, worker: Worker) -> None:
-        """Sends what waits; to one that died before, a group at a time until those it inherited are played."""
-        while worker.waiting and worker.ready.done() and not (worker.one_by_one and worker.sent):
-            play = worker.waiting.popleft()
+        """Sends what waits: suspects first, each while nothing else is played, then the others at once."""
+        while worker.ready.done():
+            if worker.suspects and not worker.sent:
+                play = worker.suspects.popleft()
+            elif worker.waiting and not worker.suspects and not worker.tries_a_suspect:
+                play = worker.waiting.popleft()
+            else:
+                return
             worker.sent[play.order.play_id] = play
-            await self._send(worker, play.order)
-        if not worker.waiting and not worker.sent:
-            worker.one_by_one = False
+            await self._send(worker, play.again())
 
     async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float) -> Description:
         """What an environment is, with tasks of a split (-1: all). Raises TimeoutError."""

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import psutil
 from rl.system.children import Child, start
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
-from rl.wire.worker_messages import Description, FromWorker, PlayGroup, Ready, WorkerSetup
+from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
 
 ANSWERS = msgspec.msgpack.Decoder(FromWorker)
 MAX_ANSWER_BYTES = 1 << 32
@@ -22,13 +23,15 @@ MAX_ANSWER_BYTES = 1 << 32
 STOPPED_S = 10.0
 """How long a worker may be stopped (SIGSTOP) before it is ended; a busy one may be silent for longer."""
 GIB = 2**30
+MAX_KILLS = 3
+"""A group whose worker died so often, the last time while it played nothing else, is given up: it is the cause."""
 BOOTSTRAP = """
 import importlib.util, runpy, sys
-folder, setup = sys.argv[1:]
+folder, setup_file = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("rl", folder + "/__init__.py", submodule_search_locations=[folder])
 sys.modules["rl"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["rl"])
-sys.argv = ["worker", setup]
+sys.argv = ["worker", setup_file]
 runpy.run_module("rl.envs.worker", run_name="__main__")
 """
 """Runs the worker in another virtual environment: of ours it sees this package alone, nothing that is installed beside it."""
@@ -38,14 +41,46 @@ class EnvLostError(RunError):
     """An environment cannot be played any more: its workers die whatever they play, or do not come back. Caught where the others go on."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Play:
     """A group at a worker, and the future of its rollouts."""
 
     order: PlayGroup
     done: "asyncio.Future[list[Rollout]]"
+    rollouts: list[Rollout]
+    """Those of the episodes that are finished."""
+    on_members: Callable[[list[Rollout]], None] | None
+    """Called with the rollouts of episodes that finish before the last of the group."""
     kills: int = 0
     """Workers that died while they played it."""
+
+    def take(self, played: Played) -> None:
+        """Takes in finished episodes, and is done with the last of them."""
+        self.rollouts = sorted([*self.rollouts, *played.rollouts], key=lambda rollout: rollout.episode)
+        if not played.unfinished:
+            self.done.set_result(self.rollouts)
+        elif self.on_members:
+            self.on_members(played.rollouts)
+
+    def again(self) -> PlayGroup:
+        """The order for what is left of it."""
+        return msgspec.structs.replace(self.order, done=sorted({rollout.episode for rollout in self.rollouts}))
+
+    def give_up(self, reason: str) -> None:
+        """Fails the episodes that are left."""
+        text = f"its worker died {self.kills} times while playing it; the last time: {reason}"
+        left = [i for i in range(self.order.num_episodes) if i not in self.again().done]
+        failed = [Rollout(episode=i, stop="error", cause="worker", error=text) for i in left]
+        self.take(Played(self.order.play_id, failed))
+
+    @property
+    def suspect(self) -> bool:
+        """Whether its worker's next death gives it up."""
+        return self.kills >= MAX_KILLS - 1
+
+    @property
+    def guilty(self) -> bool:
+        return self.kills >= MAX_KILLS
 
 
 @dataclass
@@ -56,13 +91,27 @@ class Worker:
     child: Child
     ready: "asyncio.Future[Ready]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: dict[int, Play] = field(default_factory=dict)
+    suspects: deque[Play] = field(default_factory=deque)
+    """Plays that are to be sent alone, before those that wait: what kills the worker may be one of them."""
     waiting: deque[Play] = field(default_factory=deque)
-    one_by_one: bool = False
     heard: float = field(default_factory=time.monotonic)
     """When it sent its last message, or was excused from that."""
     verdict: str = ""
     """Why we ended it; empty: we did not."""
     descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)
+
+    @property
+    def plays(self) -> list[Play]:
+        return [*self.sent.values(), *self.suspects, *self.waiting]
+
+    @property
+    def num_plays(self) -> int:
+        return len(self.sent) + len(self.suspects) + len(self.waiting)
+
+    @property
+    def tries_a_suspect(self) -> bool:
+        """Whether it plays a suspect, and so nothing else."""
+        return len(self.sent) == 1 and next(iter(self.sent.values())).suspect
 
 
 def read_answer(frames: list[bytes]) -> FromWorker:
@@ -72,12 +121,15 @@ def read_answer(frames: list[bytes]) -> FromWorker:
     return ANSWERS.decode(frames[0])
 
 
-def start_worker(setup: WorkerSetup, log_path: Path, marker: str) -> Worker:
-    """Starts a process; what it starts bears `marker` in its environment. Raises RunError when its interpreter is not there."""
-    encoded = msgspec.json.encode(setup).decode()
-    command = [sys.executable, "-m", "rl.envs.worker", encoded]
+def start_worker(setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str) -> Worker:
+    """Starts a process; what it starts bears `marker` in its environment. Raises RunError when its interpreter is not there.
+
+    Its setup is in a file: an argument is limited to 128 KiB, and shown to everyone on the machine.
+    """
+    setup_path.write_bytes(msgspec.json.encode(setup))
+    command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
     if setup.python:
-        command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), encoded]
+        command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
     try:
         return Worker(setup, start(setup.worker_id, command, dict(os.environ), log_path, new_session=False, marker=marker))
     except OSError as error:

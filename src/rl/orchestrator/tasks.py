@@ -1,15 +1,19 @@
 """Which task comes next: a function of the seed, counters and the solve rates of the last batch, so that its state is small."""
 
 import random
+from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Literal
 
 import msgspec
 
 from rl.config.orchestrator import DifficultyConfig
 
+SHORT = 10_000
+"""Tasks whose order is made in a few milliseconds."""
 MEMORY = 0.5
 """Weight of the earlier rewards in a task's solve rate, when a new group of it has finished."""
 
@@ -73,7 +77,10 @@ class TaskSource:
         """Groups that were cancelled or lost, to be played next."""
         self.parked: list[TaskRef] = []
         """Groups of environments that are left out until the next start."""
-        self.orders: dict[tuple[str, int], list[int]] = {}
+        self.orders: dict[tuple[str, int], array[int]] = {}
+        """By environment and epoch, the newest two."""
+        self.threads: dict[tuple[str, int], Thread] = {}
+        """That make orders, or have made ones that nothing has looked at yet."""
         total = sum(env.weight for env in envs.values())
         self.shares = {name: env.weight / total for name, env in envs.items()}
 
@@ -99,7 +106,7 @@ class TaskSource:
     def _task(self, env: str) -> int:
         """The next task of the environment's order."""
         place, size = self.issued[env] + self.skipped[env], self.envs[env].size
-        return place if size is None else self._order(env, place // size)[place % size]
+        return place if size is None else self._order(env, place // size, place % size)[place % size]
 
     def _skips(self, env: str) -> bool:
         """Whether the next task is skipped: by its pool's weight, with a fixed random draw for each turn."""
@@ -111,12 +118,29 @@ class TaskSource:
         turn = self.issued[env] + self.skipped[env]
         return random.Random(f"{self.seed}/{env}/{turn}/pool").random() >= weight
 
-    def _order(self, env: str, epoch: int) -> list[int]:
+    def _order(self, env: str, epoch: int, place: int) -> "array[int]":
+        """The order of an epoch, of which `place` is wanted. In its second half the next one is made, in a thread if it is long."""
+        size = self.envs[env].size or 0
+        following = env, epoch + 1
+        if place >= size // 2 and size > SHORT and following not in self.threads and following not in self.orders:
+            self.threads[following] = Thread(target=self._make_order, args=following, daemon=True)
+            self.threads[following].start()
+        if thread := self.threads.pop((env, epoch), None):
+            thread.join()
         if (env, epoch) not in self.orders:
-            order = list(range(self.envs[env].size or 0))
-            random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
-            self.orders = {key: value for key, value in self.orders.items() if key[0] != env} | {(env, epoch): order}
+            self._make_order(env, epoch)
         return self.orders[env, epoch]
+
+    def _make_order(self, env: str, epoch: int) -> None:
+        """Shuffles an environment's tasks. In small steps, none of which holds the interpreter for long."""
+        order, size = array("i"), self.envs[env].size or 0
+        for start in range(0, size, SHORT):
+            order.extend(range(start, min(size, start + SHORT)))
+        random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
+        for past in list(self.orders):
+            if past[0] == env and past[1] < epoch - 1:
+                del self.orders[past]
+        self.orders[env, epoch] = order
 
     def note(self, env: str, task: int, rewards: Sequence[float]) -> None:
         """Keeps the rewards of a finished group for the next `settle`."""
@@ -155,9 +179,10 @@ class TaskSource:
             rates=self.rates,
         )
 
-    def restore(self, state: TaskState | None, done: Iterable[TaskRef]) -> None:
-        """Continues from a state, or from the beginning. The groups in `done` are finished already and not played again."""
-        done = [ref for ref in done if ref.env in self.envs]
+    def restore(self, state: TaskState | None, done: Iterable[TaskRef], begun: Iterable[TaskRef] = ()) -> None:
+        """Continues from a state, or from the beginning. The groups in `done` are finished already and not played again; those in `begun`
+        have finished members, and are played under their own number."""
+        done, begun = ([ref for ref in refs if ref.env in self.envs] for refs in (done, begun))
         finished = {ref.group_id for ref in done}
         if state is not None:
             self.next_group = state.next_group
@@ -166,7 +191,9 @@ class TaskSource:
             self.skipped_before = dict(self.skipped)
             self.rates |= {env: dict(rates) for env, rates in state.rates.items() if env in self.pooled}
             self.again.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in finished)
-        later = [ref for ref in done if ref.group_id >= self.next_group]
+        begun = [ref for ref in begun if ref.group_id >= self.next_group]  # of the others the state tells
+        self.again.extend(begun)
+        later = [*begun, *(ref for ref in done if ref.group_id >= self.next_group)]
         self.next_group = max([self.next_group, *(ref.group_id + 1 for ref in later)])
         # Finished after the state was written: the tasks between them were playing when the process died, and are played now.
         for env in self.envs:
@@ -179,3 +206,5 @@ class TaskSource:
                     tasks[ref.task] -= 1
                 else:
                     self.again.append(ref)
+        for env in self.envs:
+            self._task(env)  # so that the order of many tasks is made here, where nothing waits for it

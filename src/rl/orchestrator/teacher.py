@@ -16,13 +16,14 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
-from rl.orchestrator.samples import is_trained, merge_turns
+from rl.orchestrator.samples import is_trained
 from rl.run_dir.token import hides_keys
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, refusal
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import pack_logprobs
 
 TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
@@ -139,16 +140,16 @@ class Teacher:
         await asyncio.gather(*(self._score_rollout(rollout) for rollout in rollouts))
 
     async def _score_rollout(self, rollout: Rollout) -> None:
-        chains = [chain for chain in merge_turns(rollout.turns) if any(turn.completion_ids for turn in chain)]
+        turns = rollout.turns
+        chains = [(number, answers) for number, answers in enumerate(turns.by_chain()) if any(answer.logprobs for answer in answers)]
         try:
-            scores = await asyncio.gather(*(self.score(chain[-1].token_ids) for chain in chains))
+            scores = await asyncio.gather(*(self.score(turns.ids(number).tolist()) for number, _ in chains))
         except RunError as error:
             rollout.error, rollout.cause = redact(str(error)), "teacher"
             return
-        for chain, logprobs in zip(chains, scores, strict=True):
-            for turn in chain:
-                start = len(turn.prompt_ids)
-                turn.teacher_logprobs = logprobs[start : start + len(turn.completion_ids)]
+        for (_, answers), logprobs in zip(chains, scores, strict=True):
+            for answer in answers:
+                answer.teacher_logprobs = pack_logprobs(logprobs[answer.start : answer.end])
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """[T] log-probability of each token after those before it, nats; 0.0 for the first. Raises RunError."""

@@ -4,17 +4,20 @@ And of `rollouts/`: the same as readable text, each file with its SHA-256 beside
 """
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from rl.run_dir.files import CorruptFileError, decode_record, encode_record, reading, write_file
-from rl.run_dir.hashes import sha256, sha256_of_file
+from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, decode_record, reading, write_file
+from rl.run_dir.hashes import blake2b, sha256, sha256_of_file
 from rl.run_dir.paths import RunDir, numbered
-from rl.wire.messages import UNREADABLE, TrainBatch
+from rl.wire.messages import UNREADABLE, TrainBatch, TrainingSample
 
 ENCODER = msgspec.msgpack.Encoder()
+NO_SAMPLES = b"\xa7samples\x90"
+"""The field of a batch without samples, in msgpack."""
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
@@ -24,9 +27,38 @@ class BatchFile(msgspec.Struct, kw_only=True):
     state: msgspec.Raw
 
 
-def encode_batch(batch: TrainBatch, state: Any) -> bytes:
-    """The bytes of a batch file: one checksummed record."""
-    return encode_record(ENCODER.encode(BatchFile(batch=batch, state=msgspec.Raw(ENCODER.encode(state)))))
+class Formed(Protocol):
+    """A TrainBatch, or what makes the samples of one while they are looked at."""
+
+    step: int
+
+    @property
+    def samples(self) -> Iterable[TrainingSample]: ...
+
+
+def encode_batch(batch: Formed, state: Any) -> bytearray:
+    """The bytes of a batch file: one checksummed record.
+
+    Sample by sample: no call within it holds the interpreter for long, so that a thread can do it beside an event loop.
+    """
+    samples = [ENCODER.encode(sample) for sample in batch.samples]
+    empty = BatchFile(batch=TrainBatch(step=batch.step, samples=[]), state=msgspec.Raw(ENCODER.encode(state)))
+    head, key, tail = ENCODER.encode(empty).partition(NO_SAMPLES)
+    nothing = [None] * len(samples)
+    length = ENCODER.encode(nothing)[: -len(samples) or None]
+    record = joined([bytes(HEADER.size), head, key[:-1], length, *samples, tail])
+    payload = memoryview(record)[HEADER.size :]
+    HEADER.pack_into(record, 0, MAGIC, len(payload), blake2b(payload))
+    return record
+
+
+def joined(parts: Sequence[bytes]) -> bytearray:
+    """The parts one behind the other, copied one by one: `b"".join` would hold the interpreter while it copies all of them."""
+    data, offset = bytearray(sum(map(len, parts))), 0
+    for part in parts:
+        data[offset : offset + len(part)] = part
+        offset += len(part)
+    return data
 
 
 def decode_batch(data: bytes, name: str) -> BatchFile:
@@ -37,7 +69,7 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
 
 
-def write_batch(path: Path, batch: TrainBatch, state: Any) -> None:
+def write_batch(path: Path, batch: Formed, state: Any) -> None:
     """Commits a batch."""
     write_file(path, encode_batch(batch, state))
 

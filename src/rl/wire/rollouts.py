@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl.wire.messages import VersionSpan
+from rl.wire.turns import Turn, Turns
 
 Split = Literal["train", "eval"]
 
@@ -14,38 +14,11 @@ the model could not be asked; a deadline passed; the worker process died; enforc
 the sampler gave a log-probability that is not finite."""
 
 
-class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One answer of the policy: exactly the ids that were sent and the ids that were sampled."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    """Of the completion's tokens, nats."""
-    policy_versions: list[VersionSpan]
-    """Runs over the completion's tokens."""
-    finish_reason: str
-    teacher_logprobs: list[float] | None = None
-    """Of the completion's tokens under the teacher, nats."""
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"an answer's tokens, logprobs and policy versions differ in number: {sorted(lengths)}")
-        if self.completion_ids and not self.prompt_ids:
-            raise ValueError("an answer to an empty prompt cannot be trained")
-        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
-            raise ValueError("a teacher's logprobs are as many as the tokens of the answer")
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and completion."""
-        return self.prompt_ids + self.completion_ids
-
-
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One play of a task by one agent, scored. `error` set: it failed, and its reward says nothing."""
 
-    turns: list[Turn] = []
+    turns: Turns | list[Turn] = []
+    """Always Turns; a list becomes that, also in what older versions of rl wrote."""
     messages: list[dict[str, Any]] = []
     reward: float = 0.0
     metrics: dict[str, float] = {}
@@ -69,9 +42,13 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     filtered: bool = False
     """orchestrator.filter dropped it."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.turns, list):
+            self.turns = Turns.of(self.turns)
+
     @property
     def num_tokens(self) -> int:
-        return sum(len(turn.completion_ids) for turn in self.turns) or self.completion_tokens
+        return sum(answer.num_tokens for answer in self.turns.answers) or self.completion_tokens
 
     @property
     def outcome(self) -> str:
@@ -87,7 +64,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def versions(self) -> list[int]:
         """The policy versions that sampled a token, oldest first."""
-        return sorted({span.policy_version for turn in self.turns for span in turn.policy_versions})
+        return sorted({span.policy_version for answer in self.turns.answers for span in answer.policy_versions})
 
     def as_record(self) -> dict[str, Any]:
         """The fields of a rollout that every JSONL file of rollouts has, beside its place there."""
@@ -140,3 +117,12 @@ class Group(msgspec.Struct, kw_only=True):
     def versions(self) -> list[int]:
         """The policy versions that sampled a token, oldest first."""
         return sorted({version for rollout in self.rollouts for version in rollout.versions})
+
+
+class Members(msgspec.Struct, kw_only=True):
+    """Finished rollouts of a group that is still played, of whole episodes, before the user's metrics are added."""
+
+    group_id: int
+    env: str
+    task: int
+    members: list[Rollout]

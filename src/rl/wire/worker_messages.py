@@ -53,7 +53,7 @@ class PolicySpec(msgspec.Struct, kw_only=True):
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
-    """Everything that a worker needs; given to it as JSON on its command line."""
+    """Everything that a worker needs; given to it as JSON in a file."""
 
     env: EnvSpec
     policy: PolicySpec
@@ -69,7 +69,7 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
 
 
 class PlayGroup(msgspec.Struct, tag=True):
-    """Play `num_episodes` episodes of one task."""
+    """Play the `num_episodes` episodes of one task, but for those that are `done`."""
 
     play_id: int
     split: Split
@@ -78,6 +78,8 @@ class PlayGroup(msgspec.Struct, tag=True):
     sampling: dict[str, Any]
     server: int
     """Index of the inference server; all rollouts of a group go to one, for its prefix cache."""
+    done: list[int] = []
+    """Episodes that are finished already; none where the episodes of a group are scored together."""
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -102,6 +104,8 @@ class Ready(msgspec.Struct, tag=True):
 
     num_train: int | None
     num_eval: int | None
+    scores_groups: bool = False
+    """Whether the episodes of a task are scored together, and so finish together."""
 
 
 class LoadFailed(msgspec.Struct, tag=True):
@@ -111,10 +115,12 @@ class LoadFailed(msgspec.Struct, tag=True):
 
 
 class Played(msgspec.Struct, tag=True):
-    """A group is finished; failed rollouts are in it with their error."""
+    """Episodes of a group that are finished; failed rollouts are among them with their error."""
 
     play_id: int
     rollouts: list[Rollout]
+    unfinished: int = 0
+    """Episodes of the group that are still played."""
 
 
 class Heartbeat(msgspec.Struct, tag=True):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import verifiers as vf
@@ -9,10 +10,10 @@ from openai import AsyncOpenAI
 from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
-from rl.envs.policy import Conversation, Policy, RolloutError
+from rl.envs.policy import Conversation, Past, Policy, RolloutError
 from rl.models.chat import Answer, Message, Tool
 from rl.wire.inference_client import PromptTooLongError
-from rl.wire.rollouts import Turn
+from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PlayGroup
 
 NativeResponse = tuple[int, Turn, Answer]
@@ -65,27 +66,54 @@ def completion_prompt(messages: list[Any]) -> str:
     return text
 
 
+class LazyList(Sequence[int]):
+    """A list that is made whenever it is looked at: verifiers keeps every turn's whole prompt until the rollout is scored."""
+
+    def __init__(self, length: int, make: Callable[[], list[int]]):
+        self.length, self.make = length, make
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.make())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.make() == list(other)
+
+    def __add__(self, other: Sequence[int]) -> list[int]:
+        return self.make() + list(other)
+
+    def __radd__(self, other: Sequence[int]) -> list[int]:
+        return list(other) + self.make()
+
+
 class TextConversation:
     """A conversation in completion style: text in, text out. A prompt that begins with an earlier turn's text continues its ids."""
 
-    def __init__(self, policy: Policy, server: int, sampling: dict[str, Any]):
-        self.policy, self.server, self.sampling = policy, server, sampling
-        self.history: list[tuple[str, Turn]] = []
-        """(text of prompt and completion, turn), in the order in which the completions came."""
+    def __init__(self, policy: Policy, server: int, sampling: dict[str, Any], turns: Turns):
+        self.policy, self.server, self.sampling, self.turns = policy, server, sampling, turns
+        self.history: list[Past] = []
+        """In the order in which the completions came."""
 
     async def answer(self, text: str, tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
         """The policy's continuation of a text, without tools. Raises what `Policy.sample` raises."""
         renderer = self.policy.renderer
-        for known, turn in reversed(self.history):
-            if text.startswith(known):
-                ids = turn.token_ids + renderer.encode(text[len(known) :])
+        for before in reversed(self.history):
+            if text.startswith(known := "".join(before.whole())):
+                new = text[len(known) :]
+                ids = self.turns.token_ids(before.index) + renderer.encode(new)
                 break
         else:
             self.policy.check_append_only(len(self.history))
-            ids = renderer.encode(text)
+            before, new, ids = None, text, renderer.encode(text)
         turn = await self.policy.sample(self.server, ids, self.sampling, overrides)
         completion = renderer.decode(turn.completion_ids)
-        self.history.append((text + completion, turn))
+        self.history.append(Past(len(self.turns), before, [new, completion]))
+        self.turns.add(turn)
         return turn, Answer(completion, None, [], [])
 
 
@@ -98,7 +126,7 @@ class PolicyClient(Client):
         self.order = order
         self.completion = completion
         self.conversations: dict[str, Conversation | TextConversation] = {}
-        self.turns: list[Turn] = []
+        self.turns = Turns()
         self.overlong = False
         self.failure: RolloutError | None = None
         """Why a call failed. Kept here, because an environment's code may swallow the exception and score what it has."""
@@ -130,17 +158,16 @@ class PolicyClient(Client):
         except RolloutError as error:
             self.failure = self.failure or error
             raise
-        self.turns.append(turn)
         self.offered_tools = self.offered_tools or bool(tools)
         self.bad_tool_calls += len(answer.bad_tool_calls)
-        return len(self.turns) - 1, turn, answer
+        return conversation.history[-1].index, turn, answer
 
     def _conversation(self, state: Any) -> Conversation | TextConversation:
         """The conversation of a trajectory, of which an environment can play several in one rollout."""
         key = state["trajectory_id"] if state else ""
         if key not in self.conversations:
             kind = TextConversation if self.completion else Conversation
-            self.conversations[key] = kind(self.policy, self.order.server, self.order.sampling)
+            self.conversations[key] = kind(self.policy, self.order.server, self.order.sampling, self.turns)
         return self.conversations[key]
 
     async def raise_from_native_response(self, response: NativeResponse) -> None:
@@ -151,9 +178,9 @@ class PolicyClient(Client):
         num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
         calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in answer.tool_calls]
         truncated = turn.finish_reason == "length"
-        tokens = ResponseTokens.model_construct(  # unchecked: these are long lists of ours
-            prompt_ids=turn.prompt_ids,
-            prompt_mask=[0] * num_prompt,
+        tokens = ResponseTokens.model_construct(  # unchecked: they are long, and ours
+            prompt_ids=LazyList(num_prompt, lambda: self.turns.prompt_ids(index)),
+            prompt_mask=LazyList(num_prompt, lambda: [0] * num_prompt),
             completion_ids=turn.completion_ids,
             completion_mask=[1] * num_new,
             completion_logprobs=turn.logprobs,
@@ -169,16 +196,17 @@ class PolicyClient(Client):
         usage = Usage(prompt_tokens=num_prompt, reasoning_tokens=0, completion_tokens=num_new, total_tokens=num_prompt + num_new)
         return Response.model_construct(id=str(index), created=0, model="policy", usage=usage, message=message)
 
-    def kept_turns(self, trajectory: list[Any]) -> list[Turn]:
+    def kept_turns(self, trajectory: list[Any]) -> Turns:
         """The turns that are steps of the environment's trajectory; all turns if none of them is."""
         ids = [step["response"].id for step in trajectory if step.get("response")]
-        return [self.turns[int(id)] for id in ids if id.isdecimal() and int(id) < len(self.turns)] or list(self.turns)
+        kept = [int(id) for id in ids if id.isdecimal() and int(id) < len(self.turns)]
+        return Turns.of(self.turns[i] for i in kept) if kept and kept != list(range(len(self.turns))) else self.turns
 
     def messages(self) -> list[Message]:
         """The newest chat as far as it came, for a rollout whose environment gave no messages."""
         chats = [conversation for conversation in self.conversations.values() if isinstance(conversation, Conversation)]
         turns = [turn for chat in chats for turn in chat.history]
-        return turns[-1].messages if turns else []
+        return turns[-1].whole() if turns else []
 
 
 def endpoint_clients(endpoint: Endpoint) -> dict[bool, Client]:

@@ -10,6 +10,7 @@ from rl.envs.policy import RolloutError
 from rl.envs.v1.client import ActiveTrace
 from rl.envs.v1.harness import opening
 from rl.wire.rollouts import Cause, Episode, Rollout
+from rl.wire.turns import Turns
 
 Failure = tuple[Cause, str]
 MAX_TRACEBACK = 2000
@@ -36,7 +37,7 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
 def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     """A trace as a Rollout: its turns are those of our conversation, its messages those of verifiers' own record."""
     is_policy = getattr(env.config, trace.agent.name).client is None  # an agent with an endpoint of its own is another model
-    turns = active.conversation.turns if active.conversation and is_policy else []
+    turns = active.conversation.turns if active.conversation and is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
     overlong = trace.stop_condition == "context_length"  # of a prompt that leaves no room for an answer
