@@ -17,6 +17,9 @@ from typing import Any
 
 from rl.system.errors import RunError
 
+FOLDERS: list[Path] = []
+"""Those of the files that were imported, in the order in which their imports are searched."""
+
 
 class Blame:
     """Turns any exception that other people's code raises inside into a RunError with what failed, why, where, and the remedy."""
@@ -131,12 +134,17 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it."""
+    """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it.
+
+    Raises RunError where it would import one of another folder instead.
+    """
     name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # one for each file: others may be called the same
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
-    if str(path.parent) not in sys.path:
+    if path.parent not in FOLDERS:
+        FOLDERS.append(path.parent)
         sys.path.append(str(path.parent))
+    check_neighbours(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -146,3 +154,14 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         on_failure.pop_all()
     return module
+
+
+def check_neighbours(path: Path) -> None:
+    """Raises RunError where a file imports one beside it, and would get another of that name out of a folder that is searched before."""
+    nodes = list(ast.walk(syntax_tree(path) or ast.Module([], [])))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    for file in {f"{name.partition('.')[0]}.py" for name in names}:
+        own, found = path.parent / file, next((folder / file for folder in FOLDERS if (folder / file).is_file()), None)
+        if found and own.is_file() and own.read_bytes() != found.read_bytes():
+            raise RunError(f"{path} imports {own.stem}, and would get {found} instead of the file beside it; rename one of them")
