@@ -17,8 +17,8 @@ from typing import Any
 
 from rl.system.errors import RunError
 
-FOLDERS: list[Path] = []
-"""Those of the files that were imported, in the order in which their imports are searched."""
+FOLDERS: set[Path] = set()
+"""Those of the files that were imported."""
 
 
 class Blame:
@@ -141,8 +141,8 @@ def import_file(path: Path) -> ModuleType:
     name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # one for each file: others may be called the same
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
-    if path.parent not in FOLDERS:
-        FOLDERS.append(path.parent)
+    FOLDERS.add(path.parent)
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     check_neighbours(path)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -157,11 +157,14 @@ def import_file(path: Path) -> ModuleType:
 
 
 def check_neighbours(path: Path) -> None:
-    """Raises RunError where a file imports one beside it, and would get another of that name out of a folder that is searched before."""
+    """Raises RunError where a file imports one beside it, and would get another of that name out of the folder of another function."""
     nodes = list(ast.walk(syntax_tree(path) or ast.Module([], [])))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     for file in {f"{name.partition('.')[0]}.py" for name in names}:
-        own, found = path.parent / file, next((folder / file for folder in FOLDERS if (folder / file).is_file()), None)
-        if found and own.is_file() and own.read_bytes() != found.read_bytes():
+        own = path.parent / file
+        loaded = getattr(sys.modules.get(own.stem), "__file__", None)
+        places = [Path(loaded)] if loaded else [Path(folder) / file for folder in sys.path]
+        found = next((place for place in places if place.parent in FOLDERS and place.is_file()), own)
+        if own.is_file() and own.read_bytes() != found.read_bytes():
             raise RunError(f"{path} imports {own.stem}, and would get {found} instead of the file beside it; rename one of them")
