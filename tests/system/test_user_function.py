@@ -144,7 +144,9 @@ def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path):
         (tmp_path / folder / "helpers_of_this_test.py").write_text(f"of = '{folder}'\n")
         (tmp_path / folder / "mine.py").write_text("from helpers_of_this_test import of\ndef told(a, b):\n    return of\n")
     assert UserFunction("credit", f"{tmp_path}/a/mine.py:told", "group, config")(1, 2) == "a"
-    with pytest.raises(RunError, match=r"b/mine\.py imports helpers_of_this_test, and would get .*/a/helpers_of_this_test\.py instead"):
+    with pytest.raises(
+        RunError, match=r"^filter .*/b/mine\.py:told imports helpers_of_this_test, and would get .*/a/helpers_of_this_test\.py instead"
+    ):
         UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")
     shutil.copy(tmp_path / "a" / "helpers_of_this_test.py", tmp_path / "b")
     assert UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")(1, 2) == "a"  # the same

@@ -121,6 +121,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         path = Path(source).expanduser().absolute()
+        if fault := wrong_neighbour(path):
+            raise RunError(f"{what} {fault}")
         with Blame(f"{what}: importing the file", "correct it", path.parent):
             module = import_file(path)
     else:
@@ -134,17 +136,13 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it.
-
-    Raises RunError where it would import one of another folder instead.
-    """
+    """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it."""
     name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # one for each file: others may be called the same
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
     FOLDERS.add(path.parent)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    check_neighbours(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -156,15 +154,16 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def check_neighbours(path: Path) -> None:
-    """Raises RunError where a file imports one beside it, and would get another of that name out of the folder of another function."""
+def wrong_neighbour(path: Path) -> str:
+    """What a file would import instead of one beside it: another of that name, from the folder of another function. Empty for nothing."""
     nodes = list(ast.walk(syntax_tree(path) or ast.Module([], [])))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     for file in {f"{name.partition('.')[0]}.py" for name in names}:
-        own = path.parent / file
+        own, ours = path.parent / file, FOLDERS | {path.parent}
         loaded = getattr(sys.modules.get(own.stem), "__file__", None)
         places = [Path(loaded)] if loaded else [Path(folder) / file for folder in sys.path]
-        found = next((place for place in places if place.parent in FOLDERS and place.is_file()), own)
+        found = next((place for place in places if place.parent in ours and place.is_file()), own)
         if own.is_file() and own.read_bytes() != found.read_bytes():
-            raise RunError(f"{path} imports {own.stem}, and would get {found} instead of the file beside it; rename one of them")
+            return f"imports {own.stem}, and would get {found} instead of the file beside it; rename one of them"
+    return ""
