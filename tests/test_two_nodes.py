@@ -8,7 +8,6 @@ import pytest
 
 from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
-from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.metrics import read_metrics
 from scripts.two_nodes import ADDRESSES, Nodes, environment, largest_difference, trainer_command, wait_for, write_config
@@ -37,13 +36,6 @@ def nodes():
             yield nodes
     except (OSError, FileNotFoundError) as error:
         pytest.skip(f"network namespaces cannot be made here: {error}")
-
-
-@pytest.fixture
-def children():
-    children = Children()
-    yield children
-    children.stop()
 
 
 def make_config(root: Path, name: str, model: Path) -> RLConfig:

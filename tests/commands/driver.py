@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl.launch.children import Children
+from rl.main import subcommand
+
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 CODE = "import sys; from rl.main import main; sys.exit(main())"
 
@@ -26,6 +29,15 @@ def start(directory: Path, *args: str, code: str = CODE, **env: str) -> subproce
     return subprocess.Popen(
         [sys.executable, "-c", code, *args], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def called(capsys, command: str, *args: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of a subcommand in this process."""
+    try:
+        code = subcommand(command, [*map(str, args)], Children())
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
 
 
 def rl(directory: Path, *args: str, code: str = CODE, **env: str) -> tuple[int, str, str]:

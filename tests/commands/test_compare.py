@@ -4,9 +4,8 @@ import pytest
 
 from rl.commands.compare import means, set_nowhere, stretches
 from rl.config.command_line import build, parse_args, to_toml
-from rl.launch.children import Children
-from rl.main import subcommand
 from rl.run_dir.metrics import MetricsLog
+from tests.commands.driver import called
 
 
 @pytest.fixture
@@ -26,17 +25,8 @@ def runs(tmp_path, monkeypatch):
             logs["eval"].write(version, {"eval/e/reward_mean": 0.25 + version / 10, "eval/e/reward_mean_stderr": 0.03})
 
 
-def said(capsys, *args):
-    try:
-        code = subcommand("compare", list(args), Children())
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_settings_curves_and_evaluations_side_by_side(runs, capsys):
-    assert said(capsys, "x", "outputs/y") == (0, """\
+    assert called(capsys, "compare", "x", "outputs/y") == (0, """\
 A  outputs/x: 4 of 4 steps
 B  outputs/y: 2 of 4 steps
 
@@ -73,19 +63,19 @@ def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
     monkeypatch.setattr("rl.commands.compare.read_metrics", lambda path: lines)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = said(capsys, "x", "y")
+    code, out, _ = called(capsys, "compare", "x", "y")
     assert code == 0 and max(map(len, out.splitlines())) <= width
     heads = next(line for line in out.splitlines() if line.startswith("steps"))
     assert len(heads.split()) == {50: 3, 80: 5, 110: 7}[width]
 
 
 def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
-    assert "\nno setting differs\n" in said(capsys, "x", "x")[1]
-    assert said(capsys, "x", "z")[::2] == (
+    assert "\nno setting differs\n" in called(capsys, "compare", "x", "x")[1]
+    assert called(capsys, "compare", "x", "z")[::2] == (
         2, "rl compare: outputs/z: there is no such run and no such model folder; in outputs there are the runs x, y\n"
     )  # fmt: skip
     assert set_nowhere(None, []) and not set_nowhere(None, 0)  # [[eval]] in one of them is said by its keys
-    assert said(capsys, "x")[0] == said(capsys, "x", "y", "z")[0] == said(capsys, "x", "@y")[0] == 2
+    assert called(capsys, "compare", "x")[0] == called(capsys, "compare", "x", "y", "z")[0] == called(capsys, "compare", "x", "@y")[0] == 2
 
 
 def test_steps_are_cut_into_stretches_of_nearly_equal_length():

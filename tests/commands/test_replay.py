@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -122,6 +123,12 @@ def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
     with pytest.raises(SystemExit) as end:
         main([arg.replace("{root}", str(root)) for arg in args], Children())
     assert end.value.code == 2 and said.replace("{root}", str(root)) in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):
+    assert main([str(run_dir.root), "--from", "2", "--dry-run"], Children()) == 0
+    replay = tomllib.loads(capsys.readouterr().out)["trainer"]["data"]["replay"]
+    assert (replay["run"], replay["start"], replay["until"]) == (str(run_dir.root), 2, 3)
 
 
 def test_notes(run_dir, tmp_path, capsys):

@@ -7,10 +7,9 @@ import pty
 import pytest
 
 from rl.commands import pager, show
-from rl.launch.children import Children
-from rl.main import subcommand
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
+from tests.commands.driver import called
 
 
 def row(step, group, reward, why=None):
@@ -36,11 +35,7 @@ def rl(capsys):
     """The exit code, the groups that were printed, and the errors of a command line."""
 
     def call(*args):
-        try:
-            code = subcommand("show", list(args), Children())
-        except SystemExit as end:
-            code = end.code
-        out, err = capsys.readouterr()
+        code, out, err = called(capsys, "show", *args)
         return code, [int(line.split()[-1]) for line in out.splitlines() if line.startswith("assistant: \\x1b[1mgroup")], err
 
     return call

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -102,6 +103,17 @@ def start_server(root: Path, weights: list[Path], **settings: object) -> Server:
     arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     process = inference_zygote().fork("inference", *arguments, log=root / "log", env=env)
     return Server(process, weights, root)
+
+
+def until_ended(started: dict[str, Server]) -> Iterator[dict[str, Server]]:
+    """The body of a fixture: servers that are ready, and ended after the tests."""
+    try:
+        for server in started.values():
+            server.wait_ready()
+        yield started
+    finally:
+        for server in started.values():
+            server.end()
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ from rl.inference.weight_files import read_tensors
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from tests.families import WIDE
-from tests.inference.servers import Server, assert_logprobs, start_server
+from tests.inference.servers import Server, assert_logprobs, start_server, until_ended
 
 TOLERANCE = 1e-4  # nats; fp32
 PROMPT = list(range(10, 40))
@@ -54,13 +54,7 @@ def servers(versions, tmp_path_factory):
     (weights / "000001").symlink_to(versions[1])
     settings = {"trainer__lora__rank": 4, "orchestrator__max_off_policy_steps": 1}  # three slots
     started = {way: start_server(root / way, versions, inference__adapters=way, **settings) for way in ("auto", "hot")}
-    try:
-        for server in started.values():
-            server.wait_ready()
-        yield started
-    finally:
-        for server in started.values():
-            server.end()
+    yield from until_ended(started)
 
 
 def answers_during(server: Server, load: list[int]) -> list[dict]:

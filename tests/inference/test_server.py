@@ -33,6 +33,7 @@ from tests.inference.servers import (
     damaged_copy,
     rescore,
     start_server,
+    until_ended,
     write_digests,
 )
 from tests.waiting import alive, until
@@ -57,13 +58,7 @@ def servers(tmp_path_factory):
         "untied": start_server(root / "untied", versions["untied"], inference__host="0.0.0.0"),
         "moe": start_server(root / "moe", versions["moe"], inference__engine_timeout_s=8),
     }
-    try:
-        for server in started.values():
-            server.wait_ready()
-        yield started
-    finally:
-        for server in started.values():
-            server.end()
+    yield from until_ended(started)
 
 
 PROMPT = list(range(10, 40))

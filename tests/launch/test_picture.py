@@ -2,20 +2,10 @@
 
 import time
 
-import pytest
-
 from rl.launch import picture
-from rl.launch.children import Children
 from rl.launch.picture import Picture
 from tests.launch.test_curves import synthetic
 from tests.waiting import until
-
-
-@pytest.fixture
-def children():
-    children = Children()
-    yield children
-    children.stop()
 
 
 def make(run_dir, children, monkeypatch):

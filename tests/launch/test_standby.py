@@ -28,13 +28,6 @@ print(os.getpid(), os.environ["TMPDIR"], os.environ["RL_CHILD"].split()[-1].spli
 WAIT = "import time; time.sleep(60)"
 
 
-@pytest.fixture
-def children():
-    found = Children()
-    yield found
-    found.stop()
-
-
 def role(imports: str = "pass", work: str = WAIT) -> list[str]:
     return python(ROLE.format(imports=imports, work=work))
 

@@ -274,7 +274,8 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
         now(one.builder.add(groups))
     assert waiting_lines(world.run_dir) == [0, 1, 2]  # which shows what it failed with
     mine.write_text("def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n")
-    monkeypatch.delitem(sys.modules, next(name for name in sys.modules if name.startswith("functions_of_mine_")))
+    for name in [name for name in sys.modules if name.startswith("functions_of_mine_")]:
+        monkeypatch.delitem(sys.modules, name)
     again = world.orchestrator()
     now(again.builder.restore())
     assert [group.advantages for group in again.builder.pending.groups] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]

@@ -1,6 +1,7 @@
 """The user's functions: what is found before anything is imported, what when it is, and who is named when they fail."""
 
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -135,6 +136,20 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
     for function, (folder, count) in zip([*functions, again], [("a", 1), ("b", 1), ("a", 2)], strict=True):
         mark, made = function(0, 0)
         assert (sys.modules[type(mark).__module__].Mark, mark.of, made) == (type(mark), folder, count)
+
+
+def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helpers_of_this_test.py").write_text(f"of = '{folder}'\n")
+        (tmp_path / folder / "mine.py").write_text("from helpers_of_this_test import of\ndef told(a, b):\n    return of\n")
+    assert UserFunction("credit", f"{tmp_path}/a/mine.py:told", "group, config")(1, 2) == "a"
+    with pytest.raises(
+        RunError, match=r"^filter .*/b/mine\.py:told imports helpers_of_this_test, and would get .*/a/helpers_of_this_test\.py instead"
+    ):
+        UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")
+    shutil.copy(tmp_path / "a" / "helpers_of_this_test.py", tmp_path / "b")
+    assert UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")(1, 2) == "a"  # the same
 
 
 def test_results():

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl.commands.options import Option, option_lines, take
 from rl.commands.policy_spec import named_run, run_dir_of
-from rl.config.command_line import fail, write_config
+from rl.config.command_line import fail, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig
 from rl.launch import devices, roles
@@ -28,8 +28,9 @@ from rl.system.machine import machine
 OPTIONS = (
     Option("from", "N", "start at the checkpoint of step N, or the newest sound one before it; default: where the run begins"),
     Option("until", "N", "the last step to train again; default: the newest version"),
+    Option("dry-run", "", "print the configuration of the trainer that would do it, and exit"),
 )
-HELP = f"""usage: rl replay RUN [--from N] [--until N]
+HELP = f"""usage: rl replay RUN [--from N] [--until N] [--dry-run]
 
 Trains a run again from the batches it has kept, with its configuration, ranks and threads, in a directory of its own:
 neither inference nor environments are needed, and nothing is written into the run. Every version is compared with the
@@ -64,9 +65,15 @@ def main(args: list[str], children: Children) -> int:
         fail("rl replay", str(error))
     for note in [*notes, *changes_within(run_dir, replay, config)]:
         print(f"note: {note}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
-        scratch_dir, child = start(config, Path(scratch), replay, division, children)
-        return Verdict(run_dir, scratch_dir, replay).follow(child, children)
+    with tempfile.TemporaryDirectory(prefix="rl-replay-") as folder:
+        config = trainer_config(config, Path(folder), replay)
+        if values["dry_run"]:
+            print(to_toml(config), end="")
+            return 0
+        scratch = config.run_dir
+        write_config(scratch.config, config)
+        child = roles.start(children, "trainer", scratch, division.trainer, division.ranks, scratch.logs)
+        return Verdict(run_dir, scratch, replay).follow(child, children)
 
 
 def open_run(spec: str) -> tuple[RunDir, RLConfig]:
@@ -122,15 +129,13 @@ def changes_within(run_dir: RunDir, replay: ReplayConfig, config: RLConfig) -> l
     return notes
 
 
-def start(config: RLConfig, scratch: Path, replay: ReplayConfig, division: devices.Split, children: Children) -> tuple[RunDir, Child]:
-    """Starts a trainer that reads batches from the run and writes below `scratch`. Returns the directory of that run, and the trainer."""
+def trainer_config(config: RLConfig, folder: Path, replay: ReplayConfig) -> RLConfig:
+    """The configuration of a trainer that reads batches from the run and writes into a run below `folder`."""
     config = config.model_copy(deep=True)
-    config.output_dir, config.name, config.wandb = str(scratch), "replay", None
+    config.output_dir, config.name, config.wandb = str(folder), "replay", None
     config.trainer.checkpoint, config.trainer.weights = CheckpointConfig(), WeightsConfig()
     config.trainer.data.replay = replay
-    run_dir = config.run_dir
-    write_config(run_dir.config, config)
-    return run_dir, roles.start(children, "trainer", run_dir, division.trainer, division.ranks, run_dir.logs)
+    return config
 
 
 class Verdict:

@@ -5,7 +5,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,13 @@ from rl.inference.adapter import check_adapter, is_adapter, read_adapter
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir.checksums import check_version
 from rl.system.errors import RunError
-from rl.wire.inference_client import Generation
+from rl.wire.inference_client import Generation, HeldVersion
 from rl.wire.messages import VersionSpan
 
 SLOT_POLL_S = 0.05
 """Seconds between checks whether the requests of some adapter have all ended."""
 STAGING_POLL_S = 0.01
 """Seconds between questions to the workers whether they have read the new weights; each costs the engine less than a millisecond."""
-
-
-@dataclass(frozen=True)
-class LoadTimes:
-    """Seconds of one load."""
-
-    verify_s: float = 0.0
-    """Checking that the files are what was written, and fit."""
-    stage_s: float = 0.0
-    """Reading and packing the new weights beside the old; generation goes on."""
-    drain_s: float = 0.0
-    """From the order to stop until the step that ran was done; its tokens count."""
-    pause_s: float = 0.0
-    """From that end until the scheduler may start the next step."""
 
 
 class VersionedEngine(AsyncLLM):
@@ -127,14 +112,14 @@ class VersionedEngine(AsyncLLM):
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
         return Generation(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
-    async def load_weights(self, policy_version: int, path: str) -> LoadTimes:
+    async def load_weights(self, policy_version: int, path: str) -> HeldVersion:
         """Loads a version under running requests. Raises RunError with the old version still served.
 
         Loading what is loaded does nothing.
         """
         async with self.load_lock:
             if policy_version == self.policy_version:
-                return LoadTimes()
+                return HeldVersion(policy_version)
             self.loading = policy_version
             try:
                 return await self._load_weights(policy_version, path)
@@ -145,17 +130,17 @@ class VersionedEngine(AsyncLLM):
             finally:
                 self.loading = None
 
-    async def _load_weights(self, policy_version: int, path: str) -> LoadTimes:
+    async def _load_weights(self, policy_version: int, path: str) -> HeldVersion:
         start = time.perf_counter()
         await asyncio.to_thread(self.check, Path(path))
         verified = time.perf_counter()
         if self.slots:
             await self.add_adapter(policy_version, path)
-            return LoadTimes(verified - start, time.perf_counter() - verified)
+            return HeldVersion(policy_version, verified - start, time.perf_counter() - verified)
         await self.stage(path)
         staged = time.perf_counter()
         drain_s, pause_s = await self.swap(policy_version)
-        return LoadTimes(verified - start, staged - verified, drain_s, pause_s)
+        return HeldVersion(policy_version, verified - start, staged - verified, drain_s, pause_s)
 
     def check(self, folder: Path) -> None:
         """Raises RunError unless a version's files are whole, what the trainer wrote, and fit the model."""

@@ -1,7 +1,6 @@
 """The HTTP routes that we add to vLLM's app: /generate, /load_weights, /status, /ready."""
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
@@ -102,14 +101,14 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         """
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            times = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
+            held = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
         except msgspec.DecodeError as error:
             return refusal(400, "bad_request", str(error))
         except WeightsGoneError as error:
             return refusal(404, "weights_gone", str(error), policy_version=engine.policy_version)
         except RunError as error:
             return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
-        return reply(200, {"policy_version": body.policy_version, **asdict(times)})
+        return reply(200, held)
 
     @router.get("/status")
     async def status() -> Response:

@@ -17,6 +17,9 @@ from typing import Any
 
 from rl.system.errors import RunError
 
+FOLDERS: set[Path] = set()
+"""Those of the files that were imported."""
+
 
 class Blame:
     """Turns any exception that other people's code raises inside into a RunError with what failed, why, where, and the remedy."""
@@ -118,6 +121,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         path = Path(source).expanduser().absolute()
+        if fault := wrong_neighbour(path):
+            raise RunError(f"{what} {fault}")
         with Blame(f"{what}: importing the file", "correct it", path.parent):
             module = import_file(path)
     else:
@@ -135,6 +140,7 @@ def import_file(path: Path) -> ModuleType:
     name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # one for each file: others may be called the same
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
+    FOLDERS.add(path.parent)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -146,3 +152,18 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         on_failure.pop_all()
     return module
+
+
+def wrong_neighbour(path: Path) -> str:
+    """What a file would import instead of one beside it: another of that name, from the folder of another function. Empty for nothing."""
+    nodes = list(ast.walk(syntax_tree(path) or ast.Module([], [])))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    for file in {f"{name.partition('.')[0]}.py" for name in names}:
+        own, ours = path.parent / file, FOLDERS | {path.parent}
+        loaded = getattr(sys.modules.get(own.stem), "__file__", None)
+        places = [Path(loaded)] if loaded else [Path(folder) / file for folder in sys.path]
+        found = next((place for place in places if place.parent in ours and place.is_file()), own)
+        if own.is_file() and own.read_bytes() != found.read_bytes():
+            return f"imports {own.stem}, and would get {found} instead of the file beside it; rename one of them"
+    return ""

@@ -64,10 +64,17 @@ class Refusal(msgspec.Struct):
 
 
 class HeldVersion(msgspec.Struct):
-    """The server's answer to `/load_weights` and `/status`: the version that it holds, and how long loading it paused generation."""
+    """The server's answer to `/load_weights` and `/status`: the version that it holds, and the seconds of loading it."""
 
     policy_version: int
+    verify_s: float = 0.0
+    """Checking that the files are what was written, and fit."""
+    stage_s: float = 0.0
+    """Reading and packing the new weights beside the old; generation goes on."""
+    drain_s: float = 0.0
+    """From the order to stop until the step that ran was done; its tokens count."""
     pause_s: float = 0.0
+    """From that end until the scheduler may start the next step."""
 
 
 def read(content: bytes, kind: type[T]) -> T:

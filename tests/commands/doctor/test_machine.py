@@ -22,6 +22,7 @@ from rl.config.command_line import load_config
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
+from tests.commands.driver import called
 
 
 def levels(checks):
@@ -200,9 +201,8 @@ def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
         (["--parity", "x", "--dtype", "int8"], "--dtype int8: give float32 or bfloat16"),
         (["--sed", "1"], "did you mean seed?"),
     ]:
-        with pytest.raises(SystemExit) as end:
-            main(args, Children())
-        assert end.value.code == 2 and said in capsys.readouterr().err
+        code, _, err = called(capsys, "doctor", *args)
+        assert code == 2 and err.startswith("rl doctor: ") and said in err
 
 
 def test_help_is_quick_and_needs_neither_torch_nor_vllm():

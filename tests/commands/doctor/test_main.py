@@ -33,13 +33,6 @@ def doctor(*args, **options):
     return subprocess.run([*DOCTOR, *args], capture_output=True, text=True, timeout=280, **options)
 
 
-@pytest.fixture
-def children():
-    children = Children()
-    yield children
-    children.stop(1.0)
-
-
 @pytest.mark.proof
 def test_a_configuration_and_the_smoke(tmp_path):
     """All that is asked before a run, at once."""

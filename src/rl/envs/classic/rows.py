@@ -13,6 +13,7 @@ from rl.config.outside import rows_fault
 from rl.models.hub import hub_or_cache
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
+from rl.system.jsonl import json_objects
 from rl.wire.worker_messages import EnvSpec
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -62,17 +63,14 @@ def read(source: str) -> datasets.Dataset:
 def read_jsonl(path: Path) -> datasets.Dataset:
     """The rows of a JSONL file. Raises RunError with the line."""
     rows: list[dict[str, Any]] = []
-    kinds: dict[str, tuple[str, int]] = {}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            row = parse_row(line, f"{path}:{number}")
-            for column, kind in ((column, KINDS[type(value)]) for column, value in row.items() if value is not None):
-                known, first = kinds.setdefault(column, (kind, number))
-                if known != kind:
-                    raise RunError(f"{path}:{number}: {column} is {kind}, but {known} in line {first}; write one kind in every line")
-            rows.append(row)
+    kinds: dict[str, tuple[str, str]] = {}
+    for place, given in json_objects(path, EXAMPLE):
+        row = with_messages(given, place)
+        for column, kind in ((column, KINDS[type(value)]) for column, value in row.items() if value is not None):
+            known, first = kinds.setdefault(column, (kind, place))
+            if known != kind:
+                raise RunError(f"{place}: {column} is {kind}, but {known} in {first}; write one kind in every line")
+        rows.append(row)
     if not rows:
         raise RunError(f"dataset {path} has no rows; write one JSON object a line, like {EXAMPLE}")
     columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes those of the first row
@@ -80,20 +78,12 @@ def read_jsonl(path: Path) -> datasets.Dataset:
         return datasets.Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
 
 
-def parse_row(line: str, place: str) -> dict[str, Any]:
-    """A line as a row whose prompt is messages. A nested `info` stays text, or Arrow would give every row the keys of all."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RunError(f"{place}: not JSON: {error.msg} at column {error.colno}; write one object a line, like {EXAMPLE}") from error
-    if not isinstance(row, dict):
-        raise RunError(f"{place}: a {type(row).__name__}; write one JSON object a line, like {EXAMPLE}")
+def with_messages(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """The row with messages as its prompt. A nested `info` becomes text, or Arrow would give every row the keys of all."""
     if "task" in row:
         raise RunError(f"{place}: verifiers takes a column `task` for its own; give it another name")
-    row["prompt"] = messages_in(row, place)
-    if isinstance(row.get("info"), dict):
-        row["info"] = json.dumps(row["info"])
-    return row
+    info = {"info": json.dumps(row["info"])} if isinstance(row.get("info"), dict) else {}
+    return row | {"prompt": messages_in(row, place)} | info
 
 
 def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from rl.models.hub import hub_or_cache
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
+from rl.system.jsonl import json_objects
 from rl.wire.batch_file import check_rollouts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -106,25 +107,14 @@ def files_of(source: Source) -> list[Path] | None:
 
 
 def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, row) of every line that is not blank. Lines are split as bytes: text has line ends inside JSON strings."""
+    """(file:line, row) of every line that is not blank. Raises RunError."""
     for path in files:
         try:
             if path.parent.name == "rollouts":
                 check_rollouts(path)
         except CorruptFileError as error:
             raise RunError(str(error)) from None
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                place = f"{path}:{number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise RunError(f"{place}: not JSON ({error}); write one object a line, like {EXAMPLE}") from None
-                if not isinstance(row, dict):
-                    raise RunError(f"{place}: a {type(row).__name__}; write one object a line, like {EXAMPLE}")
-                yield place, row
+        yield from json_objects(path, EXAMPLE)
 
 
 def hub_rows(source: Source, config: SftConfig) -> Any:
