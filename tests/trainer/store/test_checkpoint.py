@@ -219,11 +219,11 @@ def test_cheap_checkpoints_keep_the_interval(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Simulation, "WRITE_S", 1.5)
     simulation = Simulation(monkeypatch, tmp_path, world)
     simulation.run(hours=1)
-    assert set(map(lambda pair: pair[1] - pair[0], pairwise(simulation.written))) == {7}  # 60 s from the end of the last one on
+    assert {b - a for a, b in pairwise(simulation.written)} == {7}  # 60 s from the end of the last one on
 
 
 def test_an_interval_in_steps_is_obeyed_whatever_it_costs(world, tmp_path, monkeypatch):
     simulation = Simulation(monkeypatch, tmp_path, world, interval=10)
     training, _ = simulation.run(hours=10)
-    assert training < 0.4 and set(b - a for a, b in pairwise(simulation.written)) == {10}
+    assert training < 0.4 and {b - a for a, b in pairwise(simulation.written)} == {10}
     assert simulation.saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}

@@ -17,7 +17,7 @@ from rl.trainer.store import checkpoint
 from rl.trainer.store.background import Background
 
 PAUSE = 20.0
-"""Where seconds decide, so many times what the last checkpoint cost pass before the next one: at least 20/21 of the time is free of them."""
+"""Where seconds decide, so many times what the last checkpoint cost pass before the next one: 20/21 of the time at least is free."""
 
 
 class Saver:
