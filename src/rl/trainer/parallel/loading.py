@@ -28,7 +28,7 @@ GIB = 1024**3
 
 
 class Rows:
-    """This rank's rows of the matrices of a model that is about to be sharded. In the model stand tensors of their shapes without memory."""
+    """This rank's rows of the matrices of a model that is about to be sharded; in it stand tensors of their shapes, without memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.of: dict[nn.Parameter, Tensor] = {}
@@ -160,7 +160,8 @@ class Reader:
                 continue
             value = self.rows_of(parameter)
             module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            # The gradient as transformers has it: by the type, whatever the class has set.
+            setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
 
     @contextmanager
     def keeping_rows(self, model: PreTrainedModel) -> Iterator[None]:
@@ -190,7 +191,7 @@ class Reader:
     def rows_of(self, parameter: nn.Parameter) -> DTensor:
         """The matrix as a DTensor, for which this rank's rows are copied."""
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, self.mesh, self.placements)
-        rows = parameter.detach()[offset[0] : offset[0] + shape[0]].clone()
+        rows = parameter.detach()[offset[0] : offset[0] + shape[0]].clone(memory_format=torch.contiguous_format)
         return dtensor(rows, self.mesh, self.placements, parameter.shape)
 
     def note(self, model: PreTrainedModel) -> str:
@@ -199,8 +200,8 @@ class Reader:
             size = sum(parameter.nbytes for parameter in model.parameters()) / GIB
             return f"each rank reads the whole model, {size:.2f} GiB, because {self.whole}"
         if self.converted:
-            largest = max(self.converted.values()) / GIB
-            return f"each rank makes {len(self.converted)} matrices whole, one after the other, before it keeps its rows; up to {largest:.2f} GiB"
+            largest, count = max(self.converted.values()) / GIB, len(self.converted)
+            return f"each rank makes {count} matrices whole, one after the other, and keeps its rows; the largest has {largest:.2f} GiB"
         return ""
 
 
@@ -210,7 +211,17 @@ def why_whole(model: PreTrainedModel, settings: Any) -> str:
         return "its files are quantised"
     if model.is_custom_code():
         return "its code came with it (model.trust_remote_code)"
+    if changes_loaded_embeddings(model):
+        return "its class changes embeddings after they are loaded"
     return ""
+
+
+def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
+    """Whether what initialises the parts that no file has also writes into an embedding that was loaded (Youtu's, at the padding token)."""
+    loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), freeze=False, padding_idx=0)
+    loaded.weight._is_hf_initialized = True  # type: ignore[assignment]
+    model.base_model._init_weights(loaded)
+    return bool((loaded.weight != 1).any())
 
 
 def slices(opened: ExitStack, file: str) -> list[tuple[str, Any]]:
