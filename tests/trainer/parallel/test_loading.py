@@ -35,8 +35,9 @@ def change(source: Path, target: Path, change_tensors) -> None:
 
 def make_models(folder: Path) -> list[str]:
     """Models whose files are read in each way that there is; returns their names."""
-    for family in ("llama", "qwen3_moe", "gpt2", "phi3"):  # experts are fused; matrices stand the other way round; frequencies are frozen
+    for family in ("llama", "qwen3_moe", "gpt2", "phi3"):  # plain; too few experts for three ranks; a tied head; frozen frequencies
         make_tiny_model(folder / family, family=family)
+    make_tiny_model(folder / "experts", family="qwen3_moe", num_experts=7)
     make_tiny_model(folder / "untied", tied=False)
     llama, head, embedding = folder / "llama", "lm_head.weight", "model.embed_tokens.weight"
     change(llama, folder / "both", lambda tensors: tensors | {head: tensors[embedding].clone()})
@@ -85,7 +86,7 @@ def test_each_rank_loads_what_transformers_loads(results):
     _, found = results
     for name in (name for name in found[0] if name not in ("torn", "memory")):
         assert [each[name] for each in found] == [[]] * RANKS, name
-    assert len(found[0]) == 2 * 11 + 3
+    assert len(found[0]) == 2 * 12 + 3
 
 
 def test_a_rank_takes_the_memory_of_its_rows_and_of_one_tensor(results):
@@ -105,4 +106,4 @@ def test_what_is_not_read_by_slices_is_said(results):
     logs = [(folder / f"rank{rank}.log").read_text() for rank in range(RANKS)]
     assert "qwen3_moe: each rank makes 4 matrices whole, one after the other, and keeps its rows; the largest has 0.00 GiB" in logs[0]
     assert "own: each rank reads the whole model, 0.00 GiB, because its code came with it (model.trust_remote_code)" in logs[0]
-    assert "llama: each" not in logs[0] and "each rank" not in logs[1]
+    assert "llama: each" not in logs[0] and "experts: each" not in logs[0] and "each rank" not in logs[1]

@@ -1,12 +1,14 @@
 """A model's files, read by each rank as far as it holds them: transformers loads, and a matrix is only this rank's rows from the start.
 
-What stands in a file as the model has it (by name, after transformers' renamings, and shape) is read row by row. What transformers makes
-of several tensors, or of another shape (experts, fused projections), is made whole, one parameter after the other, and all but the rows is
-dropped at once. Everything else - buffers, what follows from the config, tied weights - is as `from_pretrained` makes it, for it does.
+What stands in a file as the model has it (by name, after transformers' renamings, and shape), or expert by expert, is read row by row.
+What transformers makes of its files in another way (fused projections, another order of dimensions) is made whole, one parameter after the
+other, and all but the rows is dropped at once. Everything else - buffers, what follows from the config, tied weights - is as
+`from_pretrained` makes it, for it does.
 """
 
 import copy
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +21,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from rl.system.errors import RunError
 from rl.trainer.parallel.world import World
@@ -33,12 +42,14 @@ class Rows:
     def __init__(self, model: PreTrainedModel) -> None:
         self.of: dict[nn.Parameter, Tensor] = {}
         """The rows by the parameter that stands for the matrix."""
+        self.by_name: dict[str, Tensor] = {}
+        """The rows by the parameter's name, while FSDP shards the model."""
         replace_parameters(model, self._take)
 
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
         if not isinstance(parameter, DTensor):
             return parameter
-        # On the device, not on meta: peft makes adapters where the layer is.
+        # Not yet on meta: peft moves adapters to where the layer's weight is.
         stand_in = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
         new = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
         self.of[new] = parameter.detach().to_local()
@@ -71,11 +82,9 @@ class Rows:
             return nn.Parameter(value.cpu() if offload else value, requires_grad=parameter.requires_grad)
 
         replace_parameters(model, fill)
-        empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-        if empty or self.by_name:
-            raise RunError(
-                f"{type(model).__name__}: {', '.join([*empty, *self.by_name])} got no values; this is a fault of ours: report it"
-            )
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        if empty := [*(name for name, tensor in tensors if tensor.is_meta), *self.by_name]:
+            raise RunError(f"{type(model).__name__}: {', '.join(empty)} got no values from its files; please report this")
 
 
 def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -148,20 +157,40 @@ class Reader:
     def place_rows(self, model: PreTrainedModel, parts: dict[str, Any], mapping: list[Any]) -> None:
         """Puts DTensors into the model, which is on the meta device, where a file has the matrix itself: transformers reads their rows."""
         mapping = copy.deepcopy(mapping)  # some of them remember what they have seen
-        rules = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
-        renamings, converters = rules
+        renamings, converters = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+        stacked: dict[str, list[list[int]]] = defaultdict(list)
         for key in sorted(parts, key=dot_natural_key):
-            name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
             if name not in state and key in state:
-                name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
-            parameter = parameters.get(name)
-            if parameter is None or converter or parameter.ndim < 2 or list(parameter.shape) != parts[key].get_shape():
-                continue
-            value = self.rows_of(parameter)
-            module, _, leaf = name.rpartition(".")
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+            if name in parameters and pattern:
+                rule = next(rule for rule in converters if pattern in rule.source_patterns)
+                stacked[name].append(parts[key].get_shape())
+                if self.stacks_rows(rule, parameters[name], stacked[name]):
+                    self.place(model, name, parameters[name])
+            elif name in parameters and list(parameters[name].shape) == parts[key].get_shape():
+                self.place(model, name, parameters[name])
+
+    def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter) -> None:
+        """Puts a DTensor in the place of a matrix on the meta device."""
+        if parameter.ndim >= 2:
+            value, (module, _, leaf) = self.rows_of(parameter), name.rpartition(".")
             # The gradient as transformers has it: by the type, whatever the class has set.
             setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
+
+    def stacks_rows(self, rule: WeightConverter, parameter: nn.Parameter, shapes: list[list[int]]) -> bool:
+        """Whether tensors of `shapes` are all that a rule makes a parameter of, each for one row of it (experts), and every rank has rows:
+        then transformers reads those of this rank alone."""
+        kinds = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
+        rows, sources, ranks = parameter.shape[0], len(rule.source_patterns), self.mesh.size(-1)
+        return (
+            len(shapes) == rows * sources
+            and kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+            and len(rule.target_patterns) == 1
+            and all(len(shape) == parameter.ndim - 1 for shape in shapes)
+            and -(-rows // ranks) * (ranks - 1) < rows
+        )
 
     @contextmanager
     def keeping_rows(self, model: PreTrainedModel) -> Iterator[None]:
@@ -220,7 +249,10 @@ def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
     """Whether what initialises the parts that no file has also writes into an embedding that was loaded (Youtu's, at the padding token)."""
     loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), freeze=False, padding_idx=0)
     loaded.weight._is_hf_initialized = True  # type: ignore[assignment]
-    model.base_model._init_weights(loaded)
+    try:
+        model.base_model._init_weights(loaded)
+    except AttributeError:  # it takes every embedding for one of its own: nothing is known
+        return True
     return bool((loaded.weight != 1).any())
 
 
