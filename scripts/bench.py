@@ -8,6 +8,7 @@ BENCHMARKS = {
     "trainer": "a training step over a bare PyTorch one",
     "scaling": "the trainer's tokens a second and memory against batch size and length",
     "pause": "what a weight update costs generation",
+    "load": "memory and seconds of loading a policy on several ranks",
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",

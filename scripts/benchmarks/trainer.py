@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -27,6 +29,7 @@ from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.model import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed
+from rl.trainer.parallel.loading import Rows
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.prefetch import prepare
 from rl.trainer.start import Learner
@@ -56,9 +59,15 @@ def our_step(folder: str, config: RLConfig, world: World) -> Step:
     return step
 
 
+def load_whole(folder: str, world: World, offload: bool, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
+    """The same model, attention included, not sharded."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    return model, Rows(model)
+
+
 def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     """As one would write it by hand for one process."""
-    with patch("rl.trainer.model.shard_model", lambda *_: None):  # the same model, attention included, not sharded
+    with patch("rl.trainer.model.load_rows", load_whole), patch("rl.trainer.model.shard_model", lambda *_: None):
         model = load_policy(folder, config.model, config.trainer, world).to(world.device)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.to(torch.bfloat16)

@@ -300,3 +300,18 @@ def test_a_tiny_terminal_does_not_end_the_run(tmp_path, monkeypatch, width):
         screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/missing": 8})
         screen.write(step, "trainer", TRAINER)
     assert "     2" in screen.look()
+
+
+def test_costly_checkpoints_are_warned_of_once_where_their_interval_is_the_users(tmp_path):
+    screen = Screen(tmp_path, "--trainer.checkpoint.interval", "10")
+    screen.write(1, "trainer", TRAINER | {"time/checkpoint_cost": 30.5, "time/checkpoint_fraction": 0.05})
+    assert "warning" not in screen.look()
+    for step in (2, 3):
+        screen.write(step, "trainer", TRAINER | {"time/checkpoint_cost": 305.2, "time/checkpoint_fraction": 0.312})
+    assert screen.look() == (
+        "warning: step 2: checkpoints are being written 31% of the time (305 s each): trainer.checkpoint.interval = 10 is obeyed; "
+        "a larger one, or none (trainer.checkpoint.interval_s), costs less\n"
+    )
+    by_seconds = Screen(tmp_path)
+    by_seconds.write(4, "trainer", TRAINER | {"time/checkpoint_cost": 305.2, "time/checkpoint_fraction": 0.312})
+    assert "warning" not in by_seconds.look()

@@ -35,9 +35,11 @@ class CheckpointConfig(Settings):
     """Trainer state (fp32 weights, optimizer, step, RNG) under checkpoints/."""
 
     interval: int | None = Field(None, ge=1)
-    """Steps between checkpoints. Default: interval_s decides. The last step is always saved."""
+    """Steps between checkpoints, whatever they cost; above a twentieth of the time there is a warning. Default: interval_s decides. The
+    last step is always saved."""
     interval_s: Unbounded = Field(60.0, gt=0)
-    """Seconds between checkpoints where no interval in steps is given. `inf`: only the last step is saved."""
+    """Least seconds from the end of a checkpoint to the next one, where no interval in steps is given; 20 times what the last one cost
+    (its copy and its writing) if that is longer. `inf`: only the last step is saved."""
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept."""
     keep_every: int | None = Field(None, ge=1)

@@ -63,6 +63,8 @@ STEP_WIDTH, NOTES_WIDTH = 6, 20
 """Characters of the step's number, and those that are kept free for the longest wait."""
 SCREEN = 50
 """Lines after which the heading comes again where there is no terminal that says how many it has."""
+MOST_FOR_CHECKPOINTS = 1 / 20
+"""Share of the time above which the user is told what checkpoints cost."""
 PACE_STEPS = 10
 """Newest steps whose median time the time that is left is reckoned by."""
 Line = dict[str, Any]
@@ -197,7 +199,7 @@ class Console:
         """The columns of the heading that was printed last."""
         self.lines_since = 0
         """Lines printed since then."""
-        self.said_short = False
+        self.said_short = self.said_costly = False
         self.bar = ProgressBar(self.out) if self.out.isatty() else None
 
     @property
@@ -216,6 +218,7 @@ class Console:
             if line.get("parity/agrees") == 0.0:
                 found = Agreement(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0)
                 self.say(f"warning: step {line['step']}: {found.complaint(self.limit)}")
+            self._warn_of_checkpoints(line)
         for step in sorted({line["step"] for line in new_lines} - self.shown):
             if self._complete(step):
                 self._show_step(step)
@@ -224,6 +227,17 @@ class Console:
             self.bar.show(step, self.max_steps, self._left(step), statuses)
         elif not self.headed:
             self._say_new_phases(statuses)
+
+    def _warn_of_checkpoints(self, line: Line) -> None:
+        """Says, once, that checkpoints at the user's interval in steps take more of the time than they would at one in seconds."""
+        interval, fraction = self.config.trainer.checkpoint.interval, line.get("time/checkpoint_fraction", 0.0)
+        if interval is None or fraction <= MOST_FOR_CHECKPOINTS or self.said_costly:
+            return
+        self.said_costly = True
+        self.say(
+            f"warning: step {line['step']}: checkpoints are being written {fraction:.0%} of the time ({line['time/checkpoint_cost']:.3g} s "
+            f"each): trainer.checkpoint.interval = {interval} is obeyed; a larger one, or none (trainer.checkpoint.interval_s), costs less"
+        )
 
     def introduce(self) -> None:
         """Prints what the run is."""

@@ -99,6 +99,8 @@ TIME = {
     "time/publish_weights": "Seconds that publishing a version held the step up.",
     "time/publish_latency": "Seconds from an optimizer step until the orchestrator knew of its version; mostly of the version before.",
     "time/checkpoint": "Seconds that a checkpoint held the step up.",
+    "time/checkpoint_cost": "Seconds from the begin of the newest complete checkpoint's copy to the end of its writing.",
+    "time/checkpoint_fraction": "These seconds over those from the begin of the checkpoint before it, or of training, to its own.",
     "time/parity": "Seconds of comparing trainer and inference on a probe, at a checkpoint.",
     "time/validation": "Seconds of a validation.",
     "time/batch": "Seconds between two batches of the orchestrator.",

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
@@ -17,6 +17,7 @@ from rl.trainer.logprobs import head_logprobs, token_logprobs
 from rl.trainer.lora import add_adapters
 from rl.trainer.modes import Mode, call, turn_off_randomness
 from rl.trainer.packing import MicroBatch
+from rl.trainer.parallel.loading import load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
 from rl.trainer.parallel.world import World
 from rl.trainer.rope import freeze_rope
@@ -28,12 +29,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world: World, frozen: bool = False) -> PreTrainedModel:
     """The model of `folder` with float32 master weights, sharded over the ranks; it computes in `config.dtype`, reduces in float32.
 
-    Every rank maps the same files and keeps its shards, see parallel.shard_model. A `frozen` one is only to be scored with: it is held in
-    the dtype that it computes in. Raises RunError for a model that cannot be computed exactly, see trainer/selftest.py.
+    Every rank reads its own part of the files, see parallel/loading.py. A `frozen` one is only to be scored with: it is held in the dtype
+    that it computes in. Raises RunError for a model that cannot be computed exactly, see trainer/selftest.py, and for files that lack
+    a part of it.
     """
     choice = choose_mode(folder, config, settings, world)
-    model = AutoModelForCausalLM.from_pretrained(
+    model, rows = load_rows(
         folder,
+        world,
+        settings.optim.offload,
         dtype=DTYPES[config.dtype] if settings.lora or frozen else torch.float32,  # what is frozen needs no float32 master
         attn_implementation=choice.implementation,
         trust_remote_code=config.trust_remote_code,
@@ -49,7 +53,9 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
     head.forward = LossHead(head, choice.mode)
+    rows.leave_meta(model)
     shard_model(model, DTYPES[config.dtype], settings.optim.offload, world)
+    rows.put_back(model, settings.optim.offload)
     return model
 
 

@@ -148,7 +148,7 @@ class Trainer:
 
     def log(self, metrics: dict[str, float], ready: Packed | Skipped, timer: Timer) -> None:
         """Writes the line of this step: its own metrics, seconds, and throughput."""
-        metrics = metrics | timer.metrics() | self.publisher.metrics()
+        metrics = metrics | timer.metrics() | self.publisher.metrics() | self.saver.metrics()
         if isinstance(ready, Packed):
             dtype, learner = self.config.model.dtype, self.learner
             metrics |= performance(ready, timer, self.work, dtype, learner.world, learner.settings.epochs)

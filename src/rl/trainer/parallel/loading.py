@@ -1,0 +1,265 @@
+"""A model's files, read by each rank as far as it holds them: transformers loads, and a matrix is only this rank's rows from the start.
+
+What stands in a file as the model has it (by name, after transformers' renamings, and shape), or expert by expert, is read row by row.
+What transformers makes of its files in another way (fused projections, another order of dimensions) is made whole, one parameter after the
+other, and all but the rows is dropped at once. Everything else - buffers, what follows from the config, tied weights - is as
+`from_pretrained` makes it, for it does.
+"""
+
+import copy
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from rl.system.errors import RunError
+from rl.trainer.parallel.world import World
+
+GIB = 1024**3
+
+
+class Rows:
+    """This rank's rows of the matrices of a model that is about to be sharded; in it stand tensors of their shapes, without memory."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.of: dict[nn.Parameter, Tensor] = {}
+        """The rows by the parameter that stands for the matrix."""
+        self.by_name: dict[str, Tensor] = {}
+        """The rows by the parameter's name, while FSDP shards the model."""
+        replace_parameters(model, self._take)
+
+    def _take(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        # Not yet on meta: peft moves adapters to where the layer's weight is.
+        stand_in = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+        new = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
+        self.of[new] = parameter.detach().to_local()
+        return new
+
+    def leave_meta(self, model: PreTrainedModel) -> None:
+        """Puts tensors on the meta device in the place of those that stand for matrices: FSDP shards what is contiguous, or there."""
+
+        def to_meta(parameter: nn.Parameter) -> nn.Parameter:
+            if parameter not in self.of:
+                return parameter
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            self.of[new] = self.of.pop(parameter)
+            return new
+
+        replace_parameters(model, to_meta)
+        self.by_name = {name: self.of.pop(parameter) for name, parameter in model.named_parameters() if parameter in self.of}
+
+    def put_back(self, model: PreTrainedModel, offload: bool) -> None:
+        """Gives the sharded model its rows. Raises RunError, naming it, for a parameter or buffer without values."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+
+        def fill(parameter: nn.Parameter) -> nn.Parameter:
+            if names[parameter] not in self.by_name:
+                return parameter
+            assert isinstance(parameter, DTensor)
+            rows = self.by_name.pop(names[parameter])
+            value = dtensor(rows, parameter.device_mesh, parameter.placements, parameter.shape)
+            return nn.Parameter(value.cpu() if offload else value, requires_grad=parameter.requires_grad)
+
+        replace_parameters(model, fill)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        if empty := [*(name for name, tensor in tensors if tensor.is_meta), *self.by_name]:
+            raise RunError(f"{type(model).__name__}: {', '.join(empty)} got no values from its files; please report this")
+
+
+def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Puts `new_of` each parameter in its place; one that stands in several places stays one."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in replaced:
+                replaced[parameter] = new_of(parameter)
+            if replaced[parameter] is not parameter:
+                setattr(module, name, replaced[parameter])
+
+
+def dtensor(rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
+    """The tensor of `shape` of which this rank has `rows`; on the device of the mesh."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def load_rows(folder: str, world: World, offload: bool, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
+    """The causal language model of `folder`, as `from_pretrained` with `arguments` makes it, and this rank's rows of its matrices.
+
+    Needs the memory of these rows and of one tensor. With `offload` they are in the CPU's memory, else on the device. Every rank calls
+    this. Raises RunError for parameters and buffers that the files do not have.
+    """
+    mesh = init_device_mesh("cpu", world.mesh.shape, mesh_dim_names=world.mesh.mesh_dim_names) if offload else world.mesh
+    reader = Reader(mesh)
+    with reader.in_transformers():
+        model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
+    if missing := sorted(found["missing_keys"]):
+        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise RunError(f"{folder}: its files have no {few}, which {type(model).__name__} needs; are they all there, and of this model?")
+    rows = Rows(model)
+    if world.is_main and (note := reader.note(model)):
+        print(f"{folder}: {note}", flush=True)
+    return model, rows
+
+
+class Reader:
+    """What is done with the files of one model in the place of reading them whole."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.placements = mesh, (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+        self.whole = "its class has its own way of loading"
+        """Why the model is read whole; empty if it is not."""
+        self.converted: dict[str, int] = {}
+        """Bytes of the parameters that are made whole, by name."""
+
+    @contextmanager
+    def in_transformers(self) -> Iterator[None]:
+        """A context in which `from_pretrained` reads by this reader."""
+        original = PreTrainedModel._load_pretrained_model
+
+        def load(model: PreTrainedModel, state_dict: None, files: list[str], settings: Any, **more: Any) -> Any:
+            with ExitStack() as opened:
+                self.whole = why_whole(model, settings)
+                if not self.whole:
+                    if files[0].endswith(".safetensors"):
+                        state_dict = {name: part for file in files for name, part in slices(opened, file)}
+                        self.place_rows(model, state_dict, settings.weight_mapping or [])
+                    opened.enter_context(self.keeping_rows(model))
+                return original(model, state_dict, files, settings, **more)
+
+        PreTrainedModel._load_pretrained_model = staticmethod(load)
+        try:
+            yield
+        finally:
+            PreTrainedModel._load_pretrained_model = staticmethod(original)
+
+    def place_rows(self, model: PreTrainedModel, parts: dict[str, Any], mapping: list[Any]) -> None:
+        """Puts DTensors into the model, which is on the meta device, where a file has the matrix itself: transformers reads their rows."""
+        mapping = copy.deepcopy(mapping)  # some of them remember what they have seen
+        renamings, converters = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+        state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+        stacked: dict[str, list[list[int]]] = defaultdict(list)
+        for key in sorted(parts, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+            if name in parameters and pattern:
+                rule = next(rule for rule in converters if pattern in rule.source_patterns)
+                stacked[name].append(parts[key].get_shape())
+                if self.stacks_rows(rule, parameters[name], stacked[name]):
+                    self.place(model, name, parameters[name])
+            elif name in parameters and list(parameters[name].shape) == parts[key].get_shape():
+                self.place(model, name, parameters[name])
+
+    def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter) -> None:
+        """Puts a DTensor in the place of a matrix on the meta device."""
+        if parameter.ndim >= 2:
+            value, (module, _, leaf) = self.rows_of(parameter), name.rpartition(".")
+            # The gradient as transformers has it: by the type, whatever the class has set.
+            setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
+
+    def stacks_rows(self, rule: WeightConverter, parameter: nn.Parameter, shapes: list[list[int]]) -> bool:
+        """Whether tensors of `shapes` are all that a rule makes a parameter of, each for one row of it (experts), and every rank has rows:
+        then transformers reads those of this rank alone."""
+        kinds = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
+        rows, sources, ranks = parameter.shape[0], len(rule.source_patterns), self.mesh.size(-1)
+        return (
+            len(shapes) == rows * sources
+            and kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+            and len(rule.target_patterns) == 1
+            and all(len(shape) == parameter.ndim - 1 for shape in shapes)
+            and -(-rows // ranks) * (ranks - 1) < rows
+        )
+
+    @contextmanager
+    def keeping_rows(self, model: PreTrainedModel) -> Iterator[None]:
+        """A context in which a matrix that is loaded whole is but its rows when it enters a module, and one is loaded after the other."""
+        names = {module: name for name, module in model.named_modules()}
+
+        def keep(module: nn.Module, leaf: str, parameter: nn.Parameter) -> nn.Parameter | None:
+            loaded = getattr(parameter, "_is_hf_initialized", False)  # what no file has is initialised whole
+            if not loaded or isinstance(parameter, DTensor) or parameter.ndim < 2:
+                return None
+            self.converted[f"{names.get(module)}.{leaf}"] = parameter.nbytes
+            rows = nn.Parameter(self.rows_of(parameter), requires_grad=parameter.requires_grad)
+            rows._is_hf_initialized = True
+            return rows
+
+        before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+        handle = register_module_parameter_registration_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+            os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD")
+            if before is not None:
+                os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+    def rows_of(self, parameter: nn.Parameter) -> DTensor:
+        """The matrix as a DTensor, for which this rank's rows are copied."""
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, self.mesh, self.placements)
+        rows = parameter.detach()[offset[0] : offset[0] + shape[0]].clone(memory_format=torch.contiguous_format)
+        return dtensor(rows, self.mesh, self.placements, parameter.shape)
+
+    def note(self, model: PreTrainedModel) -> str:
+        """What was not read row by row, and the memory that it took; empty if there is nothing."""
+        if self.whole:
+            size = sum(parameter.nbytes for parameter in model.parameters()) / GIB
+            return f"each rank reads the whole model, {size:.2f} GiB, because {self.whole}"
+        if self.converted:
+            largest, count = max(self.converted.values()) / GIB, len(self.converted)
+            return f"each rank makes {count} matrices whole, one after the other, and keeps its rows; the largest has {largest:.2f} GiB"
+        return ""
+
+
+def why_whole(model: PreTrainedModel, settings: Any) -> str:
+    """Why a model cannot be read row by row, else an empty text."""
+    if settings.hf_quantizer is not None:
+        return "its files are quantised"
+    if model.is_custom_code():
+        return "its code came with it (model.trust_remote_code)"
+    if changes_loaded_embeddings(model):
+        return "its class changes embeddings after they are loaded"
+    return ""
+
+
+def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
+    """Whether what initialises the parts that no file has also writes into an embedding that was loaded (Youtu's, at the padding token)."""
+    loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), freeze=False, padding_idx=0)
+    loaded.weight._is_hf_initialized = True  # type: ignore[assignment]
+    try:
+        model.base_model._init_weights(loaded)
+    except AttributeError:  # it takes every embedding for one of its own: nothing is known
+        return True
+    return bool((loaded.weight != 1).any())
+
+
+def slices(opened: ExitStack, file: str) -> list[tuple[str, Any]]:
+    """(name, what reads any part of it) of the tensors of a safetensors file, which stays open with `opened`.
+
+    Read, not mapped: what is mapped counts as this process's memory, once for each rank.
+    """
+    handle = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+    return [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118

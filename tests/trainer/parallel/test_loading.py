@@ -1,0 +1,109 @@
+"""Models are loaded by slices: three ranks, started once, load what is made here."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_model import make_tiny_model
+from tests.trainer.parallel.loads import RANKS
+from tests.trainer.parallel.test_sharding import free_ports
+from tests.zygote import trainer_zygote
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def change(source: Path, target: Path, change_tensors) -> None:
+    """A copy of a model with other tensors in its file."""
+    shutil.copytree(source, target)
+    save_file(change_tensors(load_file(source / "model.safetensors")), target / "model.safetensors", {"format": "pt"})
+
+
+def make_models(folder: Path) -> list[str]:
+    """Models whose files are read in each way that there is; returns their names."""
+    for family in ("llama", "qwen3_moe", "gpt2", "phi3"):  # plain; too few experts for three ranks; a tied head; frozen frequencies
+        make_tiny_model(folder / family, family=family)
+    make_tiny_model(folder / "experts", family="qwen3_moe", num_experts=7)
+    make_tiny_model(folder / "untied", tied=False)
+    llama, head, embedding = folder / "llama", "lm_head.weight", "model.embed_tokens.weight"
+    change(llama, folder / "both", lambda tensors: tensors | {head: tensors[embedding].clone()})
+    change(llama, folder / "both but last", lambda tensors: tensors | {head: tensors[embedding] + (torch.arange(259) == 258)[:, None]})
+    change(llama, folder / "half", lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    change(llama, folder / "without prefix", lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    shutil.copytree(llama, folder / "pickled")
+    torch.save(load_file(folder / "pickled" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
+    (folder / "pickled" / "model.safetensors").unlink()
+    shutil.copytree(llama, folder / "own")
+    (folder / "own" / "own.py").write_text(CODE)
+    config = json.loads((llama / "config.json").read_text()) | {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "own" / "config.json").write_text(json.dumps(config))
+    return [path.name for path in folder.iterdir() if path.is_dir()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What the ranks have found, and where their logs are."""
+    folder = tmp_path_factory.mktemp("loads")
+    same = make_models(folder)
+    change(folder / "llama", folder / "torn", lambda tensors: {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name})
+    make_tiny_model(folder / "large", hidden=1024, layers=4, tied=False)  # 170 MB
+    (folder / "plan.json").write_text(json.dumps({"same": same, "port": free_ports(1)[0]}))
+    processes = [
+        trainer_zygote().fork("tests.trainer.parallel.loads", str(rank), str(folder), log=folder / f"rank{rank}.log")
+        for rank in range(RANKS)
+    ]
+    deadline = time.monotonic() + 120
+    try:
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        failed = [process.log.read_text() for process in processes if process.poll()]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(30)
+    assert not failed, failed[0]
+    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_each_rank_loads_what_transformers_loads(results):
+    """Parameters, buffers, what is tied and what is trained, bit for bit, in both types; adapters with the values of the seed."""
+    _, found = results
+    for name in (name for name in found[0] if name not in ("torn", "memory")):
+        assert [each[name] for each in found] == [[]] * RANKS, name
+    assert len(found[0]) == 2 * 12 + 3
+
+
+def test_a_rank_takes_the_memory_of_its_rows_and_of_one_tensor(results):
+    for each in results[1]:
+        memory = each["memory"]
+        assert memory["shard"] < 57e6
+        assert memory["taken"] <= 1.2 * memory["shard"] + memory["largest"], memory
+
+
+def test_a_model_whose_files_lack_a_part_is_refused(results):
+    for each in results[1]:
+        assert "its files have no model.layers.1.mlp.up_proj.weight, which LlamaForCausalLM needs" in each["torn"]
+
+
+def test_what_is_not_read_by_slices_is_said(results):
+    folder, _ = results
+    logs = [(folder / f"rank{rank}.log").read_text() for rank in range(RANKS)]
+    assert "qwen3_moe: each rank makes 4 matrices whole, one after the other, and keeps its rows; the largest has 0.00 GiB" in logs[0]
+    assert "own: each rank reads the whole model, 0.00 GiB, because its code came with it (model.trust_remote_code)" in logs[0]
+    assert "llama: each" not in logs[0] and "experts: each" not in logs[0] and "each rank" not in logs[1]
