@@ -92,6 +92,7 @@ VARIANTS = [
     {"activation_checkpointing": "selective"},
     pytest.param({"compile": True}, marks=pytest.mark.proof),
     pytest.param({"compile": True, "activation_checkpointing": "full"}, marks=pytest.mark.proof),
+    pytest.param({"compile": True, "activation_checkpointing": "selective"}, marks=pytest.mark.proof),
 ]
 
 
@@ -165,11 +166,6 @@ def test_selective_checkpointing_computes_no_product_again(tied_folder, world):
     none, selective, full = (products_and_attentions(tied_folder, world, kind) for kind in ("none", "selective", "full"))
     assert none[1] == 2 and selective == none
     assert full[1] == 4 and full[0] >= none[0] + 2 * 6  # the last product of a layer is needed by nothing in it
-
-
-def test_selective_checkpointing_with_compile_is_refused(tied_folder, world):
-    with pytest.raises(RunError, match="use none or full"):
-        policy(tied_folder, world, compile=True, activation_checkpointing="selective")
 
 
 def test_one_large_equals_many_micro_batches(tied_folder, world):

@@ -24,7 +24,7 @@ from rl.trainer.balance import Layout
 from rl.trainer.kl import MAX_LOG_RATIO, k3
 from rl.trainer.model import is_packed, load_policy, score
 from rl.trainer.modes import layer_windows
-from rl.trainer.packing import MicroBatch, Packed, pack
+from rl.trainer.packing import MicroBatch, Packed, fill_blocks, pack
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.agreement import Agreement, Limit
 from rl.wire.batch_file import decode_batch
@@ -123,7 +123,7 @@ def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: 
     layout = Layout(world.data_rank, world.data_size, row_tokens, model.config.get_text_config().hidden_size)
     found: list[tuple[int, float, float]] = []
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
-        part = row.to(world.device)
+        part = (fill_blocks(row, 1) if world.device.type == "cuda" and row_tokens else row).to(world.device)
         positions = (part.position_ids[part.predictors][part.rows] + 1).tolist()
         temperatures = [round(temperature, 6) for temperature in part.temperatures[part.rows].tolist()]
         found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)

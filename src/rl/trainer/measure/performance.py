@@ -72,7 +72,8 @@ class Work:
 
     def of(self, batch: MicroBatch) -> int:
         """Operations of a micro batch on this rank."""
-        positions = batch.position_ids if batch.queries is None else batch.position_ids[batch.queries]
+        end = len(batch.position_ids) - batch.padding
+        positions = batch.position_ids[:end] if batch.queries is None else batch.position_ids[batch.queries[batch.queries < end]]
         keys = positions + 1  # a token sees its ancestors and itself
         attention = sum(layers * int((keys if window is None else keys.clamp(max=window)).sum()) for window, layers in self.windows.items())
         return self.per_token * len(positions) + self.per_predictor * len(batch.predictors) + self.per_key * attention
