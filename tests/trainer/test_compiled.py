@@ -13,7 +13,7 @@ from rl.trainer.compiled import KEEP_RESULT, compiled, kept_operations
 def test_what_is_compiled_too_often_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    call = compiled(lambda x, flag: x + len(flag), "trainer.compile = false")
+    call = compiled(lambda x, flag: x + len(flag), "set trainer.compile = false")
     with pytest.raises(RunError, match=r"compiled .*<lambda> 8 times, each for other inputs; set trainer.compile = false"):
         for number in range(10):
             call(torch.ones(3), "x" * number)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from rl.trainer import logprobs
 from rl.trainer.logprobs import head_logprobs, token_logprobs
@@ -132,3 +133,27 @@ def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
         assert torch.allclose(values, found[2][0], atol=1e-5) and torch.allclose(entropies, found[2][1], atol=1e-5)
         ((values * grad).sum() + entropies.sum()).backward()
     assert all(torch.allclose(x.grad, theirs.grad, atol=1e-5) for x in (ours, plain))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entropy_gradient):
+    _, temperatures, rows, targets, grad = case()
+    hidden, weight = torch.randn(13, 17), torch.randn(101, 17)
+
+    def run():
+        tensors = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        values, entropies = head_logprobs(*tensors, None, temperatures, rows, targets, entropy_gradient)
+        (values * grad).sum().backward()
+        return [values.detach(), entropies.detach(), *(tensor.grad for tensor in tensors)]
+
+    monkeypatch.setattr(logprobs, "SLICE_BYTES", 40 * 13 * 4)  # slices of 21 and 40 tokens
+    expected = run()
+    compile_by_torch, counter = torch.compile, CompileCounterWithBackend(backend)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile_by_torch(function, dynamic=dynamic, backend=counter))
+    monkeypatch.setattr(logprobs, "FUSED_ON", ("cpu",))
+    logprobs.fused.cache_clear()
+    found = run()
+    logprobs.fused.cache_clear()
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) == 2  # the statistics and the gradient, whatever the width

@@ -12,11 +12,11 @@ KEEP_RESULT = "wrap_inductor_compiled_regions"
 """The option of inductor by which selective checkpointing sees a compiled function as one operation, whose result it can keep."""
 
 
-def compiled(function: Callable[..., Any], instead: str, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] | None = None) -> Callable[..., Any]:
     """`function` compiled, with symbols for all sizes. Nothing is compiled before the first call.
 
     A size or a flag that the graph cannot have as a symbol costs another compilation, and after eight of one code object torch would go on
-    without any, at many times the memory. Raises RunError then, which tells to set `instead`.
+    without any, at many times the memory. Raises RunError then, with this remedy.
     """
     from torch._dynamo import config  # seconds, which what never compiles need not spend
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -30,7 +30,7 @@ def compiled(function: Callable[..., Any], instead: str, options: dict[str, Any]
             return inner(*args, **kwargs)
         except FailOnRecompileLimitHit as error:
             name = getattr(function, "__qualname__", "a function")
-            raise RunError(f"torch compiled {name} {config.recompile_limit} times, each for other inputs; set {instead}") from error
+            raise RunError(f"torch compiled {name} {config.recompile_limit} times, each for other inputs; {remedy}") from error
 
     return call
 

@@ -94,7 +94,7 @@ def compiled_kernel(scale: float, cap: float | None, sums: bool, window: int | N
     """
     attend = kernel(scale, cap, sums)
     attend.__code__ = attend.__code__.replace()
-    return compiled(attend, "trainer.attention = blocks", {KEEP_RESULT: True} if keeps_results() else None)
+    return compiled(attend, "set trainer.attention = blocks", {KEEP_RESULT: True} if keeps_results() else None)
 
 
 def attend_flex(

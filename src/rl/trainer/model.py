@@ -73,7 +73,7 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig) -> None:
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS + kept_operations())
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if settings.compile:
-            layer.forward = compiled(layer.forward, "trainer.compile = false")
+            layer.forward = compiled(layer.forward, "set trainer.compile = false")
         if kind != "none":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 

@@ -44,12 +44,12 @@ class AgreementSums:
         """[4]: number of tokens; sums of |d|, of the KL exp(d) - 1 - d, and of its square."""
         self.largest = torch.zeros((), dtype=torch.float32, device=device)
 
-    def add(self, differences: Tensor) -> None:
-        """[N] float32, trainer minus inference, nats; beyond +-10 they count as that."""
+    def add(self, differences: Tensor, counted: Tensor) -> None:
+        """[N] float32, trainer minus inference, nats; beyond +-10 they count as that. [N] bool: which of them count."""
         if len(differences):
-            d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(counted, 0.0)
             kl = k3(d.double())
-            self.sums += torch.stack([torch.ones_like(kl).sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()])
+            self.sums += torch.stack([counted.double().sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()])
             self.largest = torch.maximum(self.largest, d.abs().max())
 
     def total(self, world: World) -> Agreement | None:
@@ -95,7 +95,7 @@ class ParityWatch:
         sums = AgreementSums(world.device)
         for row in prepare(TrainBatch(step=step + 1, samples=samples)).micro_batches:
             part = row.to(world.device)
-            sums.add(differences(model, part, world)[part.fresh])
+            sums.add(differences(model, part, world), part.fresh)
         metrics = self.judge(sums.total(world))
         self.seen = False
         return metrics
