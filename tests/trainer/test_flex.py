@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import flex_attention as of_torch
 
 from rl.trainer import flex
-from rl.trainer.attention import TreeMask
-from rl.trainer.flex import attend_flex, padded, whole_blocks
+from rl.trainer.attention import TreeMask, attend_flex
+from rl.trainer.flex import padded, whole_blocks
 from rl.trainer.model import score
 from rl.trainer.packing import fill_blocks
 from tests.trainer.samples import branching_batch

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from rl.system.errors import RunError
-from rl.trainer.flex import attend_flex, make_mask
+from rl.trainer import flex
 
 CALL_COST = 4096
 """Cost of a block beyond its (query, key) pairs, in pairs: a dozen small operations take as long as 64 queries on 64 keys."""
@@ -105,7 +105,7 @@ class TreeMask:
     def flex(self, window: int | None) -> BlockMask:
         """The mask for FlexAttention."""
         if window not in self._flex:
-            self._flex[window] = make_mask(self.ends, self.positions, self.queries, window)
+            self._flex[window] = flex.make_mask(self.ends, self.positions, self.queries, window)
         return self._flex[window]
 
 
@@ -268,6 +268,19 @@ def attend_blocks(
     blocks = tree.blocks(window, query.dtype)
     masks, keys, firsts = [b.mask for b in blocks], [b.keys for b in blocks], [b.first_key for b in blocks]
     return block_attention(query, key, value, masks, keys, firsts, scale, cap or 0.0, sinks)
+
+
+def attend_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TreeMask,
+    window: int | None,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return flex.attend(query, key, value, tree.flex(window), window, scale, cap, sinks)
 
 
 @torch.compiler.disable

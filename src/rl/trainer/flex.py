@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +10,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from rl.trainer.compiled import KEEP_RESULT, compiled, keeps_results
-
-if TYPE_CHECKING:
-    from rl.trainer.attention import TreeMask
 
 BLOCK = 128
 """FlexAttention's own block size."""
@@ -97,26 +94,19 @@ def compiled_kernel(scale: float, cap: float | None, sums: bool, window: int | N
     return compiled(attend, "set trainer.attention = blocks", {KEEP_RESULT: True} if keeps_results() else None)
 
 
-def attend_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: "TreeMask",
-    window: int | None,
-    scale: float,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, window: int | None, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention as `attention.attend_blocks` computes it."""
+    """Attention through the mask of the layers with this window; the rest is as in attention.block_attention."""
     kind = (scale, cap, sinks is not None)
-    attend = kernel(*kind)
+    function = kernel(*kind)
     if query.device.type in COMPILED_ON:
-        attend = compiled_kernel(*kind, window, torch.is_grad_enabled())
+        function = compiled_kernel(*kind, window, torch.is_grad_enabled())
         for tensor in (query, key, value):
             torch._dynamo.mark_static(tensor, [1, 3])  # heads, whose number the row's in blocks may equal, and their width
     if sinks is None:
-        return attend(query, key, value, tree.flex(window)).transpose(1, 2).contiguous()
-    out, extra = attend(query, key, value, tree.flex(window))
+        return function(query, key, value, mask).transpose(1, 2).contiguous()
+    out, extra = function(query, key, value, mask)
     # The sink is one more term in the softmax's sum: exp(lse) / (exp(lse) + exp(sink)) of the weight is left.
     left = torch.sigmoid(extra.lse - sinks.to(extra.lse.dtype)[:, None])
     return (out * left[..., None].to(out.dtype)).transpose(1, 2).contiguous()

@@ -50,7 +50,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
     head.forward = LossHead(head, choice.mode)
-    shard_model(model, DTYPES[config.dtype], settings.optim.offload, world)
+    shard_model(model, DTYPES[config.dtype], world)
     return model
 
 

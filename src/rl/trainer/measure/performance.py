@@ -87,7 +87,15 @@ def work_of(model: PreTrainedModel) -> Work:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     widths = getattr(config, "qk_head_dim", head_dim) + getattr(config, "v_head_dim", head_dim)
     head = model.get_output_embeddings().weight
-    return Work(per_token, head.numel() * (6 if head.requires_grad else 4), 6 * heads * widths, Counter(layer_windows(model)))
+    return Work(per_token, head.numel() * (6 if head.requires_grad else 4), 6 * heads * widths, Counter(attention_windows(model)))
+
+
+def attention_windows(model: PreTrainedModel) -> list[int | None]:
+    """The windows of the layers that have attention over keys: not of convolutions, state space models or linear attention."""
+    config = model.config.get_text_config()
+    windows = layer_windows(model)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["attention"] * len(windows)
+    return [window for kind, window in zip(kinds, windows, strict=True) if kind.endswith("attention") and not kind.startswith("linear")]
 
 
 def layer_matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:
