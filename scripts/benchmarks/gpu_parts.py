@@ -51,7 +51,7 @@ SAMPLE = 4096
 
 def ready(bench: Bench, name: str, world: World, dtype: str = "bfloat16", **trainer: Any) -> tuple[RLConfig, Learner]:
     """A model that can be trained, and its configuration."""
-    model = {"name": str(bench.model(name)), "dtype": dtype, "max_model_len": 1 << 16}
+    model = {"name": str(bench.model(name)), "dtype": dtype, "max_model_len": 257 if bench.tiny else SAMPLE + 1}
     config = RLConfig.model_validate({"model": model, "trainer": trainer})
     policy = load_policy(str(bench.model(name)), config.model, config.trainer, world)
     return config, Learner(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world)

@@ -9,6 +9,7 @@ from rl.trainer.attention import TreeMask, attend_flex
 from rl.trainer.flex import padded, whole_blocks
 from rl.trainer.model import score
 from rl.trainer.packing import fill_blocks
+from tests.trainer.device import on_cpu
 from tests.trainer.samples import branching_batch
 from tests.trainer.test_attention import random_row
 from tests.trainer.test_model import policy, rows_of
@@ -33,6 +34,7 @@ def counted(monkeypatch):
     flex.compiled_kernel.cache_clear()
 
 
+@on_cpu
 def test_one_compilation_for_each_window_and_grad_mode_whatever_the_lengths(counted):
     """The first row has as many blocks as there are heads of keys: sizes that are equal once are no symbol for each other."""
     for gradient in (True, False):

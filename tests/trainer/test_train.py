@@ -19,6 +19,7 @@ from rl.trainer.model import score
 from rl.trainer.packing import fill_blocks
 from rl.trainer.train import loss_inputs
 from tests.tiny_model import make_tiny_model
+from tests.trainer.device import on_cpu
 from tests.trainer.samples import branching_batch
 from tests.trainer.test_model import policy, rows_of
 
@@ -61,6 +62,7 @@ def dense(query, key, value, tree, window, scale, cap=None, sinks=None):
     return scaled_dot_product_attention(query, keys, values, attn_mask=tree.dense(window), scale=scale).transpose(1, 2).contiguous()
 
 
+@on_cpu
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("loss", ["policy_gradient", "gspo"])
 def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_path, monkeypatch):
