@@ -50,13 +50,13 @@ def children() -> Iterator[Children]:
 
 @pytest.fixture(scope="session")
 def world():
-    """A process group of one rank. A process can have but one, so all tests share it."""
+    """A process group of one rank, on the device of tests/trainer/device.py. A process can have but one, so all tests share it."""
     import torch
 
     from rl.trainer.parallel.world import start_world
 
     torch.set_num_threads(1)
-    yield start_world(use_gpus=False, timeout_s=60)
+    yield start_world(use_gpus=os.environ.get("RL_TEST_DEVICE") == "cuda", timeout_s=60)
     torch.distributed.destroy_process_group()
 
 

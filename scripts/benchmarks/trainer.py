@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -59,7 +59,7 @@ def our_step(folder: str, config: RLConfig, world: World) -> Step:
     return step
 
 
-def load_whole(folder: str, world: World, offload: bool, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
+def load_whole(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
     """The same model, attention included, not sharded."""
     model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
     return model, Rows(model)
@@ -103,11 +103,12 @@ def measure(folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, **tr
     world = start_world(use_gpus, 600.0)
     steps = {"ours": our_step(folder, config, world), "bare": bare_step(folder, config, world)}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
-    batches = FakeBatches(data, 49152, seed=0)
+    shape = AutoConfig.from_pretrained(folder).get_text_config()
+    batches = FakeBatches(data, shape.vocab_size, seed=0)
     tokens = 0
     for number in range(rounds + 1):
         batch = batches.receive(1 + number)
-        packed = prepare(batch, config, world, hidden_size=576)
+        packed = prepare(batch, config, world, shape.hidden_size)
         tokens = sum(len(row.input_ids) for row in packed.micro_batches)
         for name in sorted(steps, reverse=number % 2 == 1):
             began = time.process_time()

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rl.system.errors import RunError
 from rl.trainer import attention as module
 from rl.trainer.attention import TreeMask, attend_blocks, attend_flex, attention, cut_blocks
+from tests.trainer.device import DEVICE
 
 
 def random_row(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,13 +23,14 @@ def random_row(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         path = [*path, token]
         paths.append(path)
     ends = [1 + max(i for i, path in enumerate(paths) if token in path) for token in range(length)]
-    return torch.tensor(ends), torch.tensor([len(path) - 1 for path in paths])
+    return torch.tensor(ends, device=DEVICE), torch.tensor([len(path) - 1 for path in paths], device=DEVICE)
 
 
 def qkv(queries: int, length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
-        torch.randn(1, n, heads, 16, dtype=dtype).transpose(1, 2).requires_grad_() for heads, n in ((6, queries), (2, length), (2, length))
+        torch.randn(1, n, heads, 16, dtype=dtype).to(DEVICE).transpose(1, 2).requires_grad_()
+        for heads, n in ((6, queries), (2, length), (2, length))
     ]
 
 
@@ -41,7 +43,7 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, small_blocks, window,
         monkeypatch.setattr(module, "CALL_COST", 5)
         monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
     ends, positions = random_row(1, 300)
-    mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]) if local else None  # as with context parallelism
+    mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]).to(DEVICE) if local else None  # as with context parallelism
     tree = TreeMask(ends, positions, mine)
     query, key, value = qkv(300 if mine is None else 160, 300)
     repeated = [x.repeat_interleave(3, dim=1) for x in (key, value)]
@@ -63,7 +65,7 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
     tree = TreeMask(*random_row(1, 150))
     query, key, value = qkv(150, 150)
-    sinks = torch.randn(6, dtype=torch.float64).requires_grad_() if sunk else None
+    sinks = torch.randn(6, dtype=torch.float64, device=DEVICE).requires_grad_() if sunk else None
     scores = 0.7 * query @ key.repeat_interleave(3, 1).transpose(2, 3)
     scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores.masked_fill(~tree.dense(window), -torch.inf)
@@ -120,7 +122,7 @@ def test_bfloat16_is_as_near_as_torch():
 
 
 def test_what_is_not_plain_attention_is_refused():
-    tree = TreeMask(torch.tensor([2, 2]), torch.tensor([0, 1]))
+    tree = TreeMask(torch.tensor([2, 2], device=DEVICE), torch.tensor([0, 1], device=DEVICE))
     tensors = qkv(2, 2)
     for special in ({"position_bias": torch.zeros(2, 2)}, {"head_mask": torch.zeros(6)}):
         with pytest.raises(RunError, match=f"{next(iter(special))}: set trainer.attention = auto"):

@@ -2,9 +2,11 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from rl.trainer import logprobs
 from rl.trainer.logprobs import head_logprobs, token_logprobs
+from tests.trainer.device import DEVICE
 
 
 def dense(logits, temperatures, rows, targets):
@@ -19,13 +21,13 @@ def case(dtype=torch.float32):
     temperatures = torch.tensor([1.0, 0.7, 1.3] * 4 + [2.0])
     rows = torch.tensor([0, 0, 0, 1, 2, 3, 3, 5, 8, 12, 12])  # several targets of one row; rows without any
     targets = torch.tensor([4, 4, 9, 100, 0, 7, 8, 50, 99, 1, 2])
-    return logits, temperatures, rows, targets, torch.randn(11)
+    return [tensor.to(DEVICE) for tensor in (logits, temperatures, rows, targets, torch.randn(11))]
 
 
 @pytest.mark.parametrize("elements", [1, 250, 10**6])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradient):
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, DEVICE.type, elements)
     logits, temperatures, rows, targets, grad = case()
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     values, entropies = token_logprobs(ours, temperatures, rows, targets, entropy_gradient)
@@ -33,7 +35,7 @@ def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradien
     assert torch.allclose(values, expected, atol=1e-6, rtol=1e-6)
     assert torch.allclose(entropies, expected_entropies, atol=1e-5)
     assert entropies.requires_grad == entropy_gradient
-    bonus = torch.randn(13) if entropy_gradient else torch.zeros(13)
+    bonus = torch.randn(13, device=DEVICE) if entropy_gradient else torch.zeros(13)
     ((values * grad).sum() + ((entropies * bonus).sum() if entropy_gradient else 0)).backward()
     ((expected * grad).sum() + (expected_entropies * bonus).sum()).backward()
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
@@ -44,13 +46,13 @@ def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradien
 def test_head_equals_logits_of_the_same_weight(monkeypatch, width, bias):
     """Slices of the vocabulary that are computed again, a short one, and one that is kept."""
     monkeypatch.setattr(logprobs, "SLICE_BYTES", width * 13 * 4)
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 250)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, DEVICE.type, 250)
     _, temperatures, rows, targets, grad = case()
-    tensors = [torch.randn(13, 17), torch.randn(101, 17), torch.randn(101)]
+    tensors = [torch.randn(13, 17, device=DEVICE), torch.randn(101, 17, device=DEVICE), torch.randn(101, device=DEVICE)]
     ours, theirs = ([tensor.clone().requires_grad_() for tensor in tensors[: 2 + bias]] for _ in range(2))
     results = head_logprobs(*ours, *[None] * (not bias), temperatures, rows, targets, True)
     expected = token_logprobs(torch.nn.functional.linear(*theirs), temperatures, rows, targets, True)
-    bonus = torch.randn(13)
+    bonus = torch.randn(13, device=DEVICE)
     for logprob, entropy in (results, expected):
         ((logprob * grad).sum() + (entropy * bonus).sum()).backward(retain_graph=True)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results, expected, strict=True))
@@ -118,7 +120,7 @@ def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
     _, temperatures, rows, targets, grad = case()
     targets = targets % 20
     bias = torch.zeros(101).index_fill_(0, torch.arange(21, 101), -math.inf).index_fill_(0, torch.tensor([3, 5]), -math.inf)
-    hidden, weight = torch.randn(13, 17), torch.randn(101, 17)
+    hidden, weight = torch.randn(13, 17, device=DEVICE), torch.randn(101, 17, device=DEVICE)
     left = bias.isfinite()
     places = left.cumsum(0) - 1
     ours, theirs, plain = (hidden.clone().requires_grad_() for _ in range(3))
@@ -132,3 +134,28 @@ def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
         assert torch.allclose(values, found[2][0], atol=1e-5) and torch.allclose(entropies, found[2][1], atol=1e-5)
         ((values * grad).sum() + entropies.sum()).backward()
     assert all(torch.allclose(x.grad, theirs.grad, atol=1e-5) for x in (ours, plain))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entropy_gradient):
+    _, temperatures, rows, targets, grad = case()
+    hidden, weight = torch.randn(13, 17, device=DEVICE), torch.randn(101, 17, device=DEVICE)
+
+    def run():
+        tensors = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        values, entropies = head_logprobs(*tensors, None, temperatures, rows, targets, entropy_gradient)
+        (values * grad).sum().backward()
+        return [values.detach(), entropies.detach(), *(tensor.grad for tensor in tensors)]
+
+    monkeypatch.setattr(logprobs, "SLICE_BYTES", 40 * 13 * 4)  # slices of 21 and 40 tokens
+    monkeypatch.setattr(logprobs, "FUSED_ON", ())
+    expected = run()
+    compile_by_torch, counter = torch.compile, CompileCounterWithBackend(backend)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: compile_by_torch(function, dynamic=dynamic, backend=counter))
+    monkeypatch.setattr(logprobs, "FUSED_ON", (DEVICE.type,))
+    logprobs.fused.cache_clear()
+    found = run()
+    logprobs.fused.cache_clear()
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) == 2  # the statistics and the gradient, whatever the width

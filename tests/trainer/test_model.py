@@ -22,6 +22,7 @@ from rl.trainer.store import versions
 from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS, PACKED
+from tests.trainer.device import DEVICE, on_cpu
 from tests.trainer.samples import branching_batch, make_batch, make_sample
 
 ENTROPY = 0.1
@@ -33,7 +34,8 @@ def policy(folder, world, dtype="float32", **settings):
 
 
 def rows_of(batch, max_tokens=4096):
-    return pack(batch, [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64)).micro_batches
+    rows = pack(batch, [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64)).micro_batches
+    return [row.to(DEVICE) for row in rows]
 
 
 def backward(model, world, batch, max_tokens=4096):
@@ -45,7 +47,7 @@ def backward(model, world, batch, max_tokens=4096):
         for n, place in enumerate(row.sequences.tolist()):
             depth = int(row.position_ids[row.predictors[row.rows[n]]])
             scored[place, depth + 1] = (scores.logprobs[n].item(), scores.entropies[n].item())
-    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     model.zero_grad()
     return gradients, scored
 
@@ -93,6 +95,7 @@ VARIANTS = [
     {"activation_checkpointing": "selective"},
     pytest.param({"compile": True}, marks=pytest.mark.proof),
     pytest.param({"compile": True, "activation_checkpointing": "full"}, marks=pytest.mark.proof),
+    pytest.param({"compile": True, "activation_checkpointing": "selective"}, marks=pytest.mark.proof),
 ]
 
 
@@ -162,15 +165,11 @@ def products_and_attentions(folder, world, kind):
     return list(counts.values())
 
 
+@on_cpu
 def test_selective_checkpointing_computes_no_product_again(tied_folder, world):
     none, selective, full = (products_and_attentions(tied_folder, world, kind) for kind in ("none", "selective", "full"))
     assert none[1] == 2 and selective == none
     assert full[1] == 4 and full[0] >= none[0] + 2 * 6  # the last product of a layer is needed by nothing in it
-
-
-def test_selective_checkpointing_with_compile_is_refused(tied_folder, world):
-    with pytest.raises(RunError, match="use none or full"):
-        policy(tied_folder, world, compile=True, activation_checkpointing="selective")
 
 
 def test_one_large_equals_many_micro_batches(tied_folder, world):
@@ -192,6 +191,7 @@ def test_own_logprobs_give_ratio_one(model_folder, world):
     assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
 
 
+@on_cpu
 def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
     """FSDP's mixed precision is the computation of inference: bfloat16 weights, not autocast."""
     (row,) = rows_of(TrainBatch(step=1, samples=[make_sample([5, 6, 7, 8], [9, 10, 11])]))
@@ -244,6 +244,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@on_cpu
 def test_windows_and_implementations_that_the_attention_does_not_see_are_refused(tied_folder, world):
     model = policy(tied_folder, world)
     (row,) = rows_of(make_batch(1))
@@ -256,6 +257,7 @@ def test_windows_and_implementations_that_the_attention_does_not_see_are_refused
         score(model, row, world)
 
 
+@on_cpu
 def test_flex_attention_needs_a_gpu(tied_folder, world):
     with pytest.raises(RunError, match="use blocks"):
         policy(tied_folder, world, attention="flex")

@@ -1,9 +1,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.config.trainer import OptimConfig
-from rl.trainer.optim import clip_gradients, gradient_norm, lr_at, make_optimizer
+from rl.system.errors import RunError
+from rl.trainer.model import score
+from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, lr_at, make_optimizer
+from rl.trainer.store import checkpoint
+from tests.trainer.samples import branching_batch
+from tests.trainer.test_model import policy, rows_of
 
 
 def rates(max_steps=4, **settings):
@@ -45,3 +52,53 @@ def test_steps_are_those_of_torch_and_vectors_are_not_decayed():
             net(torch.ones(4, 3)).square().sum().backward()
             optimizer.step()
     assert torch.allclose(model.weight, twin.weight, atol=1e-6) and torch.allclose(model.bias, twin.bias, atol=1e-6)
+
+
+def test_offload_needs_a_gpu():
+    with pytest.raises(RunError, match=r"trainer.optim.offload moves .* without a GPU leave it false"):
+        make_optimizer(nn.Linear(2, 2), OptimConfig(offload=True))
+
+
+class Copies(TorchDispatchMode):
+    """The storages that are copied from and to."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources, self.targets = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default and types != (DTensor,):
+            self.targets.append(args[0].untyped_storage().data_ptr())
+            self.sources.append(args[1].untyped_storage().data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
+def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_same(tied_folder, world):
+    """Here the host is the device as well, so the copies are counted."""
+    (row,), results = rows_of(branching_batch()), []
+    for kind in (torch.optim.AdamW, OffloadedAdamW):
+        model = policy(tied_folder, world)
+        optimizer = make_optimizer(model, OptimConfig(weight_decay=0.1))
+        optimizer.__class__ = kind
+        host = sorted(local(state[name]).untyped_storage().data_ptr() for state in optimizer.state.values() for name in MOMENTS)
+        for _ in range(2):
+            with Copies() as passes:
+                for _ in range(2):
+                    score(model, row, world).logprobs.sum().backward()
+            with Copies() as step:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert not set(host) & {*passes.sources, *passes.targets}
+            moved = host if kind is OffloadedAdamW else []
+            assert sorted(set(host).intersection(step.sources)) == sorted(set(host).intersection(step.targets)) == moved
+            assert len(step.sources) == len(step.targets) == 2 * len(moved)
+        results.append(checkpoint.snapshot(model, optimizer, world))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(local(value), local(results[1][name])) for name, value in results[0].items())
+
+
+def test_a_sharded_tensor_of_zeros_may_lie_elsewhere(tied_folder, world):
+    """As the host's moments of a model on a GPU do."""
+    parameter = next(policy(tied_folder, world).parameters())
+    zeros = torch.zeros_like(parameter, device="meta")
+    assert isinstance(zeros, DTensor) and zeros.to_local().is_meta and zeros.placements == parameter.placements

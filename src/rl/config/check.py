@@ -81,7 +81,7 @@ def check(config: RLConfig) -> Iterator[Fault]:
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
     if config.trainer.optim.offload and config.trainer.gpus == 0:
-        remedy = "moves weights and optimizer state from GPU to CPU memory, and trainer.gpus = 0 trains on the CPU: leave it out"
+        remedy = "moves the optimizer's state from GPU to CPU memory, and trainer.gpus = 0 trains on the CPU: leave it out"
         yield "trainer.optim.offload", True, remedy
     trainer, inference = as_ids(config.trainer.gpus), as_ids(config.inference.gpus)
     if (both := set(trainer) & set(inference)) and max(len(trainer), len(inference)) > 1:

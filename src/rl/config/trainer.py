@@ -28,7 +28,8 @@ class OptimConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until max_steps."""
     offload: bool = False
-    """Whether master weights and optimizer state stay in the CPU's memory and are updated there: less GPU memory, a slower step."""
+    """Whether AdamW's two moments stay in the CPU's memory and visit the GPU once an optimizer step: 8 bytes a weight less there, a slower
+    optimizer step."""
 
 
 class CheckpointConfig(Settings):
@@ -137,7 +138,7 @@ class TrainerConfig(Settings):
     """Number of ranks that share each sequence, for sequences that one rank cannot hold."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is recomputed in the backward pass to save memory: `full` keeps one tensor a layer and costs about a third more compute,
-    `selective` keeps the results of matrix products and attention and recomputes the rest."""
+    `selective` keeps the results of matrix products and attention and recomputes the rest; of compiled layers, those of attention alone."""
     attention: Literal["auto", "blocks", "flex", "eager", "unpacked"] = "auto"
     """How a row of samples is computed. auto: the fastest way that a test at the start finds exact for the model: `blocks` on CPUs, `flex`
     (compiled) on GPUs, `eager` with dense masks, `unpacked` with one sample a row. Any other is tested, too."""

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from rl.system.errors import RunError
+from rl.trainer import flex
 
 CALL_COST = 4096
 """Cost of a block beyond its (query, key) pairs, in pairs: a dozen small operations take as long as 64 queries on 64 keys."""
@@ -29,8 +30,6 @@ BLOCK_PAIRS = 1 << 19
 """The most pairs of a block: beyond it the scores of all heads leave the CPU's caches."""
 BLOCK_QUERIES = range(32, 129)
 """A block's least number of queries, whatever it sees, and its largest."""
-FLEX_BLOCK = 128
-"""FlexAttention's own block size."""
 
 
 @dataclass(frozen=True)
@@ -106,46 +105,8 @@ class TreeMask:
     def flex(self, window: int | None) -> BlockMask:
         """The mask for FlexAttention."""
         if window not in self._flex:
-            self._flex[window] = self._make_flex(window)
+            self._flex[window] = flex.make_mask(self.ends, self.positions, self.queries, window)
         return self._flex[window]
-
-    def _make_flex(self, window: int | None) -> BlockMask:
-        """Finds from each block's extremes which blocks of keys a block of queries sees in part or in full: no [T, T] tensor."""
-        ends, positions = self.ends, self.positions
-        queries = torch.arange(len(ends), device=ends.device) if self.queries is None else self.queries
-        index = torch.arange(len(ends), device=ends.device)
-        first_q, last_q = extremes(queries)
-        first_k, last_k = extremes(index)
-        least_end, most_end = extremes(ends)
-        some = (first_k[None, :] <= last_q[:, None]) & (most_end[None, :] > first_q[:, None])
-        every = (last_k[None, :] <= first_q[:, None]) & (least_end[None, :] > last_q[:, None])
-        if window is not None:
-            near_q, far_q = extremes(positions[queries])
-            near_k, far_k = extremes(positions)
-            some &= near_q[:, None] - far_k[None, :] < window
-            every &= far_q[:, None] - near_k[None, :] < window
-
-        def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            row = queries[q]
-            seen = (k <= row) & (row < ends[k])
-            return seen if window is None else seen & (positions[row] - positions[k] < window)
-
-        return BlockMask.from_kv_blocks(
-            *block_list(some & ~every), *block_list(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(len(queries), len(ends))
-        )
-
-
-def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] -> least and greatest value of each of FlexAttention's blocks."""
-    missing = -len(values) % FLEX_BLOCK
-    blocks = torch.cat([values, values[-1:].expand(missing)]).view(-1, FLEX_BLOCK)
-    return blocks.amin(1), blocks.amax(1)
-
-
-def block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[Q, K] bool -> how many blocks of keys each block of queries has, and their places, the chosen ones first."""
-    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def is_unbranched(positions: np.ndarray) -> bool:
@@ -309,11 +270,6 @@ def attend_blocks(
     return block_attention(query, key, value, masks, keys, firsts, scale, cap or 0.0, sinks)
 
 
-@functools.cache
-def compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention)
-
-
 def attend_flex(
     query: Tensor,
     key: Tensor,
@@ -324,18 +280,7 @@ def attend_flex(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    attend = compiled_flex() if query.is_cuda else flex_attention
-    settings = {"block_mask": tree.flex(window), "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    settings |= {"score_mod": capped} if cap else {}
-    if sinks is None:
-        return attend(query, key, value, **settings).transpose(1, 2).contiguous()
-    out, extra = attend(query, key, value, return_aux=AuxRequest(lse=True), **settings)
-    # The sink is one more term in the softmax's sum: exp(lse) / (exp(lse) + exp(sink)) of the weight is left.
-    left = torch.sigmoid(extra.lse - sinks.to(extra.lse.dtype)[:, None])
-    return (out * left[..., None].to(out.dtype)).transpose(1, 2).contiguous()
+    return flex.attend(query, key, value, tree.flex(window), window, scale, cap, sinks)
 
 
 @torch.compiler.disable

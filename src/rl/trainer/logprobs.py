@@ -5,13 +5,18 @@ after another; `token_logprobs` takes logits, for models that do something with 
 computes in, as in the inference engine; the softmax is float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import linear
+
+from rl.trainer.compiled import compiled
 
 LOWEST = -200.0
 """The lowest logarithm of a probability that is multiplied with it: both are the same 0 from -104 on, and -inf would give nan."""
@@ -19,6 +24,11 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Logits worked on at once in float32, a few such buffers at a time: 16 MiB stay near the CPU's caches, 256 MiB keep a GPU busy."""
 SLICE_BYTES = 1 << 28
 """Logits that exist at once, in the model's type: what fits is computed once, the rest again in the backward pass."""
+
+FUSED_ON = ("cuda",)
+"""Devices on which what is computed on all logits is compiled."""
+LEAST_WIDTH = 128
+"""Tokens of the vocabulary in a slice, or a multiple of that, on GPUs."""
 
 
 def token_logprobs(
@@ -64,20 +74,40 @@ def chunks(logits: Tensor) -> list[slice]:
 
 
 def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of logits / T, and the entropy of its softmax, of every row: [P, V], [P] -> [P], [P] float32.
-
-    With x = logits / T - max, s = sum exp x: log-sum-exp = max + log s, entropy = log s - sum(x exp x) / s.
-    """
+    """Log-sum-exp of logits / T, and the entropy of its softmax, of every row: [P, V], [P] -> [P], [P] float32."""
+    if logits.device.type in FUSED_ON:  # nothing of its size is in memory in between
+        return fused(statistics_of_rows)(logits, temperatures)
     log_sums, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
     for chunk in chunks(logits):
-        x = logits[chunk] / temperatures[chunk, None]  # float32, a copy
-        top = x.max(dim=-1, keepdim=True).values.clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf, too
-        x.sub_(top)
-        weights = x.exp()
-        sums = weights.sum(dim=-1)
-        log_sums[chunk] = top[:, 0] + sums.log()
-        entropies[chunk] = sums.log() - weights.mul_(x.clamp_(min=LOWEST)).sum(dim=-1) / sums
+        log_sums[chunk], entropies[chunk] = statistics_of_rows(logits[chunk], temperatures[chunk])
     return log_sums, entropies
+
+
+def statistics_of_rows(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """`log_sums_and_entropies` at once: with x = logits / T - max, s = sum exp x it is max + log s, and log s - sum(x exp x) / s."""
+    x = logits / temperatures[:, None]  # float32, a copy
+    top = x.max(dim=-1, keepdim=True).values.clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf, too
+    x.sub_(top)
+    weights = x.exp()
+    sums = weights.sum(dim=-1)
+    return top[:, 0] + sums.log(), sums.log() - weights.mul_(x.clamp_(min=LOWEST)).sum(dim=-1) / sums
+
+
+def softmax_gradient(
+    logits: Tensor, temperatures: Tensor, log_sums: Tensor, entropies: Tensor, grad_rows: Tensor, grad_entropies: Tensor | None
+) -> Tensor:
+    """What the softmax of each row contributes to the gradient of its logits, times T: [P, v] -> [P, v] float32."""
+    x = (logits / temperatures[:, None]).sub_(log_sums[:, None])
+    if grad_entropies is None:
+        return x.exp_().mul_(-grad_rows[:, None])
+    factors = (x.clamp_(min=LOWEST) + entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_rows[:, None])
+    return x.exp_().mul_(factors)
+
+
+@cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in one or two passes over its logits, where single operations take eight."""
+    return compiled(function, "please report this")
 
 
 def merge_slices(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -114,18 +144,15 @@ class Tokens:
         grad_rows = torch.zeros_like(self.log_sums).index_add_(0, self.rows, grad)
         inside, places = self.inside(start, logits.shape[1])
         grad = grad.where(inside, 0)
-        parts = chunks(logits)
-        bounds = torch.searchsorted(self.rows, torch.tensor([0, *(part.stop for part in parts)], device=grad.device)).tolist()
-        for chunk, (first, last) in zip(parts, pairwise(bounds), strict=True):
-            x = (logits[chunk] / self.temperatures[chunk, None]).sub_(self.log_sums[chunk, None])
-            if grad_entropies is None:
-                x.exp_().mul_(-grad_rows[chunk, None])
-            else:
-                factors = (
-                    (x.clamp_(min=LOWEST) + self.entropies[chunk, None]).mul_(-grad_entropies[chunk, None]).sub_(grad_rows[chunk, None])
-                )
-                x.exp_().mul_(factors)
-            x.index_put_((self.rows[first:last] - chunk.start, places[first:last]), grad[first:last], accumulate=True)
+        of_softmax = fused(softmax_gradient) if logits.device.type in FUSED_ON else softmax_gradient
+        for chunk in chunks(logits):
+            entropies = None if grad_entropies is None else grad_entropies[chunk]
+            statistics = (self.temperatures[chunk], self.log_sums[chunk], self.entropies[chunk])
+            x = of_softmax(logits[chunk], *statistics, grad_rows[chunk], entropies)
+            # All targets, those of other rows as zeros: to count the chunk's own would be to wait for the device.
+            rows = self.rows - chunk.start
+            own = grad.where((rows >= 0) & (rows < len(x)), 0)
+            x.index_put_((rows.clamp(0, len(x) - 1), places), own, accumulate=True)
             logits[chunk] = x.div_(self.temperatures[chunk, None])
         return logits
 
@@ -170,6 +197,8 @@ class HeadLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         width = max(1, SLICE_BYTES // (len(hidden) * hidden.element_size()))
+        if hidden.is_cuda:  # products of other widths are slow there
+            width = max(LEAST_WIDTH, width // LEAST_WIDTH * LEAST_WIDTH)
         vocab = weight.shape[0]
         first = vocab % width or min(width, vocab)  # the short slice first, so that a full one is kept
         ctx.slices = [slice(a, b) for a, b in pairwise([0, *range(first, vocab, width), vocab])]

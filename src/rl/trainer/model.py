@@ -13,6 +13,7 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.attention import TreeMask
+from rl.trainer.compiled import compiled, kept_operations
 from rl.trainer.logprobs import head_logprobs, token_logprobs
 from rl.trainer.lora import add_adapters
 from rl.trainer.modes import Mode, call, turn_off_randomness
@@ -37,7 +38,6 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     model, rows = load_rows(
         folder,
         world,
-        settings.optim.offload,
         dtype=DTYPES[config.dtype] if settings.lora or frozen else torch.float32,  # what is frozen needs no float32 master
         attn_implementation=choice.implementation,
         trust_remote_code=config.trust_remote_code,
@@ -54,8 +54,8 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
         raise RunError(f"{type(model).__name__} has no language-model head")
     head.forward = LossHead(head, choice.mode)
     rows.leave_meta(model)
-    shard_model(model, DTYPES[config.dtype], settings.optim.offload, world)
-    rows.put_back(model, settings.optim.offload)
+    shard_model(model, DTYPES[config.dtype], world)
+    rows.put_back(model)
     return model
 
 
@@ -65,20 +65,21 @@ KEPT_OPERATIONS = [
     torch.ops.aten._grouped_mm.default,
     torch.ops.rl.block_attention.default,
 ]
-"""Operations whose results selective checkpointing keeps: they cost the most to compute again, for the bytes they take."""
+"""Operations whose results selective checkpointing keeps, beside compiled attention: they cost the most to compute again, for the bytes
+they take. Products within a compiled layer are none: they are computed again."""
 
 
 def change_layers(model: PreTrainedModel, settings: TrainerConfig) -> None:
     """Compiles the layers and has them recompute activations, as configured. Before sharding: FSDP's hooks stay outside of both."""
     model.train()
     kind = settings.activation_checkpointing
-    if kind == "selective" and settings.compile:
-        raise RunError("trainer.compile hides from activation_checkpointing = selective what it would keep; use none or full")
+    contexts = {}
+    if kind == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS + kept_operations())
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if settings.compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = compiled(layer.forward, "set trainer.compile = false")
         if kind != "none":
-            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)} if kind == "selective" else {}
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RESTART, RunError
@@ -29,10 +31,55 @@ def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
     return config.lr
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """Fused AdamW whose moments are in the host's memory. A step copies each parameter's to its device and back: 16 bytes a weight cross,
+    once an optimizer step, and on the device there are never more than one parameter's. The bits are those of the moments kept there."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
+            torch.cuda.current_stream().synchronize()  # the copies back, before somebody reads what they write
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        kept = [local(state[name]) for name in MOMENTS]
+        weights, gradient, step = (local(tensor) for tensor in (parameter, parameter.grad, state["step"]))
+        moments = [torch.empty_like(weights).copy_(moment, non_blocking=True) for moment in kept]
+        beta1, beta2 = group["betas"]
+        adamw(
+            *([tensor] for tensor in (weights, gradient, *moments)),
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for moment, after in zip(kept, moments, strict=True):
+            moment.copy_(after, non_blocking=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW with its state allocated at once, so that a checkpoint loads into it as it saves from it.
 
-    Vectors (norms, biases) are not decayed. Fused and unfused AdamW differ in the last bit: a run keeps to one of them.
+    Vectors (norms, biases) are not decayed. Fused and unfused AdamW differ in the last bit: a run keeps to one of them. Raises RunError for
+    an offload without GPUs.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -40,13 +87,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    if config.offload and not all(parameter.is_cuda for parameter in parameters):
+        raise RunError("trainer.optim.offload moves the optimizer's state from GPU to CPU memory; without a GPU leave it false")
+    kind, place = (OffloadedAdamW, {"device": "cpu", "pin_memory": True}) if config.offload else (torch.optim.AdamW, {})
+    optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        optimizer.state[parameter] |= {name: torch.zeros_like(parameter, **place) for name in MOMENTS}
     return optimizer
 
 

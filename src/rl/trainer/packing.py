@@ -3,8 +3,8 @@ cost, and a piece becomes tensors. A token's hidden state depends on its ancesto
 the samples one by one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl.trainer.balance import Layout, piece_tokens, plan
+from rl.trainer.flex import padded, whole_blocks
 from rl.trainer.prefix_tree import Line, Piece, lay_out, make_line
 from rl.wire.messages import TrainBatch
 
@@ -20,8 +21,8 @@ from rl.wire.messages import TrainBatch
 class MicroBatch:
     """One forward pass: T tokens, whole trees one after another in one row; P positions with logits, N loss tokens.
 
-    Nothing is padded. With context parallelism the ranks of a group hold the same row, each with its own `queries` and with the
-    predictors (then places among its queries) and loss tokens that fall on them.
+    Nothing is padded but by `fill_blocks`. With context parallelism the ranks of a group hold the same row, each with its own `queries`
+    and with the predictors (then places among its queries) and loss tokens that fall on them.
     """
 
     input_ids: Tensor  # [T] int64
@@ -41,6 +42,8 @@ class MicroBatch:
     fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
     old_logprobs: Tensor | None = None  # [N] float32, of the policy that the batch began with, once a clipped loss needs them
     reference_logprobs: Tensor | None = None  # [N] float32, of the reference model, once they were computed
+    padding: int = 0
+    """How many of the T tokens, the last ones, stand for nothing: they see themselves, nothing else sees them, and no loss is theirs."""
 
     @property
     def is_chain(self) -> bool:
@@ -49,11 +52,14 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on the device. Out of pinned memory this returns at once: the copy is in the order of the device's work."""
-        return MicroBatch(**{name: value if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
         """A copy in memory that a GPU can read on its own."""
-        return MicroBatch(**{name: value if value is None else value.pin_memory() for name, value in vars(self).items()})
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        return MicroBatch(**{name: function(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,13 @@ def to_micro_batch(line: Line, piece: Piece, batch: TrainBatch, weights: Sequenc
         teacher_logprobs=by_token("teacher_logprobs") if has_teacher else None,
         fresh=torch.from_numpy(fresh[order]),
     )
+
+
+def fill_blocks(batch: MicroBatch, ranks: int) -> MicroBatch:
+    """The micro batch with as much padding as FlexAttention needs for whole blocks on each of the ranks that share its row."""
+    length = len(batch.input_ids)
+    row = padded(batch.input_ids, batch.position_ids, batch.ends, whole_blocks(length, ranks))
+    return replace(batch, input_ids=row[0], position_ids=row[1], ends=row[2], padding=len(row[0]) - length)
 
 
 def empty_micro_batch() -> MicroBatch:

@@ -7,7 +7,7 @@ from rl.config.run import RLConfig
 from rl.trainer.balance import Layout
 from rl.trainer.batch_sources import BatchSource
 from rl.trainer.minibatches import cut, minibatch_weights
-from rl.trainer.packing import Packed, pack
+from rl.trainer.packing import Packed, fill_blocks, pack
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
 from rl.trainer.store.background import Background
@@ -70,5 +70,8 @@ def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int,
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
     packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)
-    rows = [[localise(row, world) for row in minibatch] for minibatch in packed.minibatches]
-    return replace(packed, minibatches=[[row.pinned() for row in part] for part in rows] if world.device.type == "cuda" else rows)
+    on_gpu, rows = world.device.type == "cuda", packed.minibatches
+    if on_gpu and several:
+        rows = [[fill_blocks(row, world.context_size) for row in part] for part in rows]
+    rows = [[localise(row, world) for row in part] for part in rows]
+    return replace(packed, minibatches=[[row.pinned() for row in part] for part in rows] if on_gpu else rows)

@@ -95,10 +95,11 @@ def test_a_large_model_is_told_of_offload_shards_and_adapters():
     sizes = Sizes(8 * 10**9, 0, 220 * 10**6, 32, 4096, 128256, 32 * 80_000, 32 * 45_000)
     freed = remedies(sizes, Case(4096, 2048, 1024, 1, 1, "full", False, 2, "cuda"), 4096)
     assert list(freed)[:3] == [
-        "trainer.optim.offload = true",
         "trainer.lora = true",
         "the model sharded over 2 ranks (more of them, or a smaller trainer.dp_replicate)",
+        "trainer.optim.offload = true",
     ]
+    assert freed["trainer.optim.offload = true"] == 8 * 8e9
     assert freed["trainer.lora = true"] / GIB == pytest.approx(14 * 8e9 / 2**30, rel=0.1)  # masters, gradients, moments; - a frozen copy
 
 

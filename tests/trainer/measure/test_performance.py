@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from rl.config.loss import PolicyGradientConfig
 from rl.trainer.balance import Layout
@@ -79,6 +79,17 @@ def test_the_counter_of_torch_agrees(config):
 def test_a_window_without_a_list_of_layer_types_is_that_of_every_layer():
     """As Mistral's config has it."""
     assert work_of(model_of(MistralConfig(**LLAMA, sliding_window=4))).windows == {4: LLAMA["num_hidden_layers"]}
+
+
+def test_a_convolution_sees_no_keys():
+    """LFM2 has them between its layers with attention; they were counted as attention."""
+    model = model_of(Lfm2Config(**LLAMA, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False))
+    work, ids = work_of(model), torch.arange(TOKENS)[None]
+    assert work.windows == {None: 1}
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False)  # it counts the backward pass of a convolution by channel as one of all channels
+    ours = TOKENS * (work.per_token + work.per_predictor) + work.per_key * TOKENS**2
+    assert 3 * counter.get_total_flops() == pytest.approx(ours, rel=0.005)
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():

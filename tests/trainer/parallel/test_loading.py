@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_model import make_tiny_model
+from rl.models.tiny import make_tiny_model
+from tests.families import CONFIGS, UNTIED
 from tests.trainer.parallel.loads import RANKS
 from tests.trainer.parallel.test_sharding import free_ports
 from tests.zygote import trainer_zygote
@@ -36,9 +37,9 @@ def change(source: Path, target: Path, change_tensors) -> None:
 def make_models(folder: Path) -> list[str]:
     """Models whose files are read in each way that there is; returns their names."""
     for family in ("llama", "qwen3_moe", "gpt2", "phi3"):  # plain; too few experts for three ranks; a tied head; frozen frequencies
-        make_tiny_model(folder / family, family=family)
-    make_tiny_model(folder / "experts", family="qwen3_moe", num_experts=7)
-    make_tiny_model(folder / "untied", tied=False)
+        make_tiny_model(folder / family, CONFIGS[family])
+    make_tiny_model(folder / "experts", CONFIGS["qwen3_moe"] | {"num_experts": 7})
+    make_tiny_model(folder / "untied", UNTIED)
     llama, head, embedding = folder / "llama", "lm_head.weight", "model.embed_tokens.weight"
     change(llama, folder / "both", lambda tensors: tensors | {head: tensors[embedding].clone()})
     change(llama, folder / "both but last", lambda tensors: tensors | {head: tensors[embedding] + (torch.arange(259) == 258)[:, None]})
@@ -61,7 +62,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loads")
     same = make_models(folder)
     change(folder / "llama", folder / "torn", lambda tensors: {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name})
-    make_tiny_model(folder / "large", hidden=1024, layers=4, tied=False)  # 170 MB
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 32}
+    make_tiny_model(folder / "large", UNTIED | sizes)  # 170 MB
     (folder / "plan.json").write_text(json.dumps({"same": same, "port": free_ports(1)[0]}))
     processes = [
         trainer_zygote().fork("tests.trainer.parallel.loads", str(rank), str(folder), log=folder / f"rank{rank}.log")

@@ -7,13 +7,11 @@ import time
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from rl.system.errors import RunError
 from rl.trainer.parallel import rendezvous
 from rl.trainer.parallel.rendezvous import check_neighbour, exchange, join_store, network, own_address
-from rl.trainer.parallel.sharding import shard_model
 from rl.trainer.parallel.world import check_division, start_world
 
 
@@ -22,11 +20,6 @@ def test_settings_that_do_not_divide_the_ranks(settings, divisors):
     check_division(4, 2, 4)
     with pytest.raises(RunError, match=rf"does not divide 4 ranks; give one of {divisors}, or start"):
         check_division(4, *settings)
-
-
-def test_offload_needs_a_gpu(world):
-    with pytest.raises(RunError, match=r"trainer.optim.offload moves .* without a GPU leave it false"):
-        shard_model(torch.nn.Linear(2, 2), torch.float32, True, world)
 
 
 @pytest.fixture

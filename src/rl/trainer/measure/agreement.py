@@ -24,7 +24,7 @@ from rl.trainer.balance import Layout
 from rl.trainer.kl import MAX_LOG_RATIO, k3
 from rl.trainer.model import is_packed, load_policy, score
 from rl.trainer.modes import layer_windows
-from rl.trainer.packing import MicroBatch, Packed, pack
+from rl.trainer.packing import MicroBatch, Packed, fill_blocks, pack
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.agreement import Agreement, Limit
 from rl.wire.batch_file import decode_batch
@@ -44,12 +44,12 @@ class AgreementSums:
         """[4]: number of tokens; sums of |d|, of the KL exp(d) - 1 - d, and of its square."""
         self.largest = torch.zeros((), dtype=torch.float32, device=device)
 
-    def add(self, differences: Tensor) -> None:
-        """[N] float32, trainer minus inference, nats; beyond +-10 they count as that."""
+    def add(self, differences: Tensor, counted: Tensor) -> None:
+        """[N] float32, trainer minus inference, nats; beyond +-10 they count as that. [N] bool: which of them count."""
         if len(differences):
-            d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(counted, 0.0)
             kl = k3(d.double())
-            self.sums += torch.stack([torch.ones_like(kl).sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()])
+            self.sums += torch.stack([counted.double().sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()])
             self.largest = torch.maximum(self.largest, d.abs().max())
 
     def total(self, world: World) -> Agreement | None:
@@ -95,7 +95,7 @@ class ParityWatch:
         sums = AgreementSums(world.device)
         for row in prepare(TrainBatch(step=step + 1, samples=samples)).micro_batches:
             part = row.to(world.device)
-            sums.add(differences(model, part, world)[part.fresh])
+            sums.add(differences(model, part, world), part.fresh)
         metrics = self.judge(sums.total(world))
         self.seen = False
         return metrics
@@ -123,7 +123,7 @@ def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: 
     layout = Layout(world.data_rank, world.data_size, row_tokens, model.config.get_text_config().hidden_size)
     found: list[tuple[int, float, float]] = []
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
-        part = row.to(world.device)
+        part = (fill_blocks(row, 1) if world.device.type == "cuda" and row_tokens else row).to(world.device)
         positions = (part.position_ids[part.predictors][part.rows] + 1).tolist()
         temperatures = [round(temperature, 6) for temperature in part.temperatures[part.rows].tolist()]
         found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)

@@ -92,8 +92,8 @@ def estimate(sizes: Sizes, case: Case) -> dict[str, float]:
     chunks of it in float32.
     """
     outside = max(0, sizes.trained + sizes.frozen - sizes.layers * sizes.layer)
-    whole = sizes.trained + sizes.frozen if case.shards == 1 and not case.offload else outside + 2 * sizes.layer
-    sharded = 0.0 if case.offload else 1.0 / case.shards
+    whole = sizes.trained + sizes.frozen if case.shards == 1 else outside + 2 * sizes.layer
+    sharded = 1.0 / case.shards
     tokens, logits = case.tokens / case.context_parallel, case.predictors / case.context_parallel * sizes.vocab
     everything = SAVED_PER_WIDTH * sizes.widths
     kept = {
@@ -104,7 +104,7 @@ def estimate(sizes: Sizes, case: Case) -> dict[str, float]:
     return {
         "parameters": sharded * (4 * sizes.trained + case.compute_bytes * sizes.frozen) + case.compute_bytes * whole,
         "gradients": sharded * 4 * sizes.trained + (4 + case.compute_bytes) * min(sizes.layer, sizes.trained),
-        "optimizer": sharded * 8 * sizes.trained,
+        "optimizer": 0.0 if case.offload else sharded * 8 * sizes.trained,
         "activations": case.compute_bytes * kept[case.checkpointing] * tokens,
         "logits": 2 * min(case.compute_bytes * logits, SLICE_BYTES) + 3 * 4 * min(logits, CHUNK_ELEMENTS[case.device]),
     }

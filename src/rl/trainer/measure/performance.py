@@ -72,7 +72,8 @@ class Work:
 
     def of(self, batch: MicroBatch) -> int:
         """Operations of a micro batch on this rank."""
-        positions = batch.position_ids if batch.queries is None else batch.position_ids[batch.queries]
+        end = len(batch.position_ids) - batch.padding
+        positions = batch.position_ids[:end] if batch.queries is None else batch.position_ids[batch.queries[batch.queries < end]]
         keys = positions + 1  # a token sees its ancestors and itself
         attention = sum(layers * int((keys if window is None else keys.clamp(max=window)).sum()) for window, layers in self.windows.items())
         return self.per_token * len(positions) + self.per_predictor * len(batch.predictors) + self.per_key * attention
@@ -86,7 +87,15 @@ def work_of(model: PreTrainedModel) -> Work:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     widths = getattr(config, "qk_head_dim", head_dim) + getattr(config, "v_head_dim", head_dim)
     head = model.get_output_embeddings().weight
-    return Work(per_token, head.numel() * (6 if head.requires_grad else 4), 6 * heads * widths, Counter(layer_windows(model)))
+    return Work(per_token, head.numel() * (6 if head.requires_grad else 4), 6 * heads * widths, Counter(attention_windows(model)))
+
+
+def attention_windows(model: PreTrainedModel) -> list[int | None]:
+    """The windows of the layers that have attention over keys: not of convolutions, state space models or linear attention."""
+    config = model.config.get_text_config()
+    windows = layer_windows(model)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["attention"] * len(windows)
+    return [window for kind, window in zip(kinds, windows, strict=True) if kind.endswith("attention") and not kind.startswith("linear")]
 
 
 def layer_matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:

@@ -53,8 +53,8 @@ class Statistics:
     def add(self, batch: MicroBatch, loss: Tensor, scores: Scores, terms: LossTerms, first: bool = True) -> None:
         """Adds a micro batch: its loss, and the values of its N tokens, each in the row of its environment.
 
-        `first`: the policy is still the one that the batch began with. That one is compared with the sampler, so later optimizer steps add
-        to the comparison only where its log-probabilities were kept.
+        Nothing here waits for the device: sums are read once a step. `first`: the policy is still the one that the batch began with. That
+        one is compared with the sampler, so later optimizer steps add to the comparison only where its log-probabilities were kept.
         """
         self.loss += loss
         if not len(terms.ratio):
@@ -68,10 +68,10 @@ class Statistics:
         self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
         self.counts.index_add_(0, batch.envs, has_value.double())
         bins = batch.envs * BINS + to_bin(terms.ratio.log())
-        self.log_ratios += torch.bincount(bins, minlength=self.log_ratios.numel()).view_as(self.log_ratios)
+        self.log_ratios.view(-1).index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
         self.kl_max = torch.maximum(self.kl_max, kls[0].nan_to_num(0.0).max())
         if first:
-            self.agreement.add(terms.ratio.log()[batch.fresh])
+            self.agreement.add(terms.ratio.log(), batch.fresh)
 
     def total_loss(self, world: World) -> float:
         """The loss until now, on all ranks. Every rank calls this."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -69,7 +69,7 @@ class Rows:
         replace_parameters(model, to_meta)
         self.by_name = {name: self.of.pop(parameter) for name, parameter in model.named_parameters() if parameter in self.of}
 
-    def put_back(self, model: PreTrainedModel, offload: bool) -> None:
+    def put_back(self, model: PreTrainedModel) -> None:
         """Gives the sharded model its rows. Raises RunError, naming it, for a parameter or buffer without values."""
         names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -79,7 +79,7 @@ class Rows:
             assert isinstance(parameter, DTensor)
             rows = self.by_name.pop(names[parameter])
             value = dtensor(rows, parameter.device_mesh, parameter.placements, parameter.shape)
-            return nn.Parameter(value.cpu() if offload else value, requires_grad=parameter.requires_grad)
+            return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
         replace_parameters(model, fill)
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -104,14 +104,13 @@ def dtensor(rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], s
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def load_rows(folder: str, world: World, offload: bool, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
+def load_rows(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
     """The causal language model of `folder`, as `from_pretrained` with `arguments` makes it, and this rank's rows of its matrices.
 
-    Needs the memory of these rows and of one tensor. With `offload` they are in the CPU's memory, else on the device. Every rank calls
-    this. Raises RunError for parameters and buffers that the files do not have.
+    Needs the memory of these rows and of one tensor. Every rank calls this. Raises RunError for parameters and buffers that the files do
+    not have.
     """
-    mesh = init_device_mesh("cpu", world.mesh.shape, mesh_dim_names=world.mesh.mesh_dim_names) if offload else world.mesh
-    reader = Reader(mesh)
+    reader = Reader(world.mesh)
     with reader.in_transformers():
         model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
     if missing := sorted(found["missing_keys"]):

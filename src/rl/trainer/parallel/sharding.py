@@ -19,31 +19,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from rl.system.errors import RunError
 from rl.trainer.packing import MicroBatch
 from rl.trainer.parallel.world import World
 
 
-def shard_model(model: PreTrainedModel, dtype: torch.dtype, offload: bool, world: World) -> None:
+def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
     """Shards the model over the ranks, in place: it computes in `dtype` and reduces gradients in float32.
 
-    With a mesh of (replicate, shard) each replica is sharded over its own ranks, and gradients are summed over both. `offload` keeps the
-    shards, and so the optimizer's state, in the CPU's memory. Gradients are summed over ranks (each token's loss is weighted by its
-    part in the whole batch's), not averaged as is FSDP's default. Raises RunError for an offload without GPUs.
+    With a mesh of (replicate, shard) each replica is sharded over its own ranks, and gradients are summed over both. Gradients are summed
+    over ranks (each token's loss is weighted by its part in the whole batch's), not averaged as is FSDP's default.
     """
-    if offload and world.device.type != "cuda":
-        raise RunError("trainer.optim.offload moves weights and optimizer state from GPU to CPU memory; without a GPU leave it false")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
-    reshard = offload or world.mesh.size(-1) > 1
+    reshard = world.mesh.size(-1) > 1
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     for block in reversed(blocks):  # the inner ones first, where blocks hold blocks (Falcon-Mamba)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:
             # Neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM.

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -26,6 +25,7 @@ from rl.run_dir.files import CorruptFileError, commit_directory, require_space
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
 from rl.system.errors import RunError
+from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
 
 
@@ -166,8 +166,3 @@ def differing(path: Path, model: PreTrainedModel, optimizer: Optimizer, world: W
     theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
     dcp.load(theirs, checkpoint_id=path)
     return [name for name, value in ours.items() if not torch.equal(local(value), local(theirs[name]))]
-
-
-def local(value: Tensor) -> Tensor:
-    """This rank's part."""
-    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,367 @@
+"""The parts of scripts/gpu_check.py, each run in a process of its own.
+
+Each prints one JSON object a line, as soon as it knows it: `case`, what was measured, and `aim` where there is one. Only the trainer is
+imported, and what it needs.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+from benchmarks.gpu_bench import Bench, apart, compilations, in_process, say
+from benchmarks.trainer import measure
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
+
+from rl.config.run import RLConfig
+from rl.config.trainer import FakeDataConfig
+from rl.system.errors import RunError
+from rl.trainer import determinism, logprobs
+from rl.trainer.attention import TreeMask, attend_blocks, attend_flex
+from rl.trainer.balance import Layout
+from rl.trainer.fake import FakeBatches
+from rl.trainer.measure.memory import try_largest
+from rl.trainer.measure.performance import Timer, peak_flops, work_of
+from rl.trainer.model import DTYPES, load_policy
+from rl.trainer.optim import make_optimizer
+from rl.trainer.packing import Packed, fill_blocks, pack
+from rl.trainer.parallel.world import World
+from rl.trainer.prefetch import prepare
+from rl.trainer.start import Learner
+from rl.trainer.store import checkpoint, versions
+from rl.trainer.train import train_step
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = 4096
+"""Tokens of a sample where rows are measured: a prompt of a quarter, and an answer."""
+
+
+def ready(bench: Bench, name: str, world: World, dtype: str = "bfloat16", **trainer: Any) -> tuple[RLConfig, Learner]:
+    """A model that can be trained, and its configuration."""
+    model = {"name": str(bench.model(name)), "dtype": dtype, "max_model_len": 257 if bench.tiny else SAMPLE + 1}
+    config = RLConfig.model_validate({"model": model, "trainer": trainer})
+    policy = load_policy(str(bench.model(name)), config.model, config.trainer, world)
+    return config, Learner(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world)
+
+
+def batch_for(config: RLConfig, learner: Learner, data: FakeDataConfig, step: int = 1, alone: bool = False) -> Packed:
+    """Random samples in rows; `alone`: none shares its prompt with another."""
+    text = learner.model.config.get_text_config()
+    batch = FakeBatches(data, text.vocab_size, seed=0).receive(step)
+    if alone:
+        batch.samples = [msgspec.structs.replace(sample, group_id=place) for place, sample in enumerate(batch.samples)]
+    return prepare(batch, config, learner.world, text.hidden_size)
+
+
+def train(bench: Bench, learner: Learner, packed: Packed) -> float:
+    """One step; its seconds."""
+    bench.synchronize()
+    since = time.monotonic()
+    train_step(learner, packed, 1e-6, Timer())
+    bench.synchronize()
+    return time.monotonic() - since
+
+
+def attention(bench: Bench) -> None:
+    """FlexAttention, blocks and a dense mask: how near to blocks in float32, and how fast, forward and backward."""
+    heads, keys, width, dtype = (4, 2, 16, torch.float32) if bench.tiny else (16, 8, 128, torch.bfloat16)
+    for length in (300, 700) if bench.tiny else (1024, 4096, 16384, 65536):
+        data = FakeDataConfig(samples=8, group_size=4, prompt_tokens=length // 10, completion_tokens=length // 10)
+        batch = FakeBatches(data, 1000, seed=0).receive(1)
+        row = fill_blocks(pack(batch, [1.0] * 8, Layout(0, 1, 1 << 20, 64)).micro_batches[0], 1).to(bench.device)
+        tree = TreeMask(row.ends, row.position_ids)
+        torch.manual_seed(0)
+        tensors = [torch.randn(1, n, len(row.ends), width, device=bench.device) for n in (heads, keys, keys, heads)]
+
+        def run(attend: Callable[..., Tensor], dtype: torch.dtype, tensors: list[Tensor] = tensors, tree: TreeMask = tree) -> list[Tensor]:
+            inputs = [x.to(dtype).requires_grad_(attend is not attend_flex or bench.on_gpu) for x in tensors[:3]]
+            out = attend(*inputs, tree, None, width**-0.5)
+            grads = torch.autograd.grad(out, inputs, tensors[3].transpose(1, 2).to(dtype)) if out.requires_grad else ()
+            return [out.detach(), *grads]
+
+        exact = run(attend_blocks, torch.float32)
+        kinds = {"flex": attend_flex, "blocks": attend_blocks} | ({"dense": attend_dense} if length <= 4096 else {})
+        for name, attend in kinds.items():
+            before = compilations()
+            found = run(attend, dtype)
+            errors = dict(zip(("output", "d_query", "d_key", "d_value"), map(apart, found, exact), strict=False))
+            ms = round(1e3 * bench.seconds(partial(run, attend, dtype), rounds=2), 2)
+            say(f"{name} {len(row.ends)}", **errors, ms=ms, compilations=compilations() - before, aim="errors of flex as those of blocks")
+
+
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, scale: float) -> Tensor:
+    keys, values = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    return scaled_dot_product_attention(query, keys, values, attn_mask=tree.dense(window), scale=scale).transpose(1, 2)
+
+
+def gradients(bench: Bench) -> None:
+    """Loss and gradients of one batch in float32 on the device, and on the CPU."""
+    expected = in_process(bench, partial(gradients_once, replace(bench, place="cpu")), "cpu")
+    for kind in ("auto", "blocks"):
+        found = in_process(bench, partial(gradients_once, bench, kind), kind)
+        tensors, there = load_file(found["file"]), load_file(expected["file"])
+        worst = max((apart(tensor, there[name]), name) for name, tensor in tensors.items())
+        loss = abs(found["loss"] - expected["loss"]) / abs(expected["loss"])
+        whole = apart(*(torch.cat([x[name].flatten() for name in sorted(there)]) for x in (tensors, there)))
+        say(f"attention {kind}", loss=float(f"{loss:.1e}"), gradient=whole, worst=worst, aim="loss and gradient <= 1e-5")
+
+
+def gradients_once(bench: Bench, kind: str = "auto") -> None:
+    config, learner = ready(bench, "small", bench.world(), "float32", attention=kind)
+    packed = batch_for(config, learner, FakeDataConfig(samples=8, group_size=4, prompt_tokens=100, completion_tokens=60))
+    kept: dict[str, Tensor] = {}
+    learner.optimizer.step = lambda *_: kept.update(  # type: ignore[method-assign]
+        {name: p.grad.full_tensor().cpu() for name, p in learner.model.named_parameters()}
+    )
+    learner.settings.optim.max_grad_norm = float("inf")
+    metrics = train_step(learner, packed, 0.0, Timer())
+    file = bench.folder / f"gradients-{os.getpid()}.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in kept.items()}, file)
+    print(json.dumps({"loss": metrics["loss/mean"], "file": str(file)}), flush=True)
+
+
+def training(bench: Bench, name: str) -> None:
+    """Steps of two rows of samples of 4,096 tokens."""
+    aim = {"0.6B": "mfu >= 0.45 and state_gib <= 12.5 at 16k", "4B": "mfu >= 0.5"}[name]
+    full = {"activation_checkpointing": "full"}
+    cases = [(16384, full, True), (65536, full | {"optim": {"offload": True}}, True), (16384, full, False)]
+    if name == "0.6B":
+        cases = [(16384, {}, True), (65536, full, True), (16384, {}, False), (16384, {"activation_checkpointing": "selective"}, False)]
+    sample = 64 if bench.tiny else SAMPLE
+    world = bench.world()
+    for tokens, settings, compile_layers in [(256, cases[0][1], False)] if bench.tiny else cases:
+        case = f"{tokens // 1024 or tokens}k {' '.join(map(str, settings.values())) or 'none'}{' compiled' * compile_layers}"
+        try:
+            since = time.monotonic()
+            config, learner = ready(bench, name, world, micro_batch_tokens=tokens, compile=compile_layers, **settings)
+            data = FakeDataConfig(
+                samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4
+            )
+            packed = batch_for(config, learner, data)
+            train(bench, learner, packed)
+            warm, state = time.monotonic() - since, torch.cuda.memory_allocated() / 2**30 if bench.on_gpu else None
+            bench.peak_gib(reset=True)
+            seconds = median(train(bench, learner, packed) for _ in range(3))
+            work, peak = work_of(learner.model), peak_flops(torch.cuda.get_device_name()) if bench.on_gpu else None
+            done, real = sum(map(work.of, packed.micro_batches)), sum(len(s.token_ids) for s in packed.batch.samples)
+            figures = {"tokens_per_s": round(real / seconds), "mfu": round(done / seconds / peak, 3) if peak else None}
+            rounded = None if state is None else round(state, 2)
+            say(case, **figures, state_gib=rounded, peak_gib=bench.peak_gib(), start_s=round(warm, 1), compilations=compilations(), aim=aim)
+        except (RunError, torch.OutOfMemoryError) as error:
+            say(case, error=str(error)[:300])
+        learner = packed = None
+        bench.clear()
+
+
+def tree(bench: Bench) -> None:
+    """16 samples behind one prompt of 4,096 tokens: shared, and each with a prompt of its own, which is padded rows without padding."""
+    prompt, answer = (64, 8) if bench.tiny else (4096, 512)
+    rows = {"micro_batch_tokens": 4 * (prompt + answer)}
+    config, learner = ready(bench, "0.6B", bench.world(), compile=bench.on_gpu, **rows)
+    data = FakeDataConfig(samples=16, group_size=16, prompt_tokens=prompt, completion_tokens=answer)
+    seconds = {}
+    for alone in (False, True):
+        packed = batch_for(config, learner, data, alone=alone)
+        train(bench, learner, packed)
+        seconds[alone] = median(train(bench, learner, packed) for _ in range(3))
+        tokens = sum(len(row.input_ids) for row in packed.micro_batches)
+        say("alone" if alone else "shared", computed_tokens=tokens, seconds=round(seconds[alone], 4))
+    say("alone over shared", ratio=round(seconds[True] / seconds[False], 2), aim="ratio >= 3")
+
+
+def bare(bench: Bench) -> None:
+    """Our step over a bare one with the same attention, and over plain Hugging Face with torch's attention."""
+    prompt, answer = (16, 16) if bench.tiny else (1024, 3072)
+    data = FakeDataConfig(samples=8, group_size=1, prompt_tokens=prompt, completion_tokens=answer)
+    settings = {"micro_batch_tokens": 4 * (prompt + answer), "compile": bench.on_gpu}
+    folder = str(bench.model("0.6B"))
+    ours = measure(folder, data, 3, bench.on_gpu, **settings)
+    say("bare PyTorch", ratio=ours["ratio"], ours_s=ours["ours"]["step"], bare_s=ours["bare"]["step"], aim="ratio <= 1.03")
+    bench.clear()
+    theirs = hugging_face_seconds(bench, folder, data)
+    say("Hugging Face", ratio=round(ours["ours"]["step"] / theirs, 3), hugging_face_s=round(theirs, 4), peak_gib=bench.peak_gib())
+
+
+def hugging_face_seconds(bench: Bench, folder: str, data: FakeDataConfig) -> float:
+    """A step of AdamW on bfloat16 weights, two samples a pass, all logits in memory."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(bench.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    samples = FakeBatches(data, model.config.vocab_size, seed=0).receive(1).samples
+    rows = torch.tensor([sample.token_ids for sample in samples], device=bench.device).split(2)
+    bench.peak_gib(reset=True)
+
+    def step() -> None:
+        for ids in rows:
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=data.completion_tokens + 1).logits[:, :-1]
+            cross_entropy(logits.flatten(0, 1).float(), ids[:, data.prompt_tokens :].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return bench.seconds(step)
+
+
+def head(bench: Bench) -> None:
+    """Log-probabilities of 16,384 tokens over a vocabulary of 151,936, forward and backward."""
+    places, width, vocab = (64, 32, 1000) if bench.tiny else (16384, 1024, 151936)
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, width, device=bench.device, dtype=torch.bfloat16) / scale for n, scale in ((places, 1), (vocab, 16)))
+    temperatures, rows = torch.ones(places, device=bench.device), torch.arange(places, device=bench.device)
+    targets = torch.randint(vocab, (places,), device=bench.device)
+
+    def run() -> tuple[Tensor, Tensor]:
+        inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+        found, _ = logprobs.head_logprobs(*inputs, None, temperatures, rows, targets)
+        found.sum().backward()
+        return found.detach(), inputs[0].grad
+
+    expected = [torch.log_softmax((hidden[:64] @ weight.t()).float(), -1).gather(1, targets[:64, None])[:, 0]]
+    compiled_on = logprobs.FUSED_ON
+    for name in ("compiled", "eager"):
+        logprobs.FUSED_ON = compiled_on if name == "compiled" else ()
+        error = float((run()[0][:64] - expected[0]).abs().max())
+        bench.peak_gib(reset=True)
+        seconds = bench.seconds(run)
+        flops = 6 * places * width * vocab
+        say(
+            name,
+            ms=round(1e3 * seconds, 2),
+            tflops=round(flops / seconds / 1e12, 1),
+            peak_gib=bench.peak_gib(),
+            error=float(f"{error:.1e}"),
+        )
+
+
+def memory(bench: Bench) -> None:
+    """The trainer's own try of its largest row, up to one that cannot fit."""
+    world = bench.world()
+    for tokens in (256,) if bench.tiny else (16384, 65536, 1 << 20):
+        config, learner = ready(bench, "0.6B", world, micro_batch_tokens=tokens)
+        whole = partial(prepare, config=config, world=world, hidden_size=learner.model.config.hidden_size)
+        bench.peak_gib(reset=True)
+        try:
+            since = time.monotonic()
+            try_largest(learner.model, learner.optimizer, whole, config, world)
+            bench.synchronize()
+            say(f"{tokens} tokens", peak_gib=bench.peak_gib(), seconds=round(time.monotonic() - since, 2))
+        except RunError as error:
+            say(f"{tokens} tokens", said=str(error)[:400])
+        del learner, whole
+        bench.clear()
+
+
+def offload(bench: Bench) -> None:
+    """The optimizer's step with its moments on the GPU and in the host's memory: seconds, memory, and whether the bits are the same."""
+    if not bench.on_gpu:
+        return say("offload", note="needs a GPU")
+    found, world = {}, bench.world()
+    for kind in (False, True):
+        config, learner = ready(bench, "0.6B", world, optim={"offload": kind, "lr": 1e-3}, deterministic=True, micro_batch_tokens=8192)
+        packed = batch_for(config, learner, FakeDataConfig(samples=4, group_size=2, prompt_tokens=512, completion_tokens=512))
+        seconds = []
+        for _ in range(3):
+            timer = Timer()
+            train_step(learner, packed, 1e-3, timer)
+            bench.synchronize()
+            timer.lap("optimizer")
+            seconds.append(timer.seconds["optimizer"])
+        found[kind] = digest(learner)
+        gib = torch.cuda.memory_allocated() / 2**30
+        say(f"offload {kind}", optimizer_s=round(median(seconds), 4), state_gib=round(gib, 2))
+        del learner
+        bench.clear()
+    say("same bits", equal=found[True] == found[False], aim="true")
+
+
+def digest(learner: Learner) -> str:
+    """Of all weights."""
+    found = hashlib.blake2b()
+    for parameter in learner.model.parameters():
+        found.update(checkpoint.local(parameter.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def storage(bench: Bench) -> None:
+    """Publishing and saving 0.6B: the copy that holds up the training, and what its threads do after it, in GB a second."""
+    world = bench.world()
+    config, learner = ready(bench, "0.6B", world)
+    made: dict[str, Any] = {}
+
+    def timed(case: str, size: int, function: Callable[[], Any]) -> None:
+        bench.synchronize()
+        since = time.monotonic()
+        made[case] = function()
+        seconds = time.monotonic() - since
+        say(case, gb_per_s=round(size / 1e9 / seconds, 2), seconds=round(seconds, 3), gb=round(size / 1e9, 2))
+
+    base, dtype = bench.model("0.6B"), DTYPES[config.model.dtype]
+    size = sum(p.numel() for p in learner.model.parameters())
+    timed("publish: copy", 2 * size, lambda: versions.snapshot(learner.model, base, dtype, {}, world))
+    timed("publish: digests", 2 * size, lambda: made["publish: copy"].digests)
+    timed("publish: write", 2 * size, lambda: made["publish: copy"].write(bench.folder / "weights" / "000001", bench.folder / "d.json"))
+    timed("checkpoint: copy", 12 * size, lambda: checkpoint.snapshot(learner.model, learner.optimizer, world))
+    path, name = bench.folder / "checkpoints" / "000001", checkpoint.fingerprint(learner.model)
+    timed("checkpoint: write", 12 * size, lambda: checkpoint.write(path, 1, made["checkpoint: copy"], name, world))
+    manifest = checkpoint.read_manifest(path)
+    timed("checkpoint: load", 12 * size, lambda: checkpoint.load(path, manifest, learner.model, learner.optimizer, world))
+
+
+def replay(bench: Bench) -> None:
+    """Two steps of a deterministic run in each of two processes."""
+    for compiled in (False, True) if bench.on_gpu else (False,):
+        first, second = (in_process(bench, partial(replay_once, bench, compiled), "replay") for _ in range(2))
+        say(f"compile {compiled}", equal=first == second, aim="true")
+
+
+def replay_once(bench: Bench, compiled: bool) -> None:
+    tokens = 128 if bench.tiny else 8192
+    settings = {"deterministic": True, "micro_batch_tokens": tokens, "compile": compiled, "optim": {"lr": 1e-3}}
+    world = bench.world()
+    determinism.apply(RLConfig.model_validate({"trainer": settings}).trainer, bench.device)
+    config, learner = ready(bench, "0.6B", world, **settings)
+    for step in (1, 2):
+        data = FakeDataConfig(samples=8, group_size=4, prompt_tokens=tokens // 8, completion_tokens=tokens // 8)
+        train(bench, learner, batch_for(config, learner, data, step))
+    print(json.dumps({"weights": digest(learner)}), flush=True)
+
+
+def tests(bench: Bench) -> None:
+    """The tests of the trainer that need one rank alone, on the device."""
+    names = ["test_flex", "test_attention", "test_logprobs", "test_train", "test_model"][: 1 if bench.tiny else None]
+    for name in names:
+        command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-q", "-o", "addopts=", "-m", "not proof", "--tb=line"]
+        plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+        environment = plain | {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+        failed = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+        say(name, result=lines[-1].strip("= "), failed=failed, aim="none failed")
+
+
+PARTS: dict[str, Callable[..., None]] = {
+    "gradients": gradients,
+    "attention": attention,
+    "train_0.6B": partial(training, name="0.6B"),
+    "train_4B": partial(training, name="4B"),
+    "tree": tree,
+    "head": head,
+    "bare": bare,
+    "offload": offload,
+    "storage": storage,
+    "memory": memory,
+    "replay": replay,
+    "tests": tests,
+}

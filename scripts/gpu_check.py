@@ -1,0 +1,93 @@
+"""What the first minutes on a GPU should tell: is everything exact there, and how fast is it? `python scripts/gpu_check.py`
+
+Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch and transformers lacks) and no network. Each
+part runs in a process of its own with a limit, all of them within the --budget; what no longer fits is reported as not run. Results go into
+one JSON file as soon as a part ends, and as a table to the console. --tiny runs all of it on a CPU, to see that it works.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+LIMITS = {
+    "gradients": 60,
+    "attention": 80,
+    "train_0.6B": 110,
+    "train_4B": 110,
+    "tree": 60,
+    "head": 40,
+    "bare": 60,
+    "offload": 40,
+    "storage": 50,
+    "memory": 40,
+    "replay": 70,
+    "tests": 120,
+}
+"""The parts in their order, and the most seconds of each."""
+LEAST_S = 10.0
+"""A part is not begun with less than this left."""
+
+
+@dataclass
+class Report:
+    """All results, in a file that is whole at any time."""
+
+    path: Path
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, part: str, state: str, cases: list[dict[str, Any]], seconds: float = 0.0) -> None:
+        """`state`: "done", "not run", or what went wrong."""
+        self.results[part] = {"state": state, "seconds": round(seconds, 1), "cases": cases}
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.results, indent=1))
+        temporary.replace(self.path)
+        print(f"\n{part}: {state} ({seconds:.0f} s)", flush=True)
+        for case in cases:
+            print(f"  {line(case)}", flush=True)
+
+
+def line(case: dict[str, Any]) -> str:
+    """A case as a row of the table: its name, its figures, its aim."""
+    figures = "  ".join(f"{name} {value}" for name, value in case.items() if name not in ("case", "aim") and value is not None)
+    return f"{case.get('case', ''):<28}{figures}" + (f"   [aim: {case['aim']}]" if "aim" in case else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: does the script itself work?")
+    parser.add_argument("--only", action="append", choices=LIMITS, metavar="PART", help=f"one of {', '.join(LIMITS)}; may be repeated")
+    parser.add_argument("--budget", type=float, default=530.0, help="seconds for all parts together")
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
+    args = parser.parse_args()
+    report, until = Report(args.output), time.monotonic() + args.budget
+    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ |= {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
+    from benchmarks.gpu_bench import Bench, in_fork, told
+    from benchmarks.gpu_parts import PARTS  # seconds, once for all of them
+
+    assert LIMITS.keys() == PARTS.keys()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
+        for part in args.only or LIMITS:
+            since = time.monotonic()
+            limit_s = min(LIMITS[part], until - since)
+            if limit_s < LEAST_S:
+                report.add(part, f"not run: {limit_s:.0f} s of the budget were left", [])
+                continue
+            bench, log = Bench(Path(name), "cpu" if args.tiny else "cuda", args.tiny), Path(name) / part
+            code = in_fork(partial(PARTS[part], bench), log, limit_s)
+            state = "done" if code == 0 else f"ended after its {limit_s:.0f} s" if code is None else f"failed with exit code {code}"
+            if code:
+                state += f": {Path(f'{log}.err').read_text().strip()[-1500:]}"
+            report.add(part, state, told(log), time.monotonic() - since)
+    return int(any(result["state"] != "done" for result in report.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
