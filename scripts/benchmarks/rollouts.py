@@ -1,4 +1,4 @@
-"""Measures long rollouts, a worker's death, and what holds the orchestrator's event loop. `uv run scripts/bench.py rollouts` prints JSON."""
+"""Measures long rollouts, a death of a worker, and what holds the event loop. `uv run scripts/bench.py rollouts` prints JSON."""
 
 import argparse
 import asyncio
