@@ -12,6 +12,7 @@ BENCHMARKS = {
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
+    "rollouts": "long rollouts, a worker's death, and what holds the event loop",
 }
 
 

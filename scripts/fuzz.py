@@ -92,7 +92,7 @@ def from_worker(data: bytes, _: Path) -> None:
         ENCODER.encode(group)
         for i in range(len(group.rollouts)):
             msgspec.json.encode(rollout_line(group, i, 1))
-        ENCODER.encode(group_samples(group))
+        ENCODER.encode(list(group_samples(group)))
     if isinstance(message, Description):
         redact_json(msgspec.json.encode(message))
 

@@ -12,17 +12,16 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from rl.config.run import RLConfig
+from rl.orchestrator.pending import decode
 from rl.run_dir.files import CorruptFileError, decode_records
 from rl.run_dir.metrics import parse_line, read_metrics
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import decode_batch
 from rl.wire.rollouts import Group
 
-GROUPS = msgspec.msgpack.Decoder(Group)
 INTERRUPTED_S = 60.0
 """Half-written things that are younger were being written when the run was stopped."""
 LEFTOVER = re.compile(r"\..+\.(tmp|old|replaced)")
@@ -33,7 +32,8 @@ def pending_groups(path: Path) -> set[int]:
     found: set[int] = set()
     try:
         for payload in decode_records(path.read_bytes(), str(path)):
-            found.add(GROUPS.decode(payload).group_id)
+            if isinstance(record := decode(payload), Group):
+                found.add(record.group_id)
     except (CorruptFileError, FileNotFoundError):
         pass
     return found

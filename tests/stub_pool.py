@@ -13,7 +13,7 @@ TASKS = 24
 
 
 class StubPool(WorkerPool):
-    """Every rollout is one call of /generate. Tasks that divide by 5 give no signal."""
+    """Every rollout is one call of /generate. Tasks that divide by 5 give no signal; those that divide by 8 finish one by one."""
 
     setup: WorkerSetup
 
@@ -35,8 +35,8 @@ class StubPool(WorkerPool):
         members: Sequence[Rollout] = (),
         on_members: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        rollouts = []
-        for episode in range(num_episodes):
+        rollouts = list(members)
+        for episode in [i for i in range(num_episodes) if i not in {rollout.episode for rollout in members}]:
             prompt = [10 + task, 100 + episode]
             answer = await self.servers.generate(0, prompt, sampling)
             turn = Turn(
@@ -48,7 +48,9 @@ class StubPool(WorkerPool):
             )
             reward = 0.5 if task % 5 == 0 else float((task + episode + sum(answer.token_ids)) % 3 == 0) + 0.01 * episode
             rollouts.append(Rollout(turns=[turn], reward=reward, stop="stop", episode=episode))
-        return rollouts
+            if on_members and task % 8 == 0 and len(rollouts) < num_episodes:
+                on_members(rollouts[-1:])
+        return sorted(rollouts, key=lambda rollout: rollout.episode)
 
     async def close(self) -> None:
         await self.servers.close()

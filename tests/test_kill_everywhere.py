@@ -11,18 +11,18 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 from aiohttp import web
 
 from rl.config.command_line import build, parse_args, to_toml
+from rl.orchestrator.pending import decode
 from rl.run_dir.files import CorruptFileError, decode_records, write_directory, write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import RoleStatus, write_status
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import RunEnded, WeightVersion
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, Members
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -129,21 +129,31 @@ def train(config) -> None:
             client.published(WeightVersion(step, str(config.run_dir.weights(step))), wait)
 
 
-def pending_groups(path: Path) -> dict[int, Group]:
-    """The whole groups of pending.log, as the next orchestrator will find them."""
-    groups, decoder = {}, msgspec.msgpack.Decoder(Group)
+def pending_records(path: Path) -> list[Group | Members]:
+    """What pending.log has whole, as the next orchestrator will find it."""
+    records = []
     try:
         for payload in decode_records(path.read_bytes() if path.exists() else b"", str(path)):
-            group = decoder.decode(payload)
-            groups[group.group_id] = group
+            records.append(decode(payload))
     except CorruptFileError as error:
         assert "cut short" in str(error) or "damaged record" in str(error)  # the torn tail
-    return groups
+    return records
 
 
-def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -> dict[int, Group]:
-    """The orchestrator, killed at each point in turn and then left alone. Returns every group that was ever seen finished."""
-    log, finished = config.run_dir.root / "orchestrator.log", {}
+def pending_groups(path: Path) -> dict[int, Group]:
+    return {record.group_id: record for record in pending_records(path) if isinstance(record, Group)}
+
+
+def pending_members(path: Path) -> dict[tuple[int, int], float]:
+    """(group, episode) -> reward of the finished rollouts of unfinished groups."""
+    records = [record for record in pending_records(path) if isinstance(record, Members)]
+    return {(record.group_id, rollout.episode): rollout.reward for record in records for rollout in record.members}
+
+
+def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -> tuple[dict[int, Group], dict[tuple[int, int], float]]:
+    """The orchestrator, killed at each point in turn and then left alone. Returns every group, and every member of another, that was
+    ever seen finished."""
+    log, finished, members = config.run_dir.root / "orchestrator.log", {}, {}
     trainer = threading.Thread(target=train, args=(config,), daemon=True)
     with serving(Inference(config.run_dir.status("inference"))):
         trainer.start()
@@ -152,15 +162,16 @@ def orchestrate(zygote, config, lives: list[tuple[str, int]], trace: str = "") -
             assert code == KILLED, f"{name} was not reached for the {count}. time: code {code}\n{log.read_text()[-3000:]}"
             config.run_dir.status("orchestrator").unlink(missing_ok=True)  # as the supervisor does
             finished |= pending_groups(config.run_dir.pending)
+            members |= pending_members(config.run_dir.pending)
         if lives:
             end_at(config, config.run_dir.newest_batch() + 2)
         assert zygote.live("orchestrator", config.run_dir.config, log, trace=trace) == 0, log.read_text()[-3000:]
         trainer.join(30)
-    return finished
+    return finished, members
 
 
-def check_exactly_once(config, finished: dict[int, Group]) -> None:
-    """Every group in one place, every batch complete, nothing half left."""
+def check_exactly_once(config, finished: dict[int, Group], members: dict[tuple[int, int], float]) -> None:
+    """Every group in one place with the members that it had, every batch complete, nothing half left."""
     run_dir, steps = config.run_dir, range(1, config.max_steps + 1)
     assert list(numbered(run_dir.batches, ".batch")) == list(steps)
     rollouts = {step: [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()] for step in steps}
@@ -178,6 +189,7 @@ def check_exactly_once(config, finished: dict[int, Group]) -> None:
         for line in lines:
             if line["group_id"] in finished:
                 assert line["reward"] == finished[line["group_id"]].rollouts[line["rollout_id"]].reward
+            assert line["reward"] == members.get((line["group_id"], line["episode"]), line["reward"])
     metrics = read_metrics(run_dir.metrics)
     assert [step for step, source in sorted(metrics) if source == "orchestrator"] == list(steps)
     for version in [version for version in (0, *steps) if version % 2 == 0 or version == config.max_steps]:
@@ -190,7 +202,7 @@ def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeyp
     flags = ["--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "2"]
     traced = make_config(tmp_path / "traced", model, "--max_steps", "4", *flags)
     orchestrate(zygote, traced, [], str(tmp_path / "trace"))
-    check_exactly_once(traced, {})
+    check_exactly_once(traced, {}, {})
     names = {name for name, _ in points_of(tmp_path / "trace")}
     for kind in ("batch", "pending", "rollouts", "eval", "best"):
         assert {f"{kind}.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
@@ -200,7 +212,9 @@ def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeyp
     chain = chain_of(tmp_path / "trace")
     lives = [(name, count) for name, count in chain if not name.endswith(".RunEnded") and not name.startswith("orchestrator.")]
     config = make_config(tmp_path / "killed", model, "--max_steps", "1000", *flags)
-    check_exactly_once(config, orchestrate(zygote, config, lives))
+    finished, members = orchestrate(zygote, config, lives)
+    assert members
+    check_exactly_once(config, finished, members)
 
 
 # The trainer ----------------------------------------------------------------------------------------------------------------

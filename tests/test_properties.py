@@ -17,7 +17,7 @@ from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_re
 from rl.run_dir.metrics import MetricsLog, MetricsReader
 from rl.system.errors import ConfigError
 from rl.wire import messages
-from rl.wire.batch_file import decode_batch, encode_batch
+from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
 
@@ -100,6 +100,8 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 @given(BATCHES, st.dictionaries(TEXT, INT64, max_size=3), st.data())
 def test_a_batch_is_read_as_it_was_written_or_not_at_all(batch, state, data):
     whole = encode_batch(batch, state)
+    in_one_call = BatchFile(batch=batch, state=msgspec.Raw(msgspec.msgpack.encode(state)))
+    assert whole == encode_record(msgspec.msgpack.encode(in_one_call))
     content = decode_batch(whole, "x")
     assert content.batch == batch and msgspec.msgpack.decode(content.state) == state
     try:

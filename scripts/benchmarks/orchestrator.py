@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -133,6 +134,7 @@ async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, del
     probe, status = Probe(config.run_dir.root), Status(config.run_dir.status("orchestrator"), "orchestrator")
     empty = probe.used()
     task = asyncio.create_task(probe.run())
+    gc.freeze()  # as the orchestrator's own process does
     try:
         await run(config, status, str(model))
     finally:

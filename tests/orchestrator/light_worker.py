@@ -10,7 +10,8 @@ import zmq
 import zmq.asyncio
 
 from rl.orchestrator.pool import WorkerPool
-from rl.wire.rollouts import Rollout
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Rollout, Turn
 from rl.wire.worker_messages import Close, EnvSpec, Heartbeat, Played, PlayGroup, PolicySpec, Ready, ToWorker, WorkerSetup
 
 ROOT = Path(__file__).parents[2]
@@ -18,42 +19,44 @@ BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrato
 
 
 def start(pool: WorkerPool, monkeypatch, name: str = "light", **args) -> None:
-    """Starts one in `pool`, as a worker with an interpreter of its own."""
+    """Starts one in `pool`, as a worker with an interpreter of its own. `args`: see `work`."""
     monkeypatch.setattr("rl.orchestrator.pool_worker.BOOTSTRAP", BOOTSTRAP)
-    spec, identity = EnvSpec(name=name, args=args), f"{name}-0"
-    pool.start(
-        WorkerSetup(
-            env=spec,
-            policy=PolicySpec(),
-            orchestrator=pool.address,
-            worker_id=identity,
-            max_tokens=1,
-            retries=0,
-            python=sys.executable,
-        )
-    )
+    spec, place = EnvSpec(name=name, args=args), {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
+    pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, **place))
 
 
 async def work(setup: WorkerSetup) -> None:
-    encode = msgspec.msgpack.Encoder().encode
+    """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once.
+    `args.log` gets a line `task episode` for each that is finished."""
+    encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
     socket.connect(setup.orchestrator)
-    await socket.send(encode(Ready(100, len(repr(setup.env.args)))))
-    plays: dict[int, asyncio.Task[None]] = {}
+    await socket.send(encode(Ready(100, len(repr(args)))))
+    plays: set[asyncio.Task[None]] = set()
 
     async def play(order: PlayGroup) -> None:
-        await asyncio.sleep(order.sampling.get("seconds", 0.0))
-        if order.sampling.get("kills"):
-            os.abort()
-        rollouts = [Rollout(episode=i, reward=float(order.task)) for i in range(order.num_episodes)]
-        await socket.send(encode(Played(order.play_id, rollouts)))
+        left = [i for i in range(order.num_episodes) if i not in order.done]
+
+        async def episode(i: int) -> None:
+            await asyncio.sleep(args["seconds"][i] if "seconds" in args else order.sampling.get("seconds", 0.0))
+            if order.sampling.get("kills"):
+                os.abort()
+            if "log" in args:
+                with open(args["log"], "a") as file:
+                    file.write(f"{order.task} {i}\n")
+            left.remove(i)
+            turn = Turn(prompt_ids=[1], completion_ids=[2 + i], logprobs=[-1.0], policy_versions=[VersionSpan(0, 1)], finish_reason="stop")
+            rollout = Rollout(turns=[turn], episode=i, reward=float(order.task + i))
+            await socket.send(encode(Played(order.play_id, [rollout], len(left))))
+
+        await asyncio.gather(*map(episode, list(left)))
 
     while True:
         await socket.send(encode(Heartbeat()))
         match msgspec.msgpack.decode(await socket.recv(), type=ToWorker):
             case PlayGroup() as order:
-                plays[order.play_id] = asyncio.create_task(play(order))
+                plays.add(asyncio.create_task(play(order)))
             case Close():
                 os._exit(0)
 

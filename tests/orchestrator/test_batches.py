@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.orchestrator.batch_metrics import batch_metrics
+from rl.orchestrator.batch_metrics import SampleCounts, batch_metrics
 from rl.orchestrator.batches import OrchestratorState, choose, commit, decode_state, form, rollout_line
 from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
@@ -62,7 +62,7 @@ def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
     silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
     kept = judge(silent, Rules(replace_no_signal=False))
     assert (kept.why, kept.advantages, len(list(group_samples(kept)))) == (None, [0.0, 0.0], 2)
-    assert batch_metrics(TrainBatch(step=1, samples=[]), [kept])["rollouts/zero_advantage"] == 1.0
+    assert batch_metrics(SampleCounts(1), [kept])["rollouts/zero_advantage"] == 1.0
     history = RewardHistory()
     history.add(kept)
     assert history.without_signal == [("e", 1.0)] * 2 and history.is_solved()
@@ -103,7 +103,7 @@ def test_every_end_of_a_rollout_has_its_own_name():
     lines = [rollout_line(failed, i, 1) for i in range(6)]
     assert [line["outcome"] for line in lines] == list(kinds)
     assert [line["why"] for line in lines] == ["error"] * 4 + ["timeout", "environment"]
-    metrics = batch_metrics(TrainBatch(step=1, samples=[]), [failed])
+    metrics = batch_metrics(SampleCounts(1), [failed])
     assert [metrics[f"rollouts/{kind}"] for kind in ("overlong", "empty", "timeout", "errored")] == [1 / 6, 1 / 6, 1 / 6, 2 / 6]
     assert (metrics["rollouts/e/failed_timeout"], metrics["rollouts/e/failed_environment"]) == (1, 1)
 
@@ -112,7 +112,7 @@ def test_turns_that_could_not_be_merged_are_counted():
     turns = [rollout(1.0).turns[0] for _ in range(3)]
     turns[1].prompt_ids = [1, 2, 2, 5]  # continues the first
     turns[2].prompt_ids = [1, 7]
-    metrics = batch_metrics(TrainBatch(step=1, samples=[]), [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])])
+    metrics = batch_metrics(SampleCounts(1), [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])])
     assert metrics["rollouts/unmerged_turns"] == 0.5
 
 
@@ -142,8 +142,7 @@ def test_no_short_batch_while_groups_are_playing():
 def test_metrics_count_every_rollout_and_lag_by_token():
     used, silent, failed = group(0, 1.0, 0.0, version=2), group(1, 1.0, 1.0), group(2, 0.0, 0.0, error="x")
     newer = group(3, 0.0, 1.0, version=3, tokens=6)
-    batch = TrainBatch(step=4, samples=[*group_samples(used), *group_samples(newer)])
-    metrics = batch_metrics(batch, [used, newer, silent, failed])
+    metrics = batch_metrics(SampleCounts(4, [*group_samples(used), *group_samples(newer)]), [used, newer, silent, failed])
     assert metrics["reward/mean"] == 4 / 6 and metrics["reward/e/m"] == 8 / 6
     assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 4 / 16)
     assert (metrics["rollouts/errored"], metrics["rollouts/zero_advantage"], metrics["rollouts/trained"]) == (0.25, 0.25, 4)
@@ -156,10 +155,10 @@ def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alo
     judged = judge(Group(group_id=0, env="e", task=0, rollouts=rollouts), rules)
     assert (judged.why, judged.penalties, judged.advantages) == (None, [0.5, 0.25, 0.0], [-0.375, 0.0, 0.375])
     assert group(1, 0.0, 0.0, rules=rules).why == "no_signal"
-    metrics = batch_metrics(TrainBatch(step=1, samples=[]), [judged, group(1, 0.0, rules=rules)])
+    metrics = batch_metrics(SampleCounts(1), [judged, group(1, 0.0, rules=rules)])
     assert metrics["reward/e/mean"] == 0.75 and metrics["reward/e/length_penalty"] == 0.75 / 4
     assert rollout_line(judged, 0, 1)["reward"] == 1.0
-    assert "reward/e/length_penalty" not in batch_metrics(TrainBatch(step=1, samples=[]), [group(0, 1.0, 0.0)])
+    assert "reward/e/length_penalty" not in batch_metrics(SampleCounts(1), [group(0, 1.0, 0.0)])
 
 
 def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_itself(tmp_path):
@@ -171,16 +170,18 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     dropped = [used.pop(3)]
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[TaskRef(7, "e", 1)])
-    batch, rollouts = form(1, used, dropped, rules)
-    commit(run_dir, batch, rollouts, state)
+    formed = form(1, used, dropped, rules)
+    commit(run_dir, formed, state)
+    content = decode_batch(run_dir.batch(1).read_bytes(), "x")
+    batch = content.batch
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
     assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx([a, a, -a, -a, -b, b, 0.5, -0.5], rel=1e-7)
-    content = decode_batch(run_dir.batch(1).read_bytes(), "x")
-    assert content.batch == TrainBatch(step=1, samples=list(batch.samples)) and decode_state(content.state).pending == [TaskRef(7, "e", 1)]
+    assert batch == TrainBatch(step=1, samples=[sample for group in used for sample in group_samples(group)])
+    assert decode_state(content.state).pending == [TaskRef(7, "e", 1)]
     lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
     assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
     assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
-    metrics = batch_metrics(batch, [*used, *dropped])
+    metrics = batch_metrics(formed.counts, [*used, *dropped])
     assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1 and "rollouts/a/replaced_groups" not in metrics
 
 
@@ -199,7 +200,7 @@ def test_a_teacher_is_a_signal():
     taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
     samples = list(group_samples(taught))
     assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
-    metrics = batch_metrics(TrainBatch(step=1, samples=samples), [taught])
+    metrics = batch_metrics(SampleCounts(1, samples), [taught])
     assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
     history = RewardHistory(without_signal=[("e", 1.0)])
     history.add(taught)

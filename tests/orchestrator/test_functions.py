@@ -75,11 +75,11 @@ def test_the_filter_drops_rollouts_and_groups(file):
     whole = judge(group_of(1.0, 1.5), rules)
     zeros = judge(group_of(1.0, 0.5, 0.0), rules)
     assert (whole.why, zeros.why) == ("filtered", None)
-    batch, text = form(1, [some], [whole], {"e": rules})
-    lines = [json.loads(line) for line in text.splitlines()]
+    batch = form(1, [some], [whole], {"e": rules})
+    lines = [json.loads(line) for line in batch.lines.splitlines()]
     assert [line["why"] for line in lines] == ["filtered", None, None, "filtered", "filtered"] and not lines[0]["trained"]
-    assert [sample.rollout_id for sample in batch.samples] == [1, 2]
-    metrics = batch_metrics(batch, [some, whole])
+    assert batch.counts.trained == {(some.group_id, 1), (some.group_id, 2)} and len(batch.samples) == 2
+    metrics = batch_metrics(batch.counts, [some, whole])
     assert metrics["rollouts/filtered"] == metrics["rollouts/e/filtered"] == 3 / 5 and metrics["rollouts/trained"] == 2
     assert judge(some, Rules()).rollouts[0].filtered is False  # judged again, by other rules
 
@@ -125,7 +125,7 @@ def test_metrics_join_those_of_the_environment(file):
     group.rollouts.append(rollout(0.0, error="boom", episode=3))
     metrics_of(file, "{'half': rollout.reward / 2} if rollout.reward else {}")(group.rollouts)
     assert [one.metrics for one in group.rollouts] == [{"m": 2.0, "half": 0.5}, {"m": 0.0}, {"m": 6.0, "half": 1.5}, {"m": 0.0}]
-    assert batch_metrics(form(1, [], [judge(group, Rules())], {"e": Rules()})[0], [group])["reward/e/half"] == 1.0
+    assert batch_metrics(form(1, [], [judge(group, Rules())], {"e": Rules()}).counts, [group])["reward/e/half"] == 1.0
 
 
 ONE_EACH = "return a list of 2 finite numbers, one for each of group.rollouts"

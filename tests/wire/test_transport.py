@@ -15,7 +15,7 @@ from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.run_dir.token import run_token
 from rl.system.errors import RESTART, RunError
 from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
-from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
+from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys, encode_batch_reply
 from tests.waiting import until
 
 
@@ -308,3 +308,10 @@ def test_a_taken_port_names_the_setting():
         server.close()
 
     asyncio.run(bind_twice())
+
+
+def test_a_batch_of_any_size_is_answered_as_it_is():
+    for size in (0, 1, 255, 70_000, 5 << 20):
+        data = bytes(range(256)) * (size // 256 + 1)
+        reply = BatchBytes(data[:size])
+        assert msgspec.msgpack.decode(encode_batch_reply(reply), type=Reply) == reply

@@ -201,9 +201,9 @@ class BatchBuilder:
 
     def _write_batch(self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]) -> None:
         """Writes a batch, with its metrics in its state. In a thread: of a large batch it takes seconds."""
-        batch, rollouts = batches.form(step, used, dropped, self.rules)
-        state.metrics = batch_metrics(batch, [*used, *dropped]) | counts
-        batches.commit(self.run_dir, batch, rollouts, state)
+        batch = batches.form(step, used, dropped, self.rules)
+        state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
+        batches.commit(self.run_dir, batch, state)
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
         """Writes what follows from a batch and a start would make again."""

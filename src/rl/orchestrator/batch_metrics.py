@@ -5,33 +5,37 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from rl.orchestrator.credit import mean
-from rl.wire.batch_file import Formed
+from rl.wire.messages import TrainingSample
 from rl.wire.rollouts import Group, Rollout
 
 
 class SampleCounts:
-    """What the metrics need of a batch's samples, which are looked at once, one at a time."""
+    """What the metrics need of the samples of the batch `step`."""
 
-    def __init__(self, batch: Formed):
+    def __init__(self, step: int, samples: Iterable[TrainingSample] = ()):
+        self.step = step
         self.lags = Counter[int]()
+        """Number of trained tokens by lag."""
         self.trained: set[tuple[int, int]] = set()
         """(group_id, rollout_id)"""
         self.gaps: dict[str, array[float]] = defaultdict(lambda: array("d"))
         """log sampler - log teacher of each sampled token, nats, by environment."""
-        for sample in batch.samples:
-            self.trained.add((sample.group_id, sample.rollout_id))
-            for span in sample.policy_versions:
-                self.lags[batch.step - 1 - span.policy_version] += span.num_tokens
-            if sample.teacher_logprobs is not None:
-                tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
-                self.gaps[sample.env].extend(logprob - teacher for sampled, logprob, teacher in tokens if sampled)
+        for sample in samples:
+            self.add(sample)
+
+    def add(self, sample: TrainingSample) -> None:
+        self.trained.add((sample.group_id, sample.rollout_id))
+        for span in sample.policy_versions:
+            self.lags[self.step - 1 - span.policy_version] += span.num_tokens
+        if sample.teacher_logprobs is not None:
+            tokens = zip(sample.loss_mask, sample.logprobs, sample.teacher_logprobs, strict=True)
+            self.gaps[sample.env].extend(logprob - teacher for sampled, logprob, teacher in tokens if sampled)
 
 
-def batch_metrics(batch: Formed, groups: list[Group]) -> dict[str, float]:
+def batch_metrics(counts: SampleCounts, groups: list[Group]) -> dict[str, float]:
     """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens."""
     everything = [rollout for group in groups for rollout in group.rollouts]
     finished = [rollout for rollout in everything if not rollout.error]
-    counts = SampleCounts(batch)
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
         "lag/mean": sum(lag * count for lag, count in counts.lags.items()) / max(1, counts.lags.total()),

@@ -1,22 +1,23 @@
 """From finished groups to the next batch: which groups, and what is written of them. All but the writing is pure."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from rl.config.orchestrator import OrchestratorConfig
+from rl.orchestrator.batch_metrics import SampleCounts
 from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
-from rl.wire.batch_file import joined, write_batch, write_rollouts
-from rl.wire.messages import UNREADABLE, TrainingSample
+from rl.wire.batch_file import ENCODER, encode_samples, joined, write_rollouts
+from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
 
 
@@ -56,31 +57,33 @@ def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill:
     return usable if usable and not num_playing and played >= max_refill * batch_size else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class FormedBatch:
-    """A batch whose samples are made while they are looked at: all of them together, as lists, take several times the memory of the groups,
+    """A batch, of whose samples only the encoded form is kept. All of them as lists would take several times the memory of their groups,
     and hold everything up while the garbage collector walks through them."""
 
     step: int
-    used: list[Group]
-    rules: Mapping[str, Rules]
-
-    @property
-    def samples(self) -> Iterator[TrainingSample]:
-        for group in self.used:
-            yield from group_samples(group, self.rules[group.env].mask_truncated)
+    samples: list[bytes]
+    counts: SampleCounts
+    lines: bytearray
+    """Those of rollouts/*.jsonl, one for every rollout, trained or not."""
 
 
-def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> tuple[FormedBatch, bytearray]:
-    """The batch, and the lines of rollouts/*.jsonl, one for every rollout, trained or not. Advantages become final here."""
+def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> FormedBatch:
+    """Makes a batch. Advantages become final here."""
     normalise(used, rules)
-    return FormedBatch(step, used, rules), rollout_lines([*used, *dropped], step, rules)
+    samples, counts = [], SampleCounts(step)
+    for group in used:
+        for sample in group_samples(group, rules[group.env].mask_truncated):
+            samples.append(ENCODER.encode(sample))
+            counts.add(sample)
+    return FormedBatch(step, samples, counts, rollout_lines([*used, *dropped], step, rules))
 
 
-def commit(run_dir: RunDir, batch: FormedBatch, rollouts: bytearray, state: OrchestratorState) -> None:
+def commit(run_dir: RunDir, batch: FormedBatch, state: OrchestratorState) -> None:
     """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
-    write_rollouts(run_dir.rollouts(batch.step), rollouts)
-    write_batch(run_dir.batch(batch.step), batch, state)
+    write_rollouts(run_dir.rollouts(batch.step), batch.lines)
+    write_file(run_dir.batch(batch.step), encode_samples(batch.step, batch.samples, state))
 
 
 def delete_old_batches(run_dir: RunDir, config: OrchestratorConfig) -> None:

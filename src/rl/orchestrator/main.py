@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -86,6 +87,7 @@ def main() -> None:
     die_with_parent()
     raise_open_files()
     leave(lambda: None)  # all is imported
+    gc.freeze()  # and stays: a collection that walked through it would hold the event loop
     config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     code, status = 0, None

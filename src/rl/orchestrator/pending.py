@@ -31,7 +31,7 @@ GROUPS, MEMBERS = msgspec.msgpack.Decoder(Group), msgspec.msgpack.Decoder(Member
 class Kind(msgspec.Struct):
     """What tells the two kinds of records apart."""
 
-    members: msgspec.Raw | None = None
+    members: list[msgspec.Raw] = []
 
 
 KINDS = msgspec.msgpack.Decoder(Kind)
@@ -39,7 +39,7 @@ KINDS = msgspec.msgpack.Decoder(Kind)
 
 def decode(payload: bytes) -> Group | Members:
     """A record of the log. Raises what UNREADABLE lists."""
-    return GROUPS.decode(payload) if KINDS.decode(payload).members is None else MEMBERS.decode(payload)
+    return MEMBERS.decode(payload) if KINDS.decode(payload).members else GROUPS.decode(payload)
 
 
 def read_groups(path: Path) -> tuple[list[Group | Members], list[str]]:

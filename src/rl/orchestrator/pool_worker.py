@@ -59,7 +59,7 @@ class Play:
         self.rollouts = sorted([*self.rollouts, *played.rollouts], key=lambda rollout: rollout.episode)
         if not played.unfinished:
             self.done.set_result(self.rollouts)
-        elif self.on_members:
+        elif self.on_members and played.rollouts:
             self.on_members(played.rollouts)
 
     def again(self) -> PlayGroup:

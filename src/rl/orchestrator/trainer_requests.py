@@ -64,7 +64,7 @@ class TrainerRequests:
             self.end_delivered.set()
             return await server.reply(sender, RunEnded(progress.end_reason or f"max_steps = {progress.final} reached"))
         self.activity += 1
-        return await server.reply(sender, BatchBytes(sound_batch(self.run_dir.batch(step))))
+        return await server.reply(sender, BatchBytes(await asyncio.to_thread(sound_batch, self.run_dir.batch(step))))
 
     async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
         """Answers with completions by a version once inference holds it, with none if it holds a later one, or that it does not yet."""

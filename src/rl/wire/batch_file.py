@@ -4,18 +4,20 @@ And of `rollouts/`: the same as readable text, each file with its SHA-256 beside
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, decode_record, reading, write_file
 from rl.run_dir.hashes import blake2b, sha256, sha256_of_file
 from rl.run_dir.paths import RunDir, numbered
-from rl.wire.messages import UNREADABLE, TrainBatch, TrainingSample
+from rl.wire.messages import UNREADABLE, TrainBatch
 
 ENCODER = msgspec.msgpack.Encoder()
+PIECE = 1 << 22
+"""Bytes that are copied in a few milliseconds."""
 NO_SAMPLES = b"\xa7samples\x90"
 """The field of a batch without samples, in msgpack."""
 
@@ -27,25 +29,19 @@ class BatchFile(msgspec.Struct, kw_only=True):
     state: msgspec.Raw
 
 
-class Formed(Protocol):
-    """A TrainBatch, or what makes the samples of one while they are looked at."""
-
-    step: int
-
-    @property
-    def samples(self) -> Iterable[TrainingSample]: ...
+def encode_batch(batch: TrainBatch, state: Any) -> bytearray:
+    """The bytes of a batch file: one checksummed record."""
+    return encode_samples(batch.step, [ENCODER.encode(sample) for sample in batch.samples], state)
 
 
-def encode_batch(batch: Formed, state: Any) -> bytearray:
-    """The bytes of a batch file: one checksummed record.
+def encode_samples(step: int, samples: Sequence[bytes], state: Any) -> bytearray:
+    """The same from samples that are encoded already, each by itself.
 
-    Sample by sample: no call within it holds the interpreter for long, so that a thread can do it beside an event loop.
+    No call within it holds the interpreter for long, so that a thread can do it beside an event loop.
     """
-    samples = [ENCODER.encode(sample) for sample in batch.samples]
-    empty = BatchFile(batch=TrainBatch(step=batch.step, samples=[]), state=msgspec.Raw(ENCODER.encode(state)))
+    empty = BatchFile(batch=TrainBatch(step=step, samples=[]), state=msgspec.Raw(ENCODER.encode(state)))
     head, key, tail = ENCODER.encode(empty).partition(NO_SAMPLES)
-    nothing = [None] * len(samples)
-    length = ENCODER.encode(nothing)[: -len(samples) or None]
+    length = ENCODER.encode([None] * len(samples))[: -len(samples) or None]
     record = joined([bytes(HEADER.size), head, key[:-1], length, *samples, tail])
     payload = memoryview(record)[HEADER.size :]
     HEADER.pack_into(record, 0, MAGIC, len(payload), blake2b(payload))
@@ -53,11 +49,14 @@ def encode_batch(batch: Formed, state: Any) -> bytearray:
 
 
 def joined(parts: Sequence[bytes]) -> bytearray:
-    """The parts one behind the other, copied one by one: `b"".join` would hold the interpreter while it copies all of them."""
+    """The parts one behind the other, copied piece by piece: `b"".join` would hold the interpreter while it copies all of them."""
     data, offset = bytearray(sum(map(len, parts))), 0
     for part in parts:
-        data[offset : offset + len(part)] = part
-        offset += len(part)
+        view = memoryview(part)
+        for start in range(0, len(part), PIECE):
+            piece = view[start : start + PIECE]
+            data[offset : offset + len(piece)] = piece
+            offset += len(piece)
     return data
 
 
@@ -69,7 +68,7 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
 
 
-def write_batch(path: Path, batch: Formed, state: Any) -> None:
+def write_batch(path: Path, batch: TrainBatch, state: Any) -> None:
     """Commits a batch."""
     write_file(path, encode_batch(batch, state))
 
@@ -81,7 +80,7 @@ def sound_batch(path: Path) -> bytes:
             data = path.read_bytes()
     except FileNotFoundError:
         raise CorruptFileError(f"{path}: missing") from None
-    decode_record(data, str(path))
+    decode_record(memoryview(data), str(path))  # a view, of which parts are no copies
     return data
 
 

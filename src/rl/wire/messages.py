@@ -11,7 +11,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are no message of the expected type; the last for tables nested without end."""
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`num_tokens` sampled tokens in a row of one policy version (-1: of none, in supervised fine-tuning)."""
 
     policy_version: int

@@ -5,6 +5,7 @@ It answers only processes that have the run's token (see run_dir/token.py), and 
 What arrives is typed and bounded in size; bytes that are no message are counted and dropped, by either side.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -25,6 +26,7 @@ from rl.run_dir.status import Phase, describe, last_seen, reachable, read_addres
 from rl.run_dir.token import read_token
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
+from rl.wire.batch_file import PIECE, joined
 from rl.wire.messages import (
     UNREADABLE,
     Acknowledged,
@@ -61,6 +63,8 @@ SAME_TOKEN = "set RL_TOKEN to the same value everywhere, or nowhere and share th
 log = logging.getLogger(__name__)
 
 ENCODER = msgspec.msgpack.Encoder()
+EMPTY, BIN32 = b"\xc4\x00", b"\xc6"
+"""In msgpack: no bytes; the beginning of bytes with a length of 32 bits."""
 REQUESTS = msgspec.msgpack.Decoder(Request)
 REPLIES = msgspec.msgpack.Decoder(Reply)
 
@@ -241,6 +245,12 @@ class OrchestratorClient:
         return NoAnswerError(f"{address} answers what is no answer ({why}): is it this run's orchestrator, of the same version of rl?")
 
 
+def encode_batch_reply(reply: BatchBytes) -> bytearray:
+    """What ENCODER makes of it, copied piece by piece: a large batch would hold the interpreter, and so every thread, for long."""
+    frame = ENCODER.encode(BatchBytes(b""))
+    return joined([frame[: -len(EMPTY)], BIN32, len(reply.data).to_bytes(4, "big"), reply.data])
+
+
 class TrainerServer:
     """The orchestrator's side. A message that is no request is counted and dropped.
 
@@ -294,7 +304,8 @@ class TrainerServer:
 
     async def reply(self, peer: bytes, reply: Reply) -> None:
         faults.point(f"answer.{type(reply).__name__}")
-        await self.socket.send_multipart([peer, ENCODER.encode(reply)])
+        data = await asyncio.to_thread(encode_batch_reply, reply) if isinstance(reply, BatchBytes) else ENCODER.encode(reply)
+        await self.socket.send_multipart([peer, data], copy=len(data) < PIECE)
         faults.point(f"answered.{type(reply).__name__}")
 
     def close(self) -> None:

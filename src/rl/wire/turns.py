@@ -45,7 +45,7 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.prompt_ids + self.completion_ids
 
 
-class Chain(msgspec.Struct, array_like=True):
+class Chain(msgspec.Struct, array_like=True, gc=False):
     """A token sequence: the first `shared` tokens of the chain `base`, and those in `tail`."""
 
     tail: bytes
@@ -59,7 +59,7 @@ class Chain(msgspec.Struct, array_like=True):
         return self.shared + len(self.tail) // ID_BYTES
 
 
-class Answer(msgspec.Struct, array_like=True):
+class Answer(msgspec.Struct, array_like=True, gc=False):
     """A turn, by its place in a chain: its prompt are the tokens before `start`."""
 
     chain: int
@@ -81,7 +81,7 @@ class Answer(msgspec.Struct, array_like=True):
         return self.start + self.num_tokens
 
 
-class Turns(msgspec.Struct, omit_defaults=True):
+class Turns(msgspec.Struct, omit_defaults=True, gc=False):
     """A sequence of `Turn`s in the order in which they were played, equal to a list of them. A turn that is taken out of it is a copy."""
 
     chains: list[Chain] = []

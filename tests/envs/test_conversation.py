@@ -1,0 +1,80 @@
+"""What a conversation keeps: every turn exactly as it was sent and sampled, and nothing twice."""
+
+import asyncio
+import operator
+import random
+
+import msgspec
+import pytest
+
+from rl.envs.classic.client import LazyList, TextConversation
+from rl.envs.policy import Conversation
+from rl.wire.turns import Turns
+from tests.envs.stub_policy import StubPolicy
+
+SAMPLING = {"max_tokens": 64, "temperature": 1.0}
+
+
+def sent(policy):
+    return [call["token_ids"] for call in policy.servers.asked]
+
+
+def test_a_long_chat_is_kept_once():
+    policy = StubPolicy(lambda prompt: "answer", max_model_len=100_000)
+    chat = Conversation(policy, 0, SAMPLING)
+
+    async def talk():
+        messages = []
+        for number in range(200):
+            messages.append({"role": "user", "content": f"question {number}"})
+            await chat.answer(messages, None, {})
+            messages.append({"role": "assistant", "content": "answer"})
+
+    asyncio.run(talk())
+    assert sum(len(past.added) for past in chat.history) == 400 and len(chat.history[-1].whole()) == 400
+    assert [turn.prompt_ids for turn in chat.turns] == sent(policy)
+    assert len(chat.turns.chains) == 1
+    assert len(msgspec.msgpack.encode(chat.turns)) < 12 * chat.turns.chains[0].num_tokens + 30 * 200
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_branches_continue_the_turn_that_they_leave(seed):
+    """Two chats with common turns: each prompt is that of the newest conversation that it extends."""
+    draw, policy = random.Random(seed), StubPolicy(lambda prompt: random.Random(prompt).choice(["yes", "no"]))
+    turns = Turns()
+    chats = [Conversation(policy, 0, SAMPLING, turns) for _ in range(2)]
+    told = [[[{"role": "user", "content": "begin"}]] for _ in chats]
+
+    async def talk():
+        for _ in range(20):
+            i = draw.randrange(2)
+            messages = draw.choice(told[i])
+            _, answer = await chats[i].answer(messages, None, {})
+            told[i].append([*messages, {"role": "assistant", "content": answer.content}, {"role": "user", "content": draw.choice("ab")}])
+
+    asyncio.run(talk())
+    assert [turn.prompt_ids for turn in turns] == sent(policy)
+    for ids, text in ((ids, "".join(map(chr, ids))) for ids in sent(policy)):
+        assert text.endswith("assistant: ") and text.count("begin") == 1 and len(ids) == len(text)
+
+
+def test_a_text_is_kept_once():
+    policy, turns = StubPolicy(lambda prompt: "answer", max_model_len=100_000), Turns()
+    talk = TextConversation(policy, 0, SAMPLING, turns)
+
+    async def go():
+        text = ""
+        for _ in range(50):
+            text += "question "
+            text += (await talk.answer(text, None, {}))[1].content
+        return text
+
+    text = asyncio.run(go())
+    assert "".join(talk.history[-1].whole()) == text and sum(len(piece) for past in talk.history for piece in past.added) == len(text)
+    assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
+
+
+def test_a_list_that_is_made_when_it_is_looked_at_is_a_list_to_whoever_looks():
+    lazy = LazyList(3, lambda: [1, 2, 3])
+    assert lazy == [1, 2, 3] and lazy[1:] == [2, 3] and list(lazy) == [1, 2, 3] and len(lazy) == 3 and 2 in lazy
+    assert operator.add(lazy, [4]) == [1, 2, 3, 4] and operator.add([0], lazy) == [0, 1, 2, 3]
