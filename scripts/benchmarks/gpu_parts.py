@@ -143,7 +143,8 @@ def training(bench: Bench, name: str) -> None:
     sample = 64 if bench.tiny else SAMPLE
     world = bench.world()
     for tokens, settings, compile_layers in [(256, cases[0][1], False)] if bench.tiny else cases:
-        case = f"{tokens // 1024 or tokens}k {' '.join(map(str, settings.values())) or 'none'}{' compiled' * compile_layers}"
+        size = str(tokens) if bench.tiny else f"{tokens // 1024}k"
+        case = " ".join([size, *map(str, settings.values())] + ["compiled"] * compile_layers)
         try:
             since = time.monotonic()
             config, learner = ready(bench, name, world, micro_batch_tokens=tokens, compile=compile_layers, **settings)
@@ -339,16 +340,21 @@ def replay_once(bench: Bench, compiled: bool) -> None:
 
 
 def tests(bench: Bench) -> None:
-    """The tests of the trainer that need one rank alone, on the device."""
-    names = ["test_flex", "test_attention", "test_logprobs", "test_train", "test_model"][: 1 if bench.tiny else None]
-    for name in names:
+    """The tests of the trainer that need one rank alone, on the device. Raises RunError if one fails."""
+    wrong = []
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
+    for name in ["test_logprobs", "test_attention", "test_flex", "test_train", "test_model"][: 1 if bench.tiny else None]:
         command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-q", "-o", "addopts=", "-m", "not proof", "--tb=line"]
-        plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-        environment = plain | {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": str(ROOT / "src")}
-        done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=environment, capture_output=True, text=True)
-        lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
-        failed = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+        command += ["-p", "no:cacheprovider", *(["-k", "dense"] if bench.tiny else [])]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+        failed = [text[:200] for text in lines if text.startswith(("FAILED", "ERROR"))]
         say(name, result=lines[-1].strip("= "), failed=failed, aim="none failed")
+        wrong += [name] * (done.returncode != 0)
+    if wrong:
+        raise RunError(f"{', '.join(wrong)} failed")
 
 
 PARTS: dict[str, Callable[..., None]] = {

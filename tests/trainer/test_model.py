@@ -14,7 +14,7 @@ from rl.system.errors import RESTART, RunError
 from rl.trainer.attention import TreeMask
 from rl.trainer.balance import Layout
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model import load_policy, score
+from rl.trainer.model import change_layers, load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed, pack
 from rl.trainer.start import Learner
@@ -255,6 +255,16 @@ def test_windows_and_implementations_that_the_attention_does_not_see_are_refused
     model.config._attn_implementation = "sdpa"
     with pytest.raises(RunError, match=r"does not call its attention function; set trainer.attention = auto"):
         score(model, row, world)
+
+
+@pytest.mark.parametrize(("mode", "setting", "expected"), [("flex", None, 2), ("blocks", None, 0), ("flex", False, 0), ("blocks", True, 2)])
+def test_layers_are_compiled_by_default_where_attention_is_flex(tied_folder, world, monkeypatch, capsys, mode, setting, expected):
+    compiled_layers = []
+    monkeypatch.setattr("rl.trainer.model.compiled", lambda forward, remedy: compiled_layers.append(forward) or forward)
+    model = AutoModelForCausalLM.from_pretrained(tied_folder)
+    change_layers(model, TrainerConfig(compile=setting), mode, world)
+    assert len(compiled_layers) == expected
+    assert ("trainer.compile: true, the default" in capsys.readouterr().out) == (mode == "flex" and setting is None)
 
 
 @on_cpu

@@ -45,6 +45,7 @@ CHANGES_BITS = (
     "trainer.ranks",
     "trainer.micro_batch_tokens",
     "trainer.attention",
+    "trainer.compile",
     "trainer.dp_replicate",
     "trainer.context_parallel",
     "trainer.cpus",

@@ -142,8 +142,9 @@ class TrainerConfig(Settings):
     attention: Literal["auto", "blocks", "flex", "eager", "unpacked"] = "auto"
     """How a row of samples is computed. auto: the fastest way that a test at the start finds exact for the model: `blocks` on CPUs, `flex`
     (compiled) on GPUs, `eager` with dense masks, `unpacked` with one sample a row. Any other is tested, too."""
-    compile: bool = False
-    """Whether the layers go through torch.compile: a minute or more at the start, faster steps on GPUs."""
+    compile: bool | None = None
+    """Whether the layers go through torch.compile: a minute or more at the start, faster steps on GPUs. Default: where attention is `flex`,
+    so on GPUs, not on CPUs."""
     deterministic: bool | None = None
     """Whether the same batches give the same bits, as long as machine, threads, ranks and torch are the same; `rl replay` proves it. On
     CPUs it costs nothing that can be measured; on GPUs some operations get slower. Default: true on CPUs, false on GPUs."""

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "trainer.context_parallel",
     "trainer.activation_checkpointing",
     "trainer.attention",
+    "trainer.compile",
     "trainer.strict_parity",
     "trainer.checkpoint",
     "trainer.weights.keep_last",

@@ -48,7 +48,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
         model.requires_grad_(False)
     freeze_rope(model, config.max_model_len)
     turn_off_randomness(model)
-    change_layers(model, settings)
+    change_layers(model, settings, choice.mode, world)
     head = model.get_output_embeddings()
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
@@ -69,15 +69,18 @@ KEPT_OPERATIONS = [
 they take. Products within a compiled layer are none: they are computed again."""
 
 
-def change_layers(model: PreTrainedModel, settings: TrainerConfig) -> None:
+def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, world: World) -> None:
     """Compiles the layers and has them recompute activations, as configured. Before sharding: FSDP's hooks stay outside of both."""
     model.train()
+    compiles = mode == "flex" if settings.compile is None else settings.compile
+    if compiles and settings.compile is None and world.is_main:
+        print("trainer.compile: true, the default with flex; the first steps compile, for a minute or more", flush=True)
     kind = settings.activation_checkpointing
     contexts = {}
     if kind == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS + kept_operations())
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
-        if settings.compile:
+        if compiles:
             layer.forward = compiled(layer.forward, "set trainer.compile = false")
         if kind != "none":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
