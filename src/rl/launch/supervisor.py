@@ -28,7 +28,7 @@ from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS, RunError
 LONGEST_POLL_S = 1.0
 """A poll that comes later counts as one after so long, seconds."""
 SLOW_POLL_S = 2.0
-"""Seconds between polls of what is cheap, but not that cheap: the process table, the newest batch."""
+"""Seconds between polls of what is cheap, but not that cheap: the process table."""
 FIRST_SIGN_S = 300.0
 """A process that has no status file by then, and by inference.startup_timeout_s, is started again: its imports come before it."""
 MAX_QUARANTINED = 3
@@ -303,8 +303,8 @@ class Supervisor:
 
     def _check_stall(self) -> None:
         """Warns when nothing moves, and of what everything waits for. It only warns: the deadlines of the waits act."""
-        counters = {name: status.progress for state in self.states.values() for name, status in state.statuses.items()}
-        now, stall_s = (counters, self.run_dir.newest_batch(), self.num_lines), self.settings.stall_s
+        counters = {name: (status.progress, status.batch) for state in self.states.values() for name, status in state.statuses.items()}
+        now, stall_s = (counters, self.num_lines), self.settings.stall_s
         if now != self.moved:
             self.moved, self.moved_at = now, self.clock
         elif self.clock - self.moved_at >= stall_s and not PREPARING.keys() & self.states.keys():

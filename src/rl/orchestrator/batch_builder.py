@@ -13,6 +13,7 @@ from rl.orchestrator.batch_metrics import batch_metrics
 from rl.orchestrator.batches import OrchestratorState
 from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.old_files import OldFiles
 from rl.orchestrator.pending import PendingLog, PendingRollouts
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
@@ -84,6 +85,7 @@ class BatchBuilder:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
         self.pending = PendingLog(self.run_dir.pending)
         self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
+        self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
         self.warnings = GroupWarnings()
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
@@ -192,7 +194,7 @@ class BatchBuilder:
         self.pending.rewrite(waiting)
         self.readable.rewrite(waiting)
         self.metrics.write(step, metrics)
-        batches.delete_old_batches(self.run_dir, self.config.orchestrator)
+        self.old_files.put_away(step)
         log.info("batch %d: %d samples, reward %.3f", step, len(batch.samples), metrics["reward/mean"])
 
     def _check_learning(self) -> None:

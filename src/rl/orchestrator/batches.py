@@ -5,15 +5,12 @@ from typing import Any
 
 import msgspec
 
-from rl.config.orchestrator import OrchestratorConfig
 from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.retention import delete_old
+from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch, write_rollouts
 from rl.wire.messages import UNREADABLE, TrainBatch
 from rl.wire.rollouts import Group, Rollout
@@ -66,17 +63,6 @@ def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: Orchestra
     """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
     write_rollouts(run_dir.rollouts(batch.step), rollouts)
     write_batch(run_dir.batch(batch.step), batch, state)
-
-
-def delete_old_batches(run_dir: RunDir, config: OrchestratorConfig) -> None:
-    """Deletes the batches and rollouts that the settings do not keep; of batches nothing that a resume from any checkpoint needs."""
-    checkpoints = numbered(run_dir.checkpoints)
-    if len(checkpoints) > 1:  # a branch keeps the one that it begins with
-        checkpoints.pop(first_step(run_dir), None)
-    oldest = min(checkpoints, default=0)
-    delete_old(numbered(run_dir.batches, ".batch"), config.batches.keep_last, config.batches.keep_every, needed_from=oldest)
-    for suffix in (".jsonl", ".sha256"):
-        delete_old(numbered(run_dir.rollouts_dir, suffix), config.rollouts.keep_last, config.rollouts.keep_every)
 
 
 def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:

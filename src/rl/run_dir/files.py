@@ -292,6 +292,16 @@ def encode_record(payload: bytes) -> bytes:
     return HEADER.pack(MAGIC, len(payload), blake2b(payload)) + payload
 
 
+def head_of_record(head: bytes, name: str) -> tuple[int, bytes]:
+    """(length, checksum) of the payload behind the head of a record. Raises CorruptFileError."""
+    if len(head) < HEADER.size:
+        raise CorruptFileError(f"{name}: cut short, {len(head)} bytes are left")
+    magic, length, checksum = HEADER.unpack_from(head)
+    if magic != MAGIC:
+        raise CorruptFileError(f"{name}: does not begin as a record does")
+    return length, checksum
+
+
 def decode_records(data: bytes, name: str) -> Iterator[bytes]:
     """Payloads of the records in `data`. Raises CorruptFileError at the first one that is damaged or cut short."""
     offset = 0
