@@ -11,6 +11,7 @@ BENCHMARKS = {
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
+    "long_run": "what the number of steps behind costs: a resume, a finished group, a look",
 }
 
 

@@ -1,5 +1,6 @@
 """`rl compare`: two runs side by side, from their files: settings that differ, curves, evaluations."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,15 @@ VALUE_WIDTH = 60
 """Of a setting that differs; longer values are cut."""
 
 
+COMPARED = {metric for _, metric in METRICS} | {"epoch"}
+
+
+@functools.cache
+def is_compared(metric: str) -> bool:
+    """Whether a metric is shown."""
+    return metric in COMPARED or metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr"))
+
+
 @dataclass
 class Run:
     """One of the two."""
@@ -73,7 +83,7 @@ def read_run(name: str, spec: str) -> Run:
     """A run by its files. Raises RunError."""
     root = named_run(spec)
     config = stored_config(root)
-    return Run(name, root, config, read_metrics(run_dir_of(root, config).metrics))
+    return Run(name, root, config, read_metrics(run_dir_of(root, config).metrics, wanted=is_compared))
 
 
 def about(runs: list[Run]) -> list[str]:

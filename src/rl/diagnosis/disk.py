@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import read_header
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
@@ -70,7 +70,7 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
     published = {f"{versions} policy versions": versions * version - on_disk(run_dir.weights_dir)}
     if config.sft is None:
         steps = min(config.orchestrator.batches.keep_last or config.max_steps, config.max_steps)
-        parts[f"{steps} batches"] = (steps - len(numbered(run_dir.batches, ".batch"))) * batch_bytes(config, run_dir)
+        parts[f"{steps} batches"] = (steps - len(numbers(run_dir.batches, ".batch"))) * batch_bytes(config, run_dir)
     places = [(run_dir.root, parts), (run_dir.weights_dir, published)]
     if existing(run_dir.root).stat().st_dev == existing(run_dir.weights_dir).stat().st_dev:
         places = [(run_dir.root, published | parts)]
@@ -91,7 +91,7 @@ def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:
 
 def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
     """Bytes of a step's batch and rollouts: the mean of the newest ones, before the first as many as full contexts would take."""
-    if newest := list(numbered(run_dir.batches, ".batch"))[-10:]:
+    if newest := numbers(run_dir.batches, ".batch")[-10:]:
         files = [path(step) for path in (run_dir.batch, run_dir.rollouts) for step in newest]
         return sum(path.stat().st_size for path in files if path.exists()) // len(newest)
     return config.orchestrator.batch_size * config.model.max_model_len * TOKEN_BYTES

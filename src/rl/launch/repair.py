@@ -12,7 +12,7 @@ from pathlib import Path
 from rl.run_dir.checksums import DIGESTS, verify_checkpoint, verify_version
 from rl.run_dir.files import CorruptFileError, move, write_file
 from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.system.errors import RunError
 from rl.wire.batch_file import check_rollouts, open_rollouts, sound_batch
 
@@ -42,7 +42,7 @@ class Repair:
         """See `repair`."""
         newest = self.run_dir.newest_batch()
         checkpoint, last = self._newest_state(newest)
-        if self.logged and last < max([newest, *numbered(self.run_dir.checkpoints)]):
+        if self.logged and last < max([newest, *numbers(self.run_dir.checkpoints)]):
             self._cut(last, newest)
         self._repair_weights(checkpoint)
         self._repair_rollouts(checkpoint)
@@ -77,8 +77,7 @@ class Repair:
 
     def _cut(self, last: int, newest: int) -> None:
         """Discards everything after step `last`. Pending groups stay: the orchestrator drops those that later versions sampled."""
-        files = self.run_dir.rollout_files().items()
-        lost = sum(len(finished_groups(path)) for step, path in files if last < step <= newest)
+        lost = sum(len(finished_groups(path)) for step, path in self.run_dir.rollout_files(after=last).items() if step <= newest)
         why = next((fault for _, fault in sorted(self.faults.items()) if fault), "its checkpoint is damaged")
         away = self.run_dir.discard_after(last, self.away, keep_pending=True)
         self.remarks.append(
@@ -97,8 +96,8 @@ class Repair:
 
     def _repair_rollouts(self, checkpoint: int) -> None:
         """Moves damaged files of rollouts away; only people read them."""
-        for step, path in self.run_dir.rollout_files().items():
-            if step > checkpoint and (fault := find_fault(check_rollouts, path)):
+        for path in self.run_dir.rollout_files(after=checkpoint).values():
+            if fault := find_fault(check_rollouts, path):
                 self._discard(path, "rollouts", f"{fault.split(';')[0]}; nothing but its readers needs it")
 
     def _discard(self, path: Path, kind: str, remark: str) -> None:

@@ -19,7 +19,7 @@ from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
 from rl.wire.rollouts import Group
@@ -100,7 +100,7 @@ class BatchBuilder:
             settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
             state.tasks.in_flight += state.pending  # of which those in pending.log are done
             self.history = state.history
-            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics):
+            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
                 self.metrics.write(newest, state.metrics)
         for warning in self.pending.load(settled, newest):
             log.warning(warning)

@@ -27,9 +27,9 @@ def numbers(directory: Path, suffix: str = "") -> list[int]:
         return []
 
 
-def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
-    """The entries that `numbers` tells of, by number, ascending."""
-    return {number: directory / f"{number:06d}{suffix}" for number in numbers(directory, suffix)}
+def numbered(directory: Path, suffix: str = "", after: int = -1) -> dict[int, Path]:
+    """The entries that `numbers` tells of, by number, ascending; those after `after`."""
+    return {number: directory / f"{number:06d}{suffix}" for number in numbers(directory, suffix) if number > after}
 
 
 def is_run(root: Path) -> bool:
@@ -87,9 +87,10 @@ class RunDir:
     def rollouts(self, step: int) -> Path:
         return self.rollouts_dir / f"{step:06d}.jsonl"
 
-    def rollout_files(self) -> dict[int, Path]:
-        """The files of rollouts by step, ascending: `000012.jsonl`, or once it is old `000012.jsonl.gz`."""
-        return dict(sorted((numbered(self.rollouts_dir, ".jsonl.gz") | numbered(self.rollouts_dir, ".jsonl")).items()))
+    def rollout_files(self, after: int = -1) -> dict[int, Path]:
+        """The files of rollouts by step, ascending, after `after`: `000012.jsonl`, or once it is old `000012.jsonl.gz`."""
+        compressed, plain = (numbered(self.rollouts_dir, suffix, after) for suffix in (".jsonl.gz", ".jsonl"))
+        return dict(sorted((compressed | plain).items()))
 
     def weights(self, policy_version: int) -> Path:
         return self.weights_dir / f"{policy_version:06d}"
@@ -153,8 +154,7 @@ class RunDir:
             (self.rollouts_dir, ".sha256"),
         ]:
             target = away / ("weights" if directory == self.weights_dir else directory.name)
-            newest_first = reversed(numbered(directory, suffix).items())
-            later += [(path, target / path.name) for number, path in newest_first if number > step]
+            later += [(path, target / path.name) for path in reversed(numbered(directory, suffix, after=step).values())]
         if self.pending.exists() and later:
             waiting = away / "batches" / self.pending.name
             if keep_pending:
