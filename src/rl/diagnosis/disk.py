@@ -5,10 +5,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.config.orchestrator import RetentionConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import read_header
+from rl.wire.batch_file import PLAIN_STEPS
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
 CHECKPOINT_BYTES = 12
@@ -43,9 +45,24 @@ class Need:
         return f"up to {size(self.total)} in {self.place} ({parts}), {size(self.free)} are free"
 
 
+def kept_text(config: RLConfig) -> str:
+    """What a run keeps of all that it makes."""
+
+    def newest(settings: RetentionConfig | CheckpointConfig | WeightsConfig) -> str:
+        every = f" and every {settings.keep_every}th" if settings.keep_every else ""
+        return f"the newest {settings.keep_last}{every}" if settings.keep_last else "all"
+
+    parts = {"checkpoints": newest(config.trainer.checkpoint), "policy versions": newest(config.trainer.weights)}
+    if config.sft is None:
+        batches, rollouts = config.orchestrator.batches, config.orchestrator.rollouts
+        needed = ", those since the oldest checkpoint" if batches.keep_last else ""
+        parts |= {"batches": f"{newest(batches)}{needed}", "rollouts": f"{newest(rollouts)}, as gzip after {PLAIN_STEPS} steps"}
+    return "keeps: " + "; ".join(f"{what}: {which}" for what, which in parts.items())
+
+
 def disk_estimate(config: RLConfig, model_folder: Path) -> list[str]:
     """What a run will use at most, a line for each file system, and a warning where it does not fit."""
-    lines = []
+    lines = [kept_text(config)]
     for need in needs(config, model_folder):
         lines.append(f"disk: {need}")
         if not need.fits:

@@ -177,7 +177,8 @@ class Console:
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = (SFT_COLUMNS, SFT_PROCESSES) if config.sft else (COLUMNS, PROCESSES)
         self.limit = RUN_LIMITS[config.model.dtype]
-        self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
+        evaluated = sorted(read_metrics(run_dir.metrics, "eval").items())
+        self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES) | dict(evaluated[-1:])
         """Those of the newest steps, and of the newest evaluations."""
         self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
         """The newest step that was printed, or that was there before a resume."""

@@ -9,10 +9,7 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.retention import Retention
-from rl.wire.batch_file import ROLLOUT_SUFFIXES, compress_rollouts
-
-READABLE = 100
-"""So many newest files of rollouts are plain text."""
+from rl.wire.batch_file import PLAIN_STEPS, ROLLOUT_SUFFIXES, compress_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +41,10 @@ class OldFiles:
             self.plain = deque(numbers(self.run_dir.rollouts_dir, ".jsonl"))
         else:
             self.plain.append(step)
-        if len(self.plain) > READABLE and (self.compressing is None or self.compressing.done()):
-            old = [self.plain.popleft() for _ in range(min(2, len(self.plain) - READABLE))]  # two: it catches up with a run of an older rl
+        if len(self.plain) > PLAIN_STEPS and (self.compressing is None or self.compressing.done()):
+            old = [
+                self.plain.popleft() for _ in range(min(2, len(self.plain) - PLAIN_STEPS))
+            ]  # two: it catches up with a run of an older rl
             self.compressing = self.thread.submit(self._compress, old)
 
     def _compress(self, steps: list[int]) -> None:

@@ -73,7 +73,7 @@ def merge_lines(into: Lines, lines: list[dict[str, Any]]) -> None:
     """Adds lines by (step, source). Of two values of a metric the later one counts, so a resume never doubles a curve."""
     for line in lines:
         key = (line["step"], line["source"])
-        into[key] = into.get(key, {}) | line
+        into[key] = into[key] | line if key in into else line
 
 
 def read_metrics(path: Path, source: str = "", wanted: Callable[[str], bool] | None = None, last_bytes: int | None = None) -> Lines:

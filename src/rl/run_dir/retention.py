@@ -1,6 +1,6 @@
 """Which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Collection
 from pathlib import Path
 
@@ -40,12 +40,11 @@ class Retention:
         self.old = [number for number in self.old[:end] if number in needed] + self.old[end:]
 
     def _add(self, number: int, newest: list[int], keep_last: int) -> None:
-        if number not in newest[bisect_left(newest, number) :][:1]:
-            insort(newest, number)
+        add(number, newest)
         while len(newest) > keep_last:
             oldest = newest.pop(0)
-            if not (self.keep_every and oldest % self.keep_every == 0) and oldest not in self.old[-1:]:
-                insort(self.old, oldest)
+            if not (self.keep_every and oldest % self.keep_every == 0):
+                add(oldest, self.old)
 
     def _delete(self, number: int) -> None:
         for suffix in self.suffixes:
@@ -54,3 +53,10 @@ class Retention:
                 remove_directory(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def add(number: int, ascending: list[int]) -> None:
+    """Adds a number to an ascending list, unless it is in it."""
+    place = bisect_left(ascending, number)
+    if ascending[place : place + 1] != [number]:
+        ascending.insert(place, number)

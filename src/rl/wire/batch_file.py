@@ -21,6 +21,8 @@ from rl.wire.messages import PART_BYTES, UNREADABLE, BatchReady, TrainBatch
 ENCODER = msgspec.msgpack.Encoder()
 ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")
 """Of the files with a step's rollouts: readable, or compressed; and their checksum."""
+PLAIN_STEPS = 100
+"""The rollouts of so many newest steps are plain text, those before are compressed."""
 COMPRESSION = 3
 """Level of gzip: conversations shrink to a fifth, at 100 MiB a second of a core."""
 
