@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -115,11 +116,9 @@ def stretches(last: int, count: int) -> list[tuple[int, int]]:
 
 def means(points: Curve, parts: list[tuple[int, int]]) -> list[float | None]:
     """Mean of a curve over each stretch; None where it has no value."""
-    found: list[float | None] = []
-    for first, last in parts:
-        values = [value for step, value in zip(*points, strict=True) if first <= step <= last]
-        found.append(fmean(values) if values else None)
-    return found
+    steps, values = points
+    inside = (values[bisect_left(steps, first) : bisect_right(steps, last)] for first, last in parts)
+    return [fmean(part) if part else None for part in inside]
 
 
 def curves(runs: list[Run]) -> list[str]:
