@@ -57,15 +57,18 @@ class MetricsReader(LineReader):
         return [content for content in map(parse_line, super().new()) if content]
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The content of a line, or None for one that its writer did not finish (it was killed, or the disk full)."""
+def parse_line(line: bytes, wanted: Callable[[str], bool] | None = None) -> dict[str, Any] | None:
+    """The content of a line, of its metrics those that are `wanted`, else all. None for one that its writer did not finish: it was killed,
+    or the disk full."""
     try:
         content = msgspec.json.decode(line)
     except UNREADABLE:
         whole = line.rfind(b'{"step": ')  # another process's line after one that was not finished
-        return parse_line(line[whole:]) if whole > 0 else None
+        return parse_line(line[whole:], wanted) if whole > 0 else None
     if not (isinstance(content, dict) and type(content.get("step")) is int and isinstance(content.get("source"), str)):
         return None
+    if wanted is not None:
+        content = {name: value for name, value in content.items() if name in ALWAYS or wanted(name)}
     return {key: value for key, value in content.items() if key == "source" or value is None or isinstance(value, (int, float))}
 
 
@@ -82,16 +85,14 @@ def read_metrics(path: Path, source: str = "", wanted: Callable[[str], bool] | N
     `source`: the only one whose lines are read. `wanted`: whether a metric is kept, by its name. `last_bytes`: of the file that are read.
     """
     merged: Lines = {}
-    mark = f'"source": "{source}"'.encode()
+    mark = f'"source": "{source}"'.encode()  # as MetricsLog writes it
     try:
         with path.open("rb") as file:
             if last_bytes is not None and (start := os.fstat(file.fileno()).st_size - last_bytes) > 0:
                 file.seek(start)
                 file.readline()
             for line in file:
-                if line.endswith(b"\n") and (not source or mark in line) and (content := parse_line(line)):
-                    if wanted is not None:
-                        content = {name: value for name, value in content.items() if name in ALWAYS or wanted(name)}
+                if line.endswith(b"\n") and (not source or mark in line) and (content := parse_line(line, wanted)):
                     merge_lines(merged, [content])
     except FileNotFoundError:
         pass
