@@ -42,9 +42,8 @@ class OldFiles:
         else:
             self.plain.append(step)
         if len(self.plain) > PLAIN_STEPS and (self.compressing is None or self.compressing.done()):
-            old = [
-                self.plain.popleft() for _ in range(min(2, len(self.plain) - PLAIN_STEPS))
-            ]  # two: it catches up with a run of an older rl
+            count = min(2, len(self.plain) - PLAIN_STEPS)  # two: it catches up with the files of a run that an older rl began
+            old = [self.plain.popleft() for _ in range(count)]
             self.compressing = self.thread.submit(self._compress, old)
 
     def _compress(self, steps: list[int]) -> None:
