@@ -13,6 +13,7 @@ BENCHMARKS = {
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
     "rollouts": "long rollouts, a worker's death, and what holds the event loop",
+    "long_run": "what the number of steps behind costs: a resume, a finished group, a look",
 }
 
 

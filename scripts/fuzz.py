@@ -180,13 +180,19 @@ TARGETS = {
     "request": Target(
         lambda data, _: REQUESTS.decode(data),
         UNREADABLE,
-        packed(messages.GetBatch(3), messages.Published(messages.WeightVersion(4, "/w/000004")), messages.GetProbe(2)),
+        packed(
+            messages.GetBatch(3),
+            messages.GetBatchPart(3, 1 << 22),
+            messages.Published(messages.WeightVersion(4, "/w/000004")),
+            messages.GetProbe(2),
+        ),
     ),
     "reply": Target(
         lambda data, _: REPLIES.decode(data),
         UNREADABLE,
         packed(
-            messages.BatchBytes(b"xyz"),
+            messages.BatchReady(3, bytes(16)),
+            messages.BatchPart(b"xyz"),
             messages.NotReady(RoleStatus(process="orchestrator", pid=12, phase=Phase.FILLING_BATCH, step=3)),
             messages.RunEnded("solved"),
             messages.Acknowledged(2, [1]),

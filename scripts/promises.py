@@ -19,7 +19,7 @@ from rl.orchestrator.pending import decode
 from rl.run_dir.files import CorruptFileError, decode_records
 from rl.run_dir.metrics import parse_line, read_metrics
 from rl.run_dir.paths import RunDir, numbered
-from rl.wire.batch_file import decode_batch
+from rl.wire.batch_file import decode_batch, open_rollouts
 from rl.wire.rollouts import Group
 
 INTERRUPTED_S = 60.0
@@ -41,8 +41,11 @@ def pending_groups(path: Path) -> set[int]:
 
 def rollout_lines(run_dir: RunDir) -> dict[int, list[dict[str, Any]]]:
     """The lines of rollouts/ by batch. A file without its batch is from before a death, and is written again."""
-    batches = numbered(run_dir.batches, ".batch")
-    return {step: [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()] for step in batches}
+    files, found = run_dir.rollout_files(), {}
+    for step in numbered(run_dir.batches, ".batch"):
+        with open_rollouts(files[step]) as lines:
+            found[step] = list(map(json.loads, lines))
+    return found
 
 
 def exactly_once(run_dir: RunDir, seen: set[int]) -> tuple[list[str], int]:

@@ -17,7 +17,8 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, Status
 from rl.run_dir.token import run_token
-from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, Published
+from rl.wire.batch_file import batch_head, batch_part
+from rl.wire.messages import Acknowledged, BatchPart, GetBatch, GetBatchPart, Published
 from rl.wire.transport import TrainerServer
 from tests.test_reference import in_the_table
 
@@ -110,7 +111,9 @@ def train_uninterrupted(config, batches, name):
                 peer, request = await server.receive()
                 match request:
                     case GetBatch(step):
-                        await server.reply(peer, BatchBytes(batches[step].read_bytes()))
+                        await server.reply(peer, batch_head(batches[step]))
+                    case GetBatchPart(step, offset):
+                        await server.reply(peer, BatchPart(batch_part(batches[step], offset)))
                     case Published():
                         await server.reply(peer, Acknowledged(0))
 

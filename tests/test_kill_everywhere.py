@@ -116,7 +116,7 @@ class Inference(WebServer):
 
 def train(config) -> None:
     """A trainer without a model: asks for one batch after the other, publishes versions without content."""
-    client, wait = OrchestratorClient(config.run_dir.status("orchestrator")), Wait(120.0, lambda *_: None)
+    client, wait = OrchestratorClient(config.run_dir), Wait(120.0, lambda *_: None)
     for step in itertools.count(1):
         with wait:
             answer = client.get_batch(step, wait)
@@ -207,7 +207,7 @@ def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeyp
     for kind in ("batch", "pending", "rollouts", "eval", "best"):
         assert {f"{kind}.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
     assert {"metrics.write", "metrics.torn", "metrics.done", "http/load_weights", "http/load_weights.answered", "http/status"} <= names
-    assert {"answer.BatchBytes", "answered.BatchBytes", "answer.Acknowledged", "answered.RunEnded"} <= names
+    assert {"answer.BatchReady", "answered.BatchReady", "answer.Acknowledged", "answered.RunEnded"} <= names
     # What comes at the end of a run, `orchestrator.end` too, is not reached in one that goes on.
     chain = chain_of(tmp_path / "trace")
     lives = [(name, count) for name, count in chain if not name.endswith(".RunEnded") and not name.startswith("orchestrator.")]

@@ -65,12 +65,14 @@ BATCHES = st.builds(TrainBatch, step=st.integers(1, 10**6), samples=st.lists(sam
 VERSION = st.builds(messages.WeightVersion, st.integers(0, 10**6), TEXT)
 REQUESTS = st.one_of(
     st.builds(messages.GetBatch, st.integers(1, 10**6)),
+    st.builds(messages.GetBatchPart, st.integers(1, 10**6), st.integers(0, 2**40)),
     st.builds(messages.Published, VERSION),
     st.builds(messages.GetProbe, st.integers(0, 10**6)),
 )
 STATUSES = st.builds(status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT)
 REPLIES = st.one_of(
-    st.builds(messages.BatchBytes, st.binary(max_size=50)),
+    st.builds(messages.BatchReady, st.integers(0, 2**40), st.binary(min_size=16, max_size=16)),
+    st.builds(messages.BatchPart, st.binary(max_size=50)),
     st.builds(messages.NotReady, STATUSES),
     st.builds(messages.RunEnded, TEXT),
     st.builds(messages.Acknowledged, INT64, st.lists(INT64, max_size=3)),

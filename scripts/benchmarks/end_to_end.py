@@ -121,7 +121,7 @@ def generation_alone(flags: list[str], model: Path, place: Place, folder: Path, 
 
 def follow(config: RLConfig, batches: int) -> None:
     """A trainer that only takes batches: with so large a max_lag nobody waits for a version."""
-    client, wait = OrchestratorClient(config.run_dir.status("orchestrator")), Wait(PATIENCE_S, lambda *_: None)
+    client, wait = OrchestratorClient(config.run_dir), Wait(PATIENCE_S, lambda *_: None)
     for step in range(1, batches + 1):
         with wait:
             client.get_batch(step, wait)

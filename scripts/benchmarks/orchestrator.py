@@ -70,7 +70,7 @@ def stub_trainer(run_dir: Path, steps: int) -> None:
     from rl.wire.transport import OrchestratorClient, Wait
 
     directory = RunDir(run_dir, run_dir / "weights")
-    client, wait = OrchestratorClient(directory.status("orchestrator")), Wait(600.0, lambda *_: None)
+    client, wait = OrchestratorClient(directory), Wait(600.0, lambda *_: None)
     for step in range(1, steps + 1):
         directory.weights(step).mkdir(parents=True)
         with wait:

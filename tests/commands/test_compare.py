@@ -60,7 +60,7 @@ def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
     for step in range(1, 25):
         lines[step, "orchestrator"] = {"reward/mean": step / 7, "rollouts/zero_advantage": 0.123456}
         lines[step, "trainer"] = {"time/step": 123.456}
-    monkeypatch.setattr("rl.commands.compare.read_metrics", lambda path: lines)
+    monkeypatch.setattr("rl.commands.compare.read_metrics", lambda path, **_: lines)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, _ = called(capsys, "compare", "x", "y")

@@ -108,7 +108,7 @@ def test_what_differs_is_named(run_dir, tmp_path, found, said):
         ([], "which run? Give its directory and nothing else"),
         (["{root}", "--until", "9"], "--until 9: the newest version of {root} is 3; give at most that"),
         (["{root}", "--from", "3"], "--from 3: leaves no step to train before --until 3; give a smaller one"),
-        (["{root}"], "{root}: batches 1-2 are missing (there are 3; what is kept is a setting of the run): give --from 2"),
+        (["{root}", "--from", "1"], "{root}: batches 1-2 are missing (there are 3; what is kept is a setting of the run): give --from 2"),
         (["{root}x"], "there is no such run and no such model folder; in "),
         (["{root}/empty"], "{root}/empty: has made no version yet; there is nothing to compare with"),
     ],
@@ -129,6 +129,19 @@ def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):
     assert main([str(run_dir.root), "--from", "2", "--dry-run"], Children()) == 0
     replay = tomllib.loads(capsys.readouterr().out)["trainer"]["data"]["replay"]
     assert (replay["run"], replay["start"], replay["until"]) == (str(run_dir.root), 2, 3)
+
+
+def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoint_that_can_be(run_dir, tmp_path):
+    from rl.commands.replay import open_run, plan
+
+    root = tmp_path / "run"
+    shutil.copytree(run_dir.root, root)
+    (root / "batches" / "000001.batch").unlink()
+    kept, config = open_run(str(root))
+    replay, notes = plan(kept, config, 0, None)
+    assert (replay.start, replay.until) == (2, 3)
+    why = "batches 1 are not there any more, for what is kept is a setting of the run"
+    assert notes == [f"{why}: starting at checkpoint 2, the oldest that has all batches behind it"]
 
 
 def test_notes(run_dir, tmp_path, capsys):

@@ -30,8 +30,17 @@ def test_what_is_kept_is_counted(tmp_path, monkeypatch):
     assert need.parts["3 checkpoints"] == 3 * 12 * 4 * 128 and "7 batches" in need.parts
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 2**20))
-    said, warning = disk.disk_estimate(config(tmp_path), model(tmp_path))
+    _, said, warning = disk.disk_estimate(config(tmp_path), model(tmp_path))
     assert "328 MiB" in said and "1 MiB are free" in said and "may get full: free some" in warning
+
+
+def test_what_is_kept_is_told(tmp_path):
+    assert disk.kept_text(config(tmp_path)) == (
+        "keeps: checkpoints: the newest 2; policy versions: the newest 3; batches: all; rollouts: all, as gzip after 100 steps"
+    )
+    flags = ["--orchestrator.batches.keep_last", "7", "--trainer.checkpoint.keep_every", "20"]
+    told = disk.kept_text(config(tmp_path, *flags))
+    assert "checkpoints: the newest 2 and every 20th" in told and "batches: the newest 7, those since the oldest checkpoint;" in told
 
 
 def test_sizes():

@@ -92,6 +92,26 @@ def test_after_a_resume_only_new_steps_are_printed(tmp_path):
     assert [line.split()[:2] for line in screen.look().splitlines()] == [["step", "reward"], ["3", "0.750"]]
 
 
+def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.launch.console.MOST_LINES", 40)
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000")
+    screen.write(90, "eval", {"eval/e/reward_mean": 0.25})
+    screen.write(100, "eval", {"eval/e/reward_mean": 0.75})
+    for step in range(1, 301):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5})
+        screen.write(step, "trainer", TRAINER)
+        said = screen.look()
+        assert len(screen.console.lines) <= 42
+    assert said.split()[:3] == ["300", "0.500", "0.750"] and said.endswith(" 12.3   2.4 h  4.1 wait_for_batch\n")
+    monkeypatch.setattr("rl.launch.console.NEWEST_BYTES", 10_000)  # of 80,000
+    screen.open()
+    assert screen.console.shown == 300 and 20 < len(screen.console.lines) < 100
+    screen.write(300, "trainer", TRAINER)  # replayed
+    screen.write(301, "orchestrator", {"reward/mean": 0.5})
+    screen.write(301, "trainer", TRAINER)
+    assert [line.split()[:3] for line in screen.look().splitlines()] == [["step", "reward", "eval"], ["301", "0.500", "0.750"]]
+
+
 def test_evals_are_printed_as_they_come(tmp_path):
     screen = Screen(tmp_path)
     screen.write(10, "eval", {"eval/gsm8k/reward_mean": 0.4123, "eval/gsm8k/pass@4": 0.6, "eval/gsm8k/errored": 0.0, "time/eval": 3})

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure
 
-from rl.launch.curves import draw_curves, duration, final_report, inference_idle, report_lines, trend
+from rl.launch.curves import draw_curves, duration, final_report, inference_idle, is_reported, report_lines, trend
 from rl.run_dir.metrics import MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir
@@ -136,3 +136,14 @@ def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path
     assert ends == [pytest.approx([0.05 - 0.196, 0.05 + 0.196]), [0.7, 0.7]]
     shares = {line.get_label(): line.get_ydata().tolist() for line in panels["share of the rollouts"].get_lines()}
     assert shares == {"without signal": [0.25, 0.5], "truncated": [0.5, 0.5], "failed": []}
+
+
+def test_nothing_that_is_shown_is_left_out_when_a_long_file_is_read(tmp_path):
+    run_dir = synthetic(tmp_path)
+    lines, few = (read_metrics(run_dir.metrics, wanted=wanted) for wanted in (None, is_reported))
+    assert report_lines(lines, run_dir) == report_lines(few, run_dir)
+    pictures = []
+    for each in (lines, few):
+        draw_curves(each, tmp_path / "picture.png", "r")
+        pictures.append((tmp_path / "picture.png").read_bytes())
+    assert pictures[0] == pictures[1]

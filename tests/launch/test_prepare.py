@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rl.run_dir.status import hold_role
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from scripts.benchmarks.long_run import make_run, restored
 
 
 class Place:
@@ -57,6 +59,36 @@ class Place:
 @pytest.fixture
 def place(tmp_path):
     return Place(tmp_path)
+
+
+class Opened:
+    """Counts the files that are opened while it is entered."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] | None = None
+        sys.addaudithook(self.hook)  # for good: it cannot be taken away
+
+    def hook(self, event: str, arguments: tuple) -> None:
+        if self.paths is not None and event == "open" and "long" in str(arguments[0]):
+            self.paths.append(str(arguments[0]))
+
+    def __enter__(self) -> list[str]:
+        self.paths = []
+        return self.paths
+
+    def __exit__(self, *_: object) -> None:
+        self.paths = None
+
+
+def test_a_resume_opens_as_many_files_however_long_the_run_is(tmp_path):
+    opened, counts = Opened(), []
+    for steps in (20, 60):
+        config = make_run(tmp_path / str(steps), steps)
+        with opened as paths:
+            os.close(prepare(config, resume=-1, clean=False).lock)
+            restored(config)
+        counts.append(len(paths))
+    assert counts[0] == counts[1] < 100
 
 
 def test_a_new_run_has_its_resolved_configuration(place):

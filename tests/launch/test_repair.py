@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.commands.doctor.files import damaged_files
 from rl.launch.repair import repair
 from rl.orchestrator.pending import PendingLog
 from rl.run_dir.checksums import checksum
@@ -123,10 +124,16 @@ def test_damaged_weights_are_made_again(run_dir):
 
 
 def test_damaged_rollouts_are_named(run_dir):
+    """Those behind the checkpoint: how long a resume takes does not depend on how many there are before it."""
     flip(run_dir.rollouts(1))
+    flip(run_dir.rollouts(5))
     (remark,) = repair(run_dir)
-    assert "000001.jsonl: damaged, its checksum does not fit; nothing but its readers needs it" in remark
-    assert not run_dir.rollouts(1).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
+    assert "000005.jsonl: damaged, its checksum does not fit; nothing but its readers needs it" in remark
+    assert not run_dir.rollouts(5).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
+    (fault,) = damaged_files(run_dir)
+    assert fault == f"{run_dir.rollouts(1)}: damaged, its checksum does not fit; move it away to go on without it; " + (
+        "nothing but its readers needs it"
+    )
 
 
 @pytest.mark.parametrize("has_data", [True, False])
@@ -155,11 +162,11 @@ class FailingDisk:
 
 
 def test_what_the_disk_cannot_give_back_is_damaged(run_dir, monkeypatch):
-    FailingDisk(monkeypatch, run_dir.checkpoint(4) / "__0_0.distcp", run_dir.batch(6), run_dir.rollouts(1))
+    FailingDisk(monkeypatch, run_dir.checkpoint(4) / "__0_0.distcp", run_dir.batch(6), run_dir.rollouts(5))
     remarks = repair(run_dir)
     assert "__0_0.distcp: cannot be read (Input/output error); the trainer starts from an older checkpoint" in remarks[0]
     assert "000006.batch: cannot be read (Input/output error); everything after step 5 was moved" in remarks[1]
-    assert left(run_dir) == [[1, 2, 3, 4, 5], [2], [4, 5]] and not run_dir.rollouts(1).exists()
+    assert left(run_dir) == [[1, 2, 3, 4, 5], [2], [4, 5]] and not run_dir.rollouts(5).exists()
 
 
 def test_groups_that_wait_can_be_looked_up_after_a_repair(run_dir):

@@ -42,7 +42,7 @@ def make_config(tmp_path, *flags):
 
 def train(config, steps, step_s=0.0):
     """A trainer without a model: asks for batches, publishes empty versions. Returns what it was given."""
-    client, wait = OrchestratorClient(config.run_dir.status("orchestrator")), Wait(150.0, lambda *_: None)
+    client, wait = OrchestratorClient(config.run_dir), Wait(150.0, lambda *_: None)
     given = []
     for step in steps:
         with wait:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,27 @@ def test_no_version_that_waits_for_its_eval_is_skipped(world):
     policy.loaded = 3
     assert not asyncio.run(policy.settle()) and servers.loads == [3]
     assert policy.next_version(9).policy_version == 4 and policy.oldest_needed(9) == 3
+
+
+def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch):
+    """The loop asks for the next version with each finished group."""
+    servers = Servers(3)
+    config, _, policy = world(servers)
+    evaluated(config, *range(0, 4, 2))
+    looked, exists = [], Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: looked.append(path) or exists(path))
+    for version in range(1, 1001):
+        policy.loaded = version
+        policy.note(version)
+        policy.forget(2000)
+        assert policy.oldest_needed(2000) == min(version, 4)
+        del looked[:]
+        assert policy.next_version(2000) is None or version < 5
+        assert len(looked) <= 3 * 5
+        config.run_dir.eval(version, "e").parent.mkdir(exist_ok=True, parents=True)
+        if version != 4:
+            config.run_dir.eval(version, "e").touch()
+    assert list(policy.versions) == [0, 4, 1000]
 
 
 def test_at_the_start_all_servers_get_one_version(world):

@@ -3,6 +3,9 @@
 import json
 import multiprocessing
 import threading
+from itertools import chain
+
+import pytest
 
 from rl.run_dir.metrics import MetricsLog, MetricsReader, cut_metrics, read_metrics
 
@@ -91,3 +94,49 @@ def test_lines_of_several_writers_never_mix(tmp_path):
     for worker in workers:
         worker.join()
     assert len(read_metrics(path)) == 800
+
+
+def test_what_is_not_wanted_is_not_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for source in ("trainer", "eval"):
+        for step in (1, 2):
+            MetricsLog(path, source).write(step, {"loss/mean": step, "a": 1, "b": 2})
+    assert list(read_metrics(path, "eval")) == [(1, "eval"), (2, "eval")] and read_metrics(path, "x") == read_metrics(tmp_path / "no") == {}
+    line = read_metrics(path, "trainer", "a".__eq__)[2, "trainer"]
+    assert {name for name in line if name != "time"} == {"step", "source", "a"} and line["a"] == 1
+    size = path.stat().st_size
+    assert list(read_metrics(path, last_bytes=size // 2 - 9)) == [(2, "eval")] and len(read_metrics(path, last_bytes=size)) == 4
+
+
+def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)
+    path = tmp_path / "metrics.jsonl"
+    log, reader = MetricsLog(path, "a"), MetricsReader(path)
+    for step in range(1, 8):
+        log.write(step, {"x": 1.0} if step != 4 else {f"long/{i}": 1.0 for i in range(50)})
+    pieces = []
+    while lines := reader.new():
+        pieces.append([line["step"] for line in lines])
+    assert list(chain(*pieces)) == [1, 2, 3, 4, 5, 6, 7] and len(pieces) > 4
+    with path.open("a") as file:
+        file.write('{"step": 8, ' + "x" * 500)
+    later = MetricsReader(path)
+    later.skip()
+    assert later.offset == reader.offset and later.new() == []
+    MetricsReader(tmp_path / "no").skip()
+
+
+@pytest.mark.parametrize(
+    "damage", [b'{"step": 2, "sou\n', b"\n", b'{"step": -1, "source": "a"}\n', b'{"source": "a", "step": 9}\n', b"\xff}\n"]
+)
+def test_a_quick_look_finds_what_must_be_cut(tmp_path, damage):
+    """`cut_metrics` parses no line of a file in which all lines begin and end as they should, and with steps that are wanted."""
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path, "a").write(3, {"x": 1})
+    assert cut_metrics(path, 3) == []
+    with path.open("ab") as file:
+        file.write(damage)
+    MetricsLog(path, "a").write(1, {"x": 1})
+    steps = [line["step"] for line in MetricsReader(path).new() if line["step"] <= 3]
+    expected = [damage] if b"-1" not in damage else []
+    assert cut_metrics(path, 3) == expected and [line["step"] for line in MetricsReader(path).new()] == steps

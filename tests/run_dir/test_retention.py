@@ -1,9 +1,13 @@
 """The one rule for what stays."""
 
-import pytest
+import os
 
-from rl.run_dir.paths import numbered
-from rl.run_dir.retention import delete_old
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.run_dir.paths import numbers
+from rl.run_dir.retention import NEVER, Retention
 
 
 @pytest.mark.parametrize(
@@ -21,5 +25,50 @@ def test_files_and_directories_are_deleted(tmp_path, keep_last, keep_every, need
         (tmp_path / f"{number:06d}").mkdir()
         (tmp_path / f"{number:06d}.batch").touch()
     for suffix in ("", ".batch"):
-        delete_old(numbered(tmp_path, suffix), keep_last, keep_every, **needed)
-        assert list(numbered(tmp_path, suffix)) == list(left)
+        Retention(tmp_path, (suffix,), keep_last, keep_every).delete_old(10, **needed)
+        assert numbers(tmp_path, suffix) == list(left)
+
+
+def stays(there: set[int], keep_last: int, keep_every: int | None, needed: set[int], needed_from: int) -> set[int]:
+    """The rule itself, over everything that there is."""
+    newest = set(sorted(there)[max(0, len(there) - keep_last) :])
+    return {n for n in there if n in newest or n in needed or n >= needed_from or (keep_every and n % keep_every == 0)}
+
+
+class InMemory(Retention):
+    """Without a disk: `there` are the entries."""
+
+    there: set[int]
+
+    def _delete(self, number: int) -> None:
+        self.there.remove(number)
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(1, 12), max_size=2), st.none() | st.integers(0, 14)), max_size=12)
+
+
+@given(st.sets(st.integers(1, 8)), st.integers(0, 4), st.none() | st.integers(1, 4), STEPS)
+def test_what_is_kept_in_mind_is_what_the_rule_says(tmp_path_factory, before, keep_last, keep_every, steps):
+    """Whatever is added, an older number again included: the same as looking at all that is there each time."""
+    retention = InMemory(tmp_path_factory.getbasetemp(), ("",), keep_last, keep_every)
+    retention.there, expected = set(before), set(before)
+    retention.newest = []
+    for number in sorted(before):
+        retention._add(number, retention.newest, keep_last)
+    for added, needed, needed_from in steps:
+        limit = NEVER if needed_from is None else needed_from
+        retention.there.add(added)
+        retention.delete_old(added, needed, limit)
+        expected = stays(expected | {added}, keep_last, keep_every, needed, limit)
+        assert retention.there == expected
+
+
+def test_a_directory_is_listed_once(tmp_path, monkeypatch):
+    listed = []
+    list_directory = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or list_directory(path))
+    retention = Retention(tmp_path, (".batch",), 2, None)
+    for number in range(1, 8):
+        (tmp_path / f"{number:06d}.batch").touch()
+        retention.delete_old(number, needed_from=3)
+    assert listed == [tmp_path] and numbers(tmp_path, ".batch") == [3, 4, 5, 6, 7]

@@ -44,6 +44,9 @@ def test_header_and_tensors(tmp_path):
         (content({"a": entry(2, 0)}), r"not readable as safetensors: bytes \[2, 0\]"),
         (content({"a": entry(-1, 0)}), r"not readable as safetensors: bytes \[-1, 0\]"),
         (content({"a": entry(0, 2, shape=None)}, b"12"), "not readable as safetensors"),
+        (content({"a": entry(0, 2, shape=[[2]])}, b"12"), "not readable as safetensors: a shape that is none"),
+        (content({"a": entry(0, 2, shape=[-2])}, b"12"), "not readable as safetensors: a shape that is none"),
+        ((99_990).to_bytes(8, "little") + b'{"a":' * 19_998, "not readable as safetensors"),
         ((99_990).to_bytes(8, "little") + b"[" * 99_990, "not readable as safetensors"),
     ],
 )

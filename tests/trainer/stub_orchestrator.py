@@ -4,11 +4,24 @@ import asyncio
 import threading
 import time
 
+from rl.run_dir.files import HEADER
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.run_dir.token import run_token
 from rl.wire.batch_file import encode_batch
-from rl.wire.messages import Acknowledged, BatchBytes, GetProbe, NotReady, Probe, Published, RunEnded, TrainBatch
+from rl.wire.messages import (
+    PART_BYTES,
+    Acknowledged,
+    BatchPart,
+    BatchReady,
+    GetBatchPart,
+    GetProbe,
+    NotReady,
+    Probe,
+    Published,
+    RunEnded,
+    TrainBatch,
+)
 from rl.wire.transport import TrainerServer
 
 
@@ -53,6 +66,8 @@ class StubOrchestrator:
             return Acknowledged(self.oldest_needed)
         if isinstance(request, GetProbe):
             return Probe([])  # there is no inference to sample from
+        if isinstance(request, GetBatchPart):
+            return BatchPart(self.batches[request.step][request.offset :][:PART_BYTES])
         self.asked.append(request.step)
         if self.asked.count(request.step) == 1 and request.step == 1:
             return NotReady(RoleStatus(phase=Phase.STARTING))
@@ -60,5 +75,6 @@ class StubOrchestrator:
             return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=request.step))
         if self.lockstep and request.step > len(self.published) + 1:
             return NotReady(RoleStatus(phase=Phase.WAITING_FOR_VERSION, step=request.step - 1))
-        data = self.batches.get(request.step)
-        return BatchBytes(data) if data else RunEnded("no more batches")
+        if not (data := self.batches.get(request.step)):
+            return RunEnded("no more batches")
+        return BatchReady(len(data), HEADER.unpack_from(data)[-1])

@@ -202,7 +202,7 @@ def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
         orchestrator.batches[2] = orchestrator.batches[2][:-1]
         command = [sys.executable, *TWO_RANKS, f"@{config.run_dir.config}"]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "trainer: batch 2 from the orchestrator: damaged record at byte 0" in done.stdout + done.stderr
+    assert done.returncode == 1 and "000002.batch: damaged, its checksum does not fit" in done.stdout + done.stderr
     assert config.run_dir.exit_code("trainer").read_text() == str(DAMAGED)
     assert list(read_metrics(config.run_dir.metrics)) == [(1, "trainer")]
     assert {path.stem for path in config.run_dir.status("").parent.glob("trainer*.json")} == {"trainer", "trainer-1"}

@@ -11,11 +11,27 @@ import msgspec
 import pytest
 import zmq
 
+from rl.run_dir.files import CorruptFileError, encode_record
+from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.run_dir.token import run_token
-from rl.system.errors import RESTART, RunError
-from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, NotReady, Published, Reply, Request, RunEnded, WeightVersion
-from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys, encode_batch_reply
+from rl.system.errors import DAMAGED, RESTART, RunError
+from rl.wire.batch_file import batch_head, batch_part, encode_batch
+from rl.wire.messages import (
+    Acknowledged,
+    BatchPart,
+    BatchReady,
+    GetBatch,
+    GetBatchPart,
+    NotReady,
+    Published,
+    Reply,
+    Request,
+    RunEnded,
+    TrainBatch,
+    WeightVersion,
+)
+from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
 from tests.waiting import until
 
 
@@ -78,7 +94,7 @@ class Client(OrchestratorClient):
     """A client that is held up from its first question on, and keeps what it reports of its waits: (phase, step, detail)."""
 
     def __init__(self, status: Path, timeout_s: float):
-        super().__init__(status)
+        super().__init__(RunDir(status.parent.parent, status.parent.parent / "weights"))
         self.timeout_s, self.waits = timeout_s, []
 
     def get_batch(self, step: int) -> bytes | RunEnded:
@@ -91,18 +107,142 @@ def client(tmp_path, timeout_s: float = 10.0) -> tuple[Client, list[tuple]]:
     return trainer, trainer.waits
 
 
+BATCH = encode_record(b"a batch")
+
+
+def ready(tmp_path, step: int = 1, data: bytes = BATCH) -> BatchReady:
+    """The orchestrator's word of a batch that lies where the trainer sees it."""
+    path = tmp_path / "batches" / f"{step:06d}.batch"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return batch_head(path)
+
+
 def filling(step: int) -> NotReady:
     return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=step))
 
 
 def test_not_ready_then_the_batch(serve, tmp_path):
-    replies = iter([NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), BatchBytes(b"\x00batch")])
+    replies = iter([NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), ready(tmp_path, 5)])
     server = serve(lambda _request: next(replies))
     trainer, said = client(tmp_path)
-    assert trainer.get_batch(5) == b"\x00batch"
+    assert trainer.get_batch(5) == BATCH
     assert server.seen == [GetBatch(5)] * 3
     details = ("the orchestrator to come up", "loading environments", "filling batch 5")
     assert said == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
+
+
+class Elsewhere:
+    """An orchestrator whose files the trainer does not see; `parts` are the offsets that it was asked for."""
+
+    def __init__(self, path: Path, data: bytes):
+        self.path, self.parts = path, []
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+
+    def answer(self, request: Request) -> Reply:
+        if isinstance(request, GetBatchPart):
+            self.parts.append(request.offset)
+            return BatchPart(batch_part(self.path, request.offset))
+        return batch_head(self.path)
+
+
+PART = 1000
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Elsewhere:
+    monkeypatch.setattr("rl.wire.batch_file.PART_BYTES", PART)
+    return Elsewhere(tmp_path / "elsewhere" / "000001.batch", encode_record(bytes(range(250)) * 20))
+
+
+def test_a_batch_is_read_from_its_file_and_does_not_cross_the_wire(serve, tmp_path):
+    """100 MiB: more than a message may have, and than one attempt could wait for."""
+    data = encode_batch(TrainBatch(step=1, samples=[]), "x" * (100 << 20))
+    server = serve(lambda _request: ready(tmp_path, 1, data))
+    trainer, _ = client(tmp_path)
+    assert trainer.get_batch(1) == data and server.seen == [GetBatch(1)]
+
+
+def test_where_the_file_is_not_seen_it_comes_in_parts_and_the_deadline_is_for_silence(serve, tmp_path, elsewhere):
+    slow: list[Request] = []
+
+    def answer(request: Request) -> Reply:
+        slow.append(request)
+        time.sleep(0.15)
+        return elsewhere.answer(request)
+
+    serve(answer)
+    trainer, said = client(tmp_path, timeout_s=0.5)  # the whole takes twice as long
+    assert trainer.get_batch(1) == elsewhere.path.read_bytes() and elsewhere.parts == [0, 1000, 2000, 3000, 4000, 5000]
+    assert len(slow) == 7 and said[-1][2] == "batch 1 in parts, 0 of 0 MiB received"
+    assert trainer.get_batch(1) == elsewhere.path.read_bytes()
+
+
+def test_a_part_that_never_comes_is_a_deadline_that_says_so(serve, tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.2)
+    serve(lambda request: None if request == GetBatchPart(1, 2000) else elsewhere.answer(request))
+    trainer, _ = client(tmp_path, timeout_s=0.5)
+    with pytest.raises(RunError, match="waited 0 s for batch 1 in parts, 0 of 0 MiB received"):
+        trainer.get_batch(1)
+
+
+@pytest.mark.parametrize("there", [b"", BATCH, b"another of the same length"])
+def test_another_file_of_that_name_is_not_believed(serve, tmp_path, elsewhere, monkeypatch, caplog, there):
+    """An old one, half of it, or another run's: it is waited for a little, once, and then comes in parts."""
+    monkeypatch.setattr("rl.wire.transport.SEEN_WITHIN_S", 0.3)
+    ready(tmp_path)
+    same_length = there[:1] == b"a"
+    (tmp_path / "batches" / "000001.batch").write_bytes(encode_record(bytes(5000)) if same_length else there)
+    serve(elsewhere.answer)
+    trainer, said = client(tmp_path)
+    assert [trainer.get_batch(1) for _ in range(2)] == [elsewhere.path.read_bytes()] * 2 and len(elsewhere.parts) == 12
+    assert [detail for _, _, detail in said].count(f"{tmp_path}/batches/000001.batch to come into view") in (1, 2)
+    assert caplog.text.count("is not what the orchestrator wrote, as seen from here: batches come through the network") == 1
+
+
+def test_a_file_that_comes_into_view_later_is_read(serve, tmp_path, elsewhere):
+    (tmp_path / "batches").mkdir()
+    serve(elsewhere.answer)
+    trainer, said = client(tmp_path)
+    threading.Timer(0.3, lambda: (tmp_path / "batches" / "000001.batch").write_bytes(elsewhere.path.read_bytes())).start()
+    assert trainer.get_batch(1) == elsewhere.path.read_bytes() and elsewhere.parts == []
+    assert said[-1][2].endswith("000001.batch to come into view")
+
+
+def test_a_batch_that_is_damaged_where_it_was_written_is_named(serve, tmp_path, elsewhere):
+    data = bytearray(elsewhere.path.read_bytes())
+    data[-1] ^= 1
+    elsewhere.path.write_bytes(data)
+    serve(elsewhere.answer)
+    trainer, _ = client(tmp_path)
+    with pytest.raises(CorruptFileError, match=r"000001\.batch: damaged, its checksum does not fit") as error:
+        trainer.get_batch(1)
+    assert error.value.exit_code == DAMAGED  # `rl` repairs the run
+    elsewhere.path.write_bytes(data[:100])
+    with pytest.raises(CorruptFileError, match=r"000001\.batch: has 100 bytes, its head says 5028"):
+        batch_head(elsewhere.path)
+
+
+def test_an_orchestrator_of_an_older_version_is_named(tmp_path, monkeypatch):
+    """It sends the batch itself."""
+    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.2)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger, socket.curve_server = 0, True
+        _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=f"curve://127.0.0.1:{port}"))
+
+        def answer() -> None:
+            peer, _request = socket.recv_multipart()
+            socket.send_multipart([peer, msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})])
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        trainer, _ = client(tmp_path, timeout_s=0.5)
+        with pytest.raises(RunError, match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?"):
+            trainer.get_batch(1)
+        answering.join()
 
 
 def test_published_and_the_end_of_the_run(serve, tmp_path):
@@ -124,9 +264,9 @@ def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
     while not first.seen:
         time.sleep(0.01)
     first.stop()
-    second = serve(lambda _request: BatchBytes(b"later"))
+    second = serve(lambda _request: ready(tmp_path))
     asking.join(10)
-    assert second.address != first.address and result == [b"later"]
+    assert second.address != first.address and result == [BATCH]
 
 
 def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
@@ -154,7 +294,7 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
         return filling(7)
 
     server = serve(answer)
-    trainer = OrchestratorClient(tmp_path / "status" / "orchestrator.json")
+    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
     said: list[tuple] = []
     wait, failed = Wait(0.3, lambda *what: said.append(what)), threading.Event()
 
@@ -181,7 +321,7 @@ def test_an_orchestrator_that_never_was(tmp_path):
 
 
 def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
-    server = serve(lambda _request: BatchBytes(b"ok"))
+    server = serve(lambda _request: ready(tmp_path))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
         connect(socket, server)
@@ -196,7 +336,7 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
         for frames in garbage:
             socket.send_multipart(frames)
         trainer, _ = client(tmp_path)
-        assert trainer.get_batch(1) == b"ok"
+        assert trainer.get_batch(1) == BATCH
         socket.send(b"more")
         until(lambda: server.server.rejected.count > len(garbage))
     server.stop()
@@ -210,7 +350,7 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.5)
     acknowledged = msgspec.msgpack.encode(Acknowledged(1))
     answers = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 100_000], [acknowledged], [acknowledged, b""], [b"x" * 2000]]
-    answers.append([msgspec.msgpack.encode(BatchBytes(b"at last"))])
+    answers.append([msgspec.msgpack.encode(ready(tmp_path))])
     monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last but one is cut off with its connection
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger, socket.curve_server = 0, True
@@ -226,7 +366,7 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
         answering = threading.Thread(target=answer)
         answering.start()
         trainer, said = client(tmp_path)
-        assert trainer.get_batch(1) == b"at last"
+        assert trainer.get_batch(1) == BATCH
         answering.join()
     assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
     assert all(any(text in detail for _, _, detail in said) for text in ("a Acknowledged to a GetBatch", "2 frames"))
@@ -249,7 +389,7 @@ TOKEN = "a-token-of-the-test-0123456789"
 
 def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     monkeypatch.delenv("RL_TOKEN", raising=False)
-    server = serve(lambda _request: BatchBytes(b"secret"), TOKEN)
+    server = serve(lambda _request: ready(tmp_path), TOKEN)
     assert server.address.startswith("curve://127.0.0.1:")
     trainer, _ = client(tmp_path, timeout_s=0.6)
     with pytest.raises(RunError, match=r"curve://\S+ wants the run's token and this process has none: set RL_TOKEN to the same"):
@@ -263,12 +403,12 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     monkeypatch.delenv("RL_TOKEN")
     (tmp_path / "status" / "token").write_text(TOKEN)
     patient, _ = client(tmp_path)
-    assert patient.get_batch(1) == b"secret" and server.seen == [GetBatch(1)]
+    assert patient.get_batch(1) == BATCH and server.seen == [GetBatch(1)]
 
 
 def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
     """Who knows where, and the server's public key, but not the token: has another key of its own, or none."""
-    server = serve(lambda _request: BatchBytes(b"secret"), TOKEN)
+    server = serve(lambda _request: ready(tmp_path), TOKEN)
     address = server.address.replace("curve://", "tcp://")
     with zmq.Context() as context:
         for keys in (zmq.curve_keypair(), None):
@@ -285,14 +425,14 @@ def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
 
 
 def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
-    server = serve(lambda _request: BatchBytes(b"ok"))
+    server = serve(lambda _request: ready(tmp_path))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         connect(socket, server)
         socket.send(b"x" * (1 << 20))
         time.sleep(0.3)
     trainer, _ = client(tmp_path)
-    assert trainer.get_batch(1) == b"ok"
+    assert trainer.get_batch(1) == BATCH
     server.stop()
     assert server.server.rejected.count == 0
 
@@ -308,10 +448,3 @@ def test_a_taken_port_names_the_setting():
         server.close()
 
     asyncio.run(bind_twice())
-
-
-def test_a_batch_of_any_size_is_answered_as_it_is():
-    for size in (0, 1, 255, 70_000, 5 << 20):
-        data = bytes(range(256)) * (size // 256 + 1)
-        reply = BatchBytes(data[:size])
-        assert msgspec.msgpack.decode(encode_batch_reply(reply), type=Reply) == reply

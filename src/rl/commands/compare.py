@@ -1,7 +1,9 @@
 """`rl compare`: two runs side by side, from their files: settings that differ, curves, evaluations."""
 
+import functools
 import shutil
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,6 +44,15 @@ Stretches = list[tuple[int, int]]
 """First and last step of each."""
 
 
+COMPARED = {metric for _, metric in METRICS} | {"epoch"}
+
+
+@functools.cache
+def is_compared(metric: str) -> bool:
+    """Whether a metric is shown."""
+    return metric in COMPARED or metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr"))
+
+
 @dataclass
 class Run:
     """One of the two."""
@@ -73,7 +84,7 @@ def read_run(name: str, spec: str) -> Run:
     """A run by its files. Raises RunError."""
     root = named_run(spec)
     config = stored_config(root)
-    return Run(name, root, config, read_metrics(run_dir_of(root, config).metrics))
+    return Run(name, root, config, read_metrics(run_dir_of(root, config).metrics, wanted=is_compared))
 
 
 def about(runs: list[Run]) -> list[str]:
@@ -108,11 +119,9 @@ def stretches(last: int, count: int) -> Stretches:
 
 def means(points: Curve, parts: Stretches) -> list[float | None]:
     """Mean of a curve over each stretch; None where it has no value."""
-    found: list[float | None] = []
-    for first, last in parts:
-        values = [value for step, value in zip(*points, strict=True) if first <= step <= last]
-        found.append(fmean(values) if values else None)
-    return found
+    steps, values = points
+    inside = (values[bisect_left(steps, first) : bisect_right(steps, last)] for first, last in parts)
+    return [fmean(part) if part else None for part in inside]
 
 
 def curves(runs: list[Run], width: int | None) -> list[str]:

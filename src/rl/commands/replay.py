@@ -19,7 +19,7 @@ from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
 from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import describe, read_status
 from rl.system.children import Child
 from rl.system.errors import RunError
@@ -86,8 +86,8 @@ def open_run(spec: str) -> tuple[RunDir, RLConfig]:
 
 def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tuple[ReplayConfig, list[str]]:
     """The steps to train again, and notes for the user. Raises RunError."""
-    made = numbered(run_dir.digests_dir, ".json")
-    newest = max([*made, *numbered(run_dir.weights_dir)], default=0)
+    made, given = numbers(run_dir.digests_dir, ".json"), start
+    newest = max([*made, *numbers(run_dir.weights_dir)], default=0)
     until = newest if until is None else until
     if not newest:
         raise RunError(f"{run_dir.root}: has made no version yet; there is nothing to compare with")
@@ -109,14 +109,24 @@ def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tu
     if start >= until:
         raise RunError(f"--from {wanted}: leaves no step to train before --until {until}; give a smaller one")
     if not config.sft:
-        there = {*numbered(run_dir.batches, ".batch"), *numbered(run_dir.batches, ".quarantined")}
+        there = {*numbers(run_dir.batches, ".batch"), *numbers(run_dir.batches, ".quarantined")}
         missing = [step for step in range(start + 1, until + 1) if step not in there]
+        if missing and not given and (later := oldest_complete(run_dir, missing[-1], until)):
+            what = f"batches {ranges(missing)} are not there any more, for what is kept is a setting of the run"
+            notes.append(f"{what}: starting at checkpoint {later}, the oldest that has all batches behind it")
+            start, missing = later, []
         if missing:
-            remedies = [step for step in numbered(run_dir.checkpoints) if missing[-1] <= step < until]
+            remedies = [step for step in numbers(run_dir.checkpoints) if missing[-1] <= step < until]
             remedy = f"give --from {remedies[0]}" if remedies else "no checkpoint lies behind them; give a smaller --until"
-            have = f"there are {ranges(numbered(run_dir.batches, '.batch'))}; what is kept is a setting of the run"
+            have = f"there are {ranges(numbers(run_dir.batches, '.batch'))}; what is kept is a setting of the run"
             raise RunError(f"{run_dir.root}: batches {ranges(missing)} are missing ({have}): {remedy}")
     return ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), start=start, until=until), notes
+
+
+def oldest_complete(run_dir: RunDir, first: int, until: int) -> int | None:
+    """The step of the oldest sound checkpoint from `first` to before `until`; None if there is none."""
+    steps = (step for step in numbers(run_dir.checkpoints) if first <= step < until)
+    return next((step for step in steps if newest_sound_checkpoint(run_dir.checkpoints, step)[0] == step), None)
 
 
 def changes_within(run_dir: RunDir, replay: ReplayConfig, config: RLConfig) -> list[str]:

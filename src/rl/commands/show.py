@@ -13,7 +13,7 @@ from rl.config.command_line import fail
 from rl.diagnosis.rollouts import Row, Selection, ranked, read_all, rollout_files, rollout_text
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 
 OPTIONS = (
@@ -72,7 +72,7 @@ def files_of(spec: str, step: int | None) -> list[Path]:
     run_dir = RunDir(root := named_run(spec), root / "weights")
     files = rollout_files(run_dir, step)
     if not files and step is not None:
-        there = ranges(numbered(run_dir.rollouts_dir, ".jsonl"))
+        there = ranges(run_dir.rollout_files())
         raise RunError(f"--step {step}: there are no rollouts of it in {run_dir.rollouts_dir}; of these steps there are: {there}")
     return files
 

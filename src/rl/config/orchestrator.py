@@ -289,9 +289,9 @@ class OrchestratorConfig(Settings):
     """Seconds that an environment's worker may take to start."""
     batches: RetentionConfig = RetentionConfig()
     """Which files stay in batches/: what each step trained on. Those since the oldest checkpoint are kept in any case, for a resume needs
-    them; `rl replay` retrains from version 0 only while all are there."""
+    them; `rl replay` retrains from version 0 only while all are there, and else from the oldest checkpoint that has all behind it."""
     rollouts: RetentionConfig = RetentionConfig()
-    """Which files stay in rollouts/: every rollout in readable form."""
+    """Which files stay in rollouts/: every rollout in readable form, compressed (`000012.jsonl.gz`) once 100 steps are behind it."""
     show_rollout_every: int = Field(5, ge=0)
     """Steps between rollouts that are printed, a long one without its middle; 0: none is."""
 

@@ -5,10 +5,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.config.orchestrator import RetentionConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import read_header
+from rl.wire.batch_file import PLAIN_STEPS
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
 CHECKPOINT_BYTES = 12
@@ -43,9 +45,24 @@ class Need:
         return f"up to {size(self.total)} in {self.place} ({parts}), {size(self.free)} are free"
 
 
+def kept_text(config: RLConfig) -> str:
+    """What a run keeps of all that it makes."""
+
+    def newest(settings: RetentionConfig | CheckpointConfig | WeightsConfig) -> str:
+        every = f" and every {settings.keep_every}th" if settings.keep_every else ""
+        return f"the newest {settings.keep_last}{every}" if settings.keep_last else "all"
+
+    parts = {"checkpoints": newest(config.trainer.checkpoint), "policy versions": newest(config.trainer.weights)}
+    if config.sft is None:
+        batches, rollouts = config.orchestrator.batches, config.orchestrator.rollouts
+        needed = ", those since the oldest checkpoint" if batches.keep_last else ""
+        parts |= {"batches": f"{newest(batches)}{needed}", "rollouts": f"{newest(rollouts)}, as gzip after {PLAIN_STEPS} steps"}
+    return "keeps: " + "; ".join(f"{what}: {which}" for what, which in parts.items())
+
+
 def disk_estimate(config: RLConfig, model_folder: Path) -> list[str]:
     """What a run will use at most, a line for each file system, and a warning where it does not fit."""
-    lines = []
+    lines = [kept_text(config)]
     for need in needs(config, model_folder):
         lines.append(f"disk: {need}")
         if not need.fits:
@@ -70,7 +87,7 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
     published = {f"{versions} policy versions": versions * version - on_disk(run_dir.weights_dir)}
     if config.sft is None:
         steps = min(config.orchestrator.batches.keep_last or config.max_steps, config.max_steps)
-        parts[f"{steps} batches"] = (steps - len(numbered(run_dir.batches, ".batch"))) * batch_bytes(config, run_dir)
+        parts[f"{steps} batches"] = (steps - len(numbers(run_dir.batches, ".batch"))) * batch_bytes(config, run_dir)
     places = [(run_dir.root, parts), (run_dir.weights_dir, published)]
     if existing(run_dir.root).stat().st_dev == existing(run_dir.weights_dir).stat().st_dev:
         places = [(run_dir.root, published | parts)]
@@ -91,7 +108,7 @@ def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:
 
 def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
     """Bytes of a step's batch and rollouts: the mean of the newest ones, before the first as many as full contexts would take."""
-    if newest := list(numbered(run_dir.batches, ".batch"))[-10:]:
+    if newest := numbers(run_dir.batches, ".batch")[-10:]:
         files = [path(step) for path in (run_dir.batch, run_dir.rollouts) for step in newest]
         return sum(path.stat().st_size for path in files if path.exists()) // len(newest)
     return config.orchestrator.batch_size * config.model.max_model_len * TOKEN_BYTES

@@ -7,7 +7,6 @@ from collections import defaultdict
 from rl.config.quick import TOKENS
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.run_dir.paths import numbered
 from rl.wire.agreement import RUN_LIMITS
 
 ENOUGH_STEPS = 8
@@ -43,7 +42,7 @@ def verdict(state: RunState) -> str:
         losses = state.values("trainer", "loss/mean")
         return f"{head}; loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else head
     rollouts: dict[str, list[Row]] = defaultdict(list)
-    for rollout in read_all(numbered(state.run_dir.rollouts_dir, ".jsonl").values(), damaged=[]):
+    for rollout in read_all(state.run_dir.rollout_files().values(), damaged=[]):
         rollouts[rollout.get("env", "")].append(rollout)
     with_teacher = {env.label for env in state.config.orchestrator.environment if env.teacher or state.config.orchestrator.teacher}
     found = [f"{env}: {what_rollouts_say(each, env in with_teacher)}" for env, each in sorted(rollouts.items())]

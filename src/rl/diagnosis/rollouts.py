@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rl.run_dir.files import CorruptFileError, reading
-from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir, numbered
+from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
 from rl.system.terminal import cut_middle, visible
-from rl.wire.batch_file import check_rollouts
+from rl.wire.batch_file import check_rollouts, open_rollouts
 
 Row = dict[str, Any]
 """One line of such a file: a rollout and what became of it."""
@@ -26,7 +26,7 @@ TRAINED = "trained"
 
 def rollout_files(run_dir: RunDir, step: int | None = None) -> list[Path]:
     """The files of a run's rollouts, newest first, of one step or of all; those that no batch has settled come before."""
-    files = numbered(run_dir.rollouts_dir, ".jsonl")
+    files = run_dir.rollout_files()
     if step is not None:
         return [files[step]] if step in files else []
     return [*([run_dir.pending_rollouts] if run_dir.pending_rollouts.exists() else []), *reversed(files.values())]
@@ -38,7 +38,7 @@ def read_rollouts(path: Path) -> Iterator[Row]:
     Raises CorruptFileError for a file that does not hold what was written, or that is none of rollouts.
     """
     check_rollouts(path)
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_rollouts(path) as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
                 yield parse_rollout(line, f"{path}:{number}")
@@ -78,8 +78,9 @@ def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
             yield from unsettled(path, next((other for other in files if other != path), None)) if pending else read_rollouts(path)
         except CorruptFileError as error:
             damaged.append(str(error))
-        except FileNotFoundError:
-            pass  # deleted or moved since the folder was listed: retention, or a resume
+        except FileNotFoundError:  # gone since the folder was listed: compressed, or deleted or moved by retention or a resume
+            if (compressed := path.with_name(f"{path.name}.gz")).exists():
+                yield from read_all([compressed], damaged)
 
 
 # Choosing ---------------------------------------------------------------------------------------------------------------

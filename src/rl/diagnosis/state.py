@@ -14,7 +14,7 @@ from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.metrics import Lines, curve, read_metrics
 from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import HEARTBEAT_S, LockOwner, Phase, RoleStatus, RunEnd, describe, read_json, read_status
 
 SILENT_S = 5 * HEARTBEAT_S
@@ -171,7 +171,7 @@ class RunState:
 def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
     """The state of a run. Nothing here waits, and a file that is missing or half written counts as not there."""
     now = time.time()
-    evals = [int(path.name) for path in run_dir.evals.glob("*") if path.name.isdigit() and any(path.glob("*.jsonl"))]
+    evals = reversed(numbered(run_dir.evals).items())
     statuses = [(path.stem, read_status(path)) for path in sorted(run_dir.status_dir.glob("*.json"))]
     return RunState(
         run_dir=run_dir,
@@ -183,10 +183,10 @@ def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
         events=read_events(run_dir.events),
         end=read_json(run_dir.run_end, RunEnd),
         newest_batch=run_dir.newest_batch(),
-        newest_version=max(numbered(run_dir.weights_dir), default=0),
-        newest_checkpoint=max(numbered(run_dir.checkpoints), default=0),
-        newest_eval=max(evals, default=None),
-        quarantined=list(numbered(run_dir.batches, ".quarantined")),
+        newest_version=max(numbers(run_dir.weights_dir), default=0),
+        newest_checkpoint=max(numbers(run_dir.checkpoints), default=0),
+        newest_eval=next((version for version, path in evals if any(path.glob("*.jsonl"))), None),
+        quarantined=numbers(run_dir.batches, ".quarantined"),
     )
 
 

@@ -15,7 +15,7 @@ from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import heading, read_rollouts, short_messages_text
 from rl.diagnosis.state import span
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metrics import environment_rewards, merge_lines, read_metrics
+from rl.run_dir.metrics import NEWEST_BYTES, environment_rewards, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe, read_status
 from rl.system.terminal import clip, visible
@@ -67,6 +67,8 @@ MOST_FOR_CHECKPOINTS = 1 / 20
 """Share of the time above which the user is told what checkpoints cost."""
 PACE_STEPS = 10
 """Newest steps whose median time the time that is left is reckoned by."""
+MOST_LINES = 200
+"""So many lines of metrics are kept at least before the older ones are dropped."""
 Line = dict[str, Any]
 Columns = tuple[Column, ...]
 
@@ -190,8 +192,11 @@ class Console:
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
         self.limit = RUN_LIMITS[config.model.dtype]
-        self.lines = read_metrics(run_dir.metrics)
-        self.shown = {step for step, _ in self.lines if self._complete(step)}
+        evaluated = sorted(read_metrics(run_dir.metrics, "eval").items())
+        self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES) | dict(evaluated[-1:])
+        """Those of the newest steps, and of the newest evaluations."""
+        self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
+        """The newest step that was printed, or that was there before a resume."""
         self.max_steps = config.max_steps
         self.phases: dict[str, Phase | None] = {}
         """Of each process the phase that was printed last."""
@@ -219,11 +224,13 @@ class Console:
                 found = Agreement(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0)
                 self.say(f"warning: step {line['step']}: {found.complaint(self.limit)}")
             self._warn_of_checkpoints(line)
-        for step in sorted({line["step"] for line in new_lines} - self.shown):
+        for step in sorted({line["step"] for line in new_lines if line["step"] > self.shown}):
             if self._complete(step):
                 self._show_step(step)
+        if len(self.lines) > MOST_LINES:
+            self._forget()
         if self.bar:
-            step = max(self.shown, default=0)
+            step = self.shown
             self.bar.show(step, self.max_steps, self._left(step), statuses)
         elif not self.headed:
             self._say_new_phases(statuses)
@@ -267,6 +274,12 @@ class Console:
             self.bar.live.stop()
             self.bar = None
 
+    def _forget(self) -> None:
+        """Drops the lines that no later step needs: a run may have a million."""
+        evaluated = sorted(version for version, source in self.lines if source == "eval" and version <= self.shown)
+        oldest = {"eval": evaluated[-1] if evaluated else 0}
+        self.lines = {key: line for key, line in self.lines.items() if key[0] >= oldest.get(key[1], self.shown - PACE_STEPS)}
+
     def _complete(self, step: int) -> bool:
         return {(step, source) for source in self.sources} <= set(self.lines)
 
@@ -279,7 +292,7 @@ class Console:
         own = {"eval": {"newest": newest_eval(self.lines, step)}, "console": {"left": self._left(step)}}
         row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
         self.say(with_notes(row, step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), self.width))
-        self.shown.add(step)
+        self.shown = step
         if orchestrator.get("rollouts/missing") and not self.said_short:
             self._explain_short_batch(step, orchestrator)
         every = self.config.orchestrator.show_rollout_every

@@ -1,5 +1,6 @@
 """The final report of a run: its numbers at the start and the end, where the time went, where its files are, and curves.png."""
 
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,18 @@ SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
     ("tokens a second", (("trainer", "perf/tokens_per_s", ""),)),
 )
 """The same for supervised fine-tuning."""
+
+
+REPORTED = {metric for panels in (PANELS, SFT_PANELS) for _, series in panels for _, metric, _ in series} | {
+    "epoch", "loss/mean", "validation/loss", "time/step", "time/wait_for_batch", "time/batch", "perf/inference_idle_fraction",
+}  # fmt: skip
+"""What the report and the picture show, beside the rewards."""
+
+
+@functools.cache
+def is_reported(metric: str) -> bool:
+    """Whether the report and the picture need a metric."""
+    return metric in REPORTED or metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr"))
 
 
 def eval_curves(lines: Lines) -> dict[str, Curve]:

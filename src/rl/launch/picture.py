@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl.launch.children import Children
-from rl.launch.curves import draw_curves
+from rl.launch.curves import draw_curves, is_reported
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.system.children import Child
@@ -71,7 +71,7 @@ def main() -> None:
     os.nice(19)
     root, title = Path(sys.argv[1]), sys.argv[2]
     run_dir = RunDir(root, root / "weights")
-    draw_curves(read_metrics(run_dir.metrics), run_dir.curves, title)
+    draw_curves(read_metrics(run_dir.metrics, wanted=is_reported), run_dir.curves, title)
 
 
 if __name__ == "__main__":

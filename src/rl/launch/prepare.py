@@ -22,7 +22,7 @@ from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.metrics import cut_metrics
 from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir, is_run, numbered
+from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import ROLE_WAIT_S, hold_role
 from rl.system.errors import ConfigError, RunError
 
@@ -215,7 +215,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=config.sft is None)]
     if config.sft is None:
         cut_metrics(run_dir.metrics, run_dir.newest_batch())  # left by a kill in the middle of a cut or a repair
-    newest = max(numbered(run_dir.checkpoints), default=0)
+    newest = max(numbers(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
         lines = [{"time": round(time.time(), 3), "step": newest, "key": key, "old": old, "new": new} for key, old, new in changes]
@@ -270,7 +270,7 @@ def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
     """
     if (origin := read_origin(run_dir)) and step < origin.step:
         raise RunError(f"--resume {step}: {run_dir.root} begins at step {origin.step}, as a {origin}; give at least that")
-    batches, checkpoints = numbered(run_dir.batches, ".batch"), numbered(run_dir.checkpoints)
+    batches, checkpoints = set(numbers(run_dir.batches, ".batch")), numbers(run_dir.checkpoints)
     base = max((number for number in checkpoints if number <= step), default=0)
     needed = range(min(base + 1, step), step + 1) if step and logged else range(0)
     missing = [number for number in needed if number not in batches]

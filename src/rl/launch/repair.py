@@ -4,21 +4,24 @@ A run goes on from a checkpoint and the batches after it, its orchestrator from 
 all later steps are discarded, as by `--resume` at the step before; they are sampled and trained again.
 """
 
+import contextlib
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, move, write_file
 from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.system.errors import RunError
-from rl.wire.batch_file import check_rollouts, sound_batch
+from rl.wire.batch_file import check_rollouts, open_rollouts, sound_batch
 
 
 def repair(run_dir: RunDir, *, thorough: bool = True, logged: bool = True) -> list[str]:
     """Moves damaged files away so that the run can go on. Neither its trainer nor its orchestrator may be running.
 
     thorough: also checks checkpoints and older versions, which are gigabytes; else a process that reads a damaged one ends.
+    Of rollouts those behind the checkpoint: who reads an older file is told when it is damaged, and `rl doctor RUN --verify` reads all.
     logged: the batches are files; False for supervised fine-tuning, which makes them from its data again.
     Returns a line for each thing that was done.
     """
@@ -39,10 +42,10 @@ class Repair:
         """See `repair`."""
         newest = self.run_dir.newest_batch()
         checkpoint, last = self._newest_state(newest)
-        if self.logged and last < max([newest, *numbered(self.run_dir.checkpoints)]):
+        if self.logged and last < max([newest, *numbers(self.run_dir.checkpoints)]):
             self._cut(last, newest)
         self._repair_weights(checkpoint)
-        self._repair_rollouts()
+        self._repair_rollouts(checkpoint)
         if self.remarks:
             write_file(self.away / "remarks.txt", "\n".join([*self.remarks, ""]).encode())
         return self.remarks
@@ -74,7 +77,7 @@ class Repair:
 
     def _cut(self, last: int, newest: int) -> None:
         """Discards everything after step `last`. Pending groups stay: the orchestrator drops those that later versions sampled."""
-        lost = sum(len(finished_groups(self.run_dir.rollouts(step))) for step in range(last + 1, newest + 1))
+        lost = sum(len(finished_groups(path)) for step, path in self.run_dir.rollout_files(after=last).items() if step <= newest)
         why = next((fault for _, fault in sorted(self.faults.items()) if fault), "its checkpoint is damaged")
         away = self.run_dir.discard_after(last, self.away, keep_pending=True)
         self.remarks.append(
@@ -91,9 +94,9 @@ class Repair:
                 comes = "the trainer makes it again" if version >= checkpoint else "it cannot be made again, and nothing needs it"
                 self._discard(path, "weights", f"{fault}; {comes}")
 
-    def _repair_rollouts(self) -> None:
+    def _repair_rollouts(self, checkpoint: int) -> None:
         """Moves damaged files of rollouts away; only people read them."""
-        for path in numbered(self.run_dir.rollouts_dir, ".jsonl").values():
+        for path in self.run_dir.rollout_files(after=checkpoint).values():
             if fault := find_fault(check_rollouts, path):
                 self._discard(path, "rollouts", f"{fault.split(';')[0]}; nothing but its readers needs it")
 
@@ -115,8 +118,9 @@ def find_fault(check: Callable[[Path], object], path: Path) -> str:
 def finished_groups(rollouts: Path) -> set[bytes]:
     """Ids of the groups in a file of rollouts, as far as it can be read."""
     found = set()
-    for line in rollouts.read_bytes().splitlines() if rollouts.exists() else []:
-        before, _, after = line.partition(b'"group_id":')
-        if before and after:
-            found.add(after.split(b",")[0])
+    with contextlib.suppress(OSError, EOFError, zlib.error), open_rollouts(rollouts) as file:
+        for line in file:
+            before, _, after = line.partition(b'"group_id":')
+            if before and after:
+                found.add(after.split(b",")[0])
     return found

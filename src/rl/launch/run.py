@@ -57,12 +57,13 @@ class Watch:
         self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
-        old_lines = self.reader.new()  # the console has read these on its own
         if config.wandb:
             from rl.launch.wandb_log import WandbLog
 
             self.wandb = WandbLog(config, prepared.run_dir, self.console.say)
-            self.wandb.send(old_lines)
+            while old_lines := self.reader.new():  # the console has read the newest of these on its own
+                self.wandb.send(old_lines)
+        self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
         """Starts processes and keeps them alive until they have ended well. Raises RunError when that cannot be."""
@@ -94,12 +95,13 @@ class Watch:
 
     def close(self, exit_code: int) -> None:
         """The last lines, the report, and the end of W&B's run."""
-        from rl.launch.curves import final_report
+        from rl.launch.curves import final_report, is_reported
 
         self.picture.close()
         self.show()
         self.console.close()
-        final_report(self.console.lines, self.run_dir, self.config.name, self.console.say)
+        lines = read_metrics(self.run_dir.metrics, wanted=is_reported)
+        final_report(lines, self.run_dir, self.config.name, self.console.say)
         if self.wandb:
             self.wandb.close(exit_code)
 
@@ -117,7 +119,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         if config.sft:
             watch.tell_data()
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
-        if fault := nothing_trained(read_metrics(prepared.run_dir.metrics)):
+        if fault := nothing_trained(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__)):
             raise RunError(fault)
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"

@@ -19,7 +19,7 @@ from rl.launch.children import Children
 from rl.launch.role_state import Death, Quarantine, RoleState, failure
 from rl.launch.roles import PREPARING, Role
 from rl.run_dir.events import Event, EventKind, append_event
-from rl.run_dir.logs import error_line, last_lines, last_words
+from rl.run_dir.logs import error_line, last_lines, last_words, trim_logs
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import describe, read_status
 from rl.system.children import Child, RestartPolicy
@@ -28,7 +28,9 @@ from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS, RunError
 LONGEST_POLL_S = 1.0
 """A poll that comes later counts as one after so long, seconds."""
 SLOW_POLL_S = 2.0
-"""Seconds between polls of what is cheap, but not that cheap: the process table, the newest batch."""
+"""Seconds between polls of what is cheap, but not that cheap: the process table."""
+TRIM_EVERY_S = 10.0
+"""Seconds between looks at the sizes of the logs."""
 FIRST_SIGN_S = 300.0
 """A process that has no status file by then, and by inference.startup_timeout_s, is started again: its imports come before it."""
 MAX_QUARANTINED = 3
@@ -44,7 +46,7 @@ class Supervisor:
     def __init__(self, config: RLConfig, run_dir: RunDir, children: Children, say: Callable[[str], None]):
         self.config, self.settings, self.run_dir, self.children, self.say = config, config.supervisor, run_dir, children, say
         self.states: dict[str, RoleState] = {}
-        self.clock, self.polled, self.slow_at = 0.0, time.monotonic(), 0.0
+        self.clock, self.polled, self.slow_at, self.trim_at = 0.0, time.monotonic(), 0.0, 0.0
         limits = self.settings.max_restarts, self.settings.window_s
         self.restarts = RestartPolicy(self.settings.backoff_s, self.settings.backoff_limit_s, *limits)
         self.quarantine = Quarantine(run_dir, config.supervisor.quarantine_after)
@@ -82,6 +84,9 @@ class Supervisor:
             self.slow_at = self.clock
             self.children.poll()
             self._check_stall()
+            if self.clock >= self.trim_at:
+                self.trim_at = self.clock + TRIM_EVERY_S
+                trim_logs(self.run_dir.logs)
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
         """Appends to events.jsonl."""
@@ -303,8 +308,8 @@ class Supervisor:
 
     def _check_stall(self) -> None:
         """Warns when nothing moves, and of what everything waits for. It only warns: the deadlines of the waits act."""
-        counters = {name: status.progress for state in self.states.values() for name, status in state.statuses.items()}
-        now, stall_s = (counters, self.run_dir.newest_batch(), self.num_lines), self.settings.stall_s
+        counters = {name: (status.progress, status.batch) for state in self.states.values() for name, status in state.statuses.items()}
+        now, stall_s = (counters, self.num_lines), self.settings.stall_s
         if now != self.moved:
             self.moved, self.moved_at = now, self.clock
         elif self.clock - self.moved_at >= stall_s and not PREPARING.keys() & self.states.keys():

@@ -14,12 +14,13 @@ from rl.orchestrator.batch_metrics import batch_metrics
 from rl.orchestrator.batches import OrchestratorState
 from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.old_files import OldFiles
 from rl.orchestrator.pending import PendingLog, PendingRollouts, without_episodes
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
 from rl.wire.rollouts import Group, Members, Rollout
@@ -85,6 +86,7 @@ class BatchBuilder:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
         self.pending = PendingLog(self.run_dir.pending)
         self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
+        self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
         self.warnings = GroupWarnings()
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
@@ -99,7 +101,7 @@ class BatchBuilder:
             settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
             state.tasks.in_flight += state.pending  # of which those in pending.log are done
             self.history = state.history
-            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics):
+            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
                 self.metrics.write(newest, state.metrics)
         for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)
@@ -210,7 +212,7 @@ class BatchBuilder:
         self.pending.rewrite()
         self.readable.rewrite(self.pending.groups)
         self.metrics.write(step, metrics)
-        batches.delete_old_batches(self.run_dir, self.config.orchestrator)
+        self.old_files.put_away(step)
 
     def _check_learning(self) -> None:
         """Ends a run that only fails, or that has nothing left to learn from."""

@@ -6,16 +6,13 @@ from typing import Any
 
 import msgspec
 
-from rl.config.orchestrator import OrchestratorConfig
 from rl.orchestrator.batch_metrics import SampleCounts
 from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError, write_file
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.retention import delete_old
+from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import ENCODER, encode_samples, joined, write_rollouts
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
@@ -84,17 +81,6 @@ def commit(run_dir: RunDir, batch: FormedBatch, state: OrchestratorState) -> Non
     """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
     write_rollouts(run_dir.rollouts(batch.step), batch.lines)
     write_file(run_dir.batch(batch.step), encode_samples(batch.step, batch.samples, state))
-
-
-def delete_old_batches(run_dir: RunDir, config: OrchestratorConfig) -> None:
-    """Deletes the batches and rollouts that the settings do not keep; of batches nothing that a resume from any checkpoint needs."""
-    checkpoints = numbered(run_dir.checkpoints)
-    if len(checkpoints) > 1:  # a branch keeps the one that it begins with
-        checkpoints.pop(first_step(run_dir), None)
-    oldest = min(checkpoints, default=0)
-    delete_old(numbered(run_dir.batches, ".batch"), config.batches.keep_last, config.batches.keep_every, needed_from=oldest)
-    for suffix in (".jsonl", ".sha256"):
-        delete_old(numbered(run_dir.rollouts_dir, suffix), config.rollouts.keep_last, config.rollouts.keep_every)
 
 
 def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:

@@ -39,7 +39,7 @@ class Evaluator:
         """By label: (mean reward, policy version); of equal ones the first."""
         self.skipped: set[int] = set()
         """Versions that inference cannot hold any more."""
-        for (version, source), values in sorted(read_metrics(self.run_dir.metrics).items()):
+        for (version, source), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
             for entry in config.orchestrator.eval:
                 if source == "eval" and (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
                     self._update_best(entry.label, version, reward)

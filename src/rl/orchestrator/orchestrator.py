@@ -209,7 +209,8 @@ class Orchestrator:
     async def evaluate_missed(self) -> None:
         """Evaluates versions that an earlier process left unevaluated. Before any rollout: inference goes back to older versions for it."""
         newest, final = self.policy.loaded, self.progress.final
-        for number in sorted(number for number in self.policy.on_disk() if number < newest and self.evaluator.due(number, final)):
+        self.policy.forget(final)
+        for number in [number for number in self.policy.on_disk() if number < newest and self.evaluator.due(number, final)]:
             try:
                 await self.load(self.policy.versions[number])
             except RefusedError as error:

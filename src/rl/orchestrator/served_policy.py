@@ -9,7 +9,7 @@ from pathlib import Path
 from rl.orchestrator.evaluator import Evaluator
 from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbers
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import WeightVersion
@@ -33,6 +33,7 @@ class ServedPolicy:
         self.run_dir = run_dir
         self.evaluator = evaluator
         self.versions = {0: WeightVersion(0, base)}
+        """The base model, and the versions that may be loaded yet: however many there were, they are few."""
         self.loaded = 0
         self.num_pins = 0
         self.load_lock = asyncio.Lock()
@@ -40,7 +41,20 @@ class ServedPolicy:
 
     def scan(self) -> None:
         """Adds the versions that are on disk to `versions`."""
-        self.versions |= {number: WeightVersion(number, str(path)) for number, path in numbered(self.run_dir.weights_dir).items()}
+        for number in numbers(self.run_dir.weights_dir):
+            self.note(number)
+
+    def note(self, number: int) -> None:
+        """Takes notice of a version that is complete on disk. Its place is known: a path that comes over the wire is not followed."""
+        self.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)))
+
+    def forget(self, final: int) -> None:
+        """Drops versions before the loaded one that wait for no evaluation: none of them is loaded again."""
+        self.versions = {
+            number: version
+            for number, version in self.versions.items()
+            if number == 0 or number >= self.loaded or self.evaluator.due(number, final)
+        }
 
     async def start(self) -> None:
         """Waits for the servers, and has all of them hold one version that this run knows. Raises InferenceLostError."""
@@ -52,16 +66,15 @@ class ServedPolicy:
             await self.load(self.versions[newest])
         await self.settle()
 
-    def on_disk(self) -> set[int]:
-        """The versions whose folder exists."""
-        return {number for number, version in self.versions.items() if Path(version.path).exists()}
+    def on_disk(self, after: int = -1) -> list[int]:
+        """The versions after `after` whose folder exists, ascending."""
+        return sorted(number for number, version in self.versions.items() if number > after and Path(version.path).exists())
 
     def next_version(self, final: int) -> WeightVersion | None:
         """The version to load next: first every newer version that waits for an eval, in order, else the newest; None for none newer."""
-        on_disk = self.on_disk()
-        waiting = [number for number in sorted(on_disk) if number > self.loaded and self.evaluator.due(number, final)]
-        number = waiting[0] if waiting else max(on_disk, default=0)
-        return self.versions[number] if number > self.loaded else None
+        newer = self.on_disk(after=self.loaded)
+        number = next((number for number in newer if self.evaluator.due(number, final)), max(newer, default=None))
+        return None if number is None else self.versions[number]
 
     def oldest_needed(self, final: int) -> int:
         """The oldest version that is loaded, may be loaded again, or waits for its eval."""
@@ -118,7 +131,7 @@ class ServedPolicy:
             if not self.num_pins and self.loaded < oldest and oldest in self.versions and not self._skips_eval(oldest):
                 self.loaded = oldest
                 log.warning("inference came back with version %d", oldest)
-            elif self.loaded in self.on_disk():
+            elif self.loaded in self.on_disk(after=self.loaded - 1):
                 log.warning("inference came back with version %d: it gets version %d again", oldest, self.loaded)
                 await self._load(self.versions[self.loaded])
             else:
@@ -134,5 +147,4 @@ class ServedPolicy:
 
     def _skips_eval(self, version: int) -> bool:
         """Whether a version between `loaded` and this one waits for its eval."""
-        between = (number for number in self.on_disk() if self.loaded < number < version)
-        return any(self.evaluator.due(number, final=-1) for number in between)
+        return any(number < version and self.evaluator.due(number, final=-1) for number in self.on_disk(after=self.loaded))

@@ -8,10 +8,21 @@ from contextlib import suppress
 from rl.orchestrator.probe import probe
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.served_policy import ServedPolicy
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, Status, last_seen, read_status
-from rl.wire.batch_file import decode_batch, sound_batch
-from rl.wire.messages import Acknowledged, BatchBytes, GetBatch, GetProbe, NotReady, Probe, Published, RunEnded, WeightVersion
+from rl.wire.batch_file import batch_head, batch_part, decode_batch, sound_batch
+from rl.wire.messages import (
+    Acknowledged,
+    BatchPart,
+    GetBatch,
+    GetBatchPart,
+    GetProbe,
+    NotReady,
+    Probe,
+    Published,
+    RunEnded,
+    TrainBatch,
+)
 from rl.wire.transport import ANSWER_WITHIN_S, TrainerServer
 
 END_NOTICE_S = 120.0
@@ -44,13 +55,14 @@ class TrainerRequests:
             match request:
                 case GetBatch(step):
                     group.create_task(self.answer_batch(server, sender, step))
+                case GetBatchPart(step, offset):
+                    group.create_task(self.answer_part(server, sender, step, offset))
                 case GetProbe(version):
                     group.create_task(self.answer_probe(server, sender, version))
                 case Published(version):
                     self.activity += 1
-                    number = version.policy_version
-                    # Its place is known: a path that comes over the wire is not followed.
-                    self.policy.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)))
+                    self.policy.note(version.policy_version)
+                    self.policy.forget(self.progress.final)
                     needed = self.policy.oldest_needed(self.progress.final)
                     await server.reply(sender, Acknowledged(needed, self.policy.evaluator.best_versions()))
                     await self.progress.notify()
@@ -64,15 +76,24 @@ class TrainerRequests:
             self.end_delivered.set()
             return await server.reply(sender, RunEnded(progress.end_reason or f"max_steps = {progress.final} reached"))
         self.activity += 1
-        return await server.reply(sender, BatchBytes(await asyncio.to_thread(sound_batch, self.run_dir.batch(step))))
+        return await server.reply(sender, batch_head(self.run_dir.batch(step)))
+
+    async def answer_part(self, server: TrainerServer, sender: bytes, step: int, offset: int) -> None:
+        """Answers with bytes of a batch's file, none for a batch that a repair took back. Raises CorruptFileError for one that is lost."""
+        self.activity += 1
+        data = await asyncio.to_thread(batch_part, self.run_dir.batch(step), offset) if step <= self.progress.newest else b""
+        await server.reply(sender, BatchPart(data))
 
     async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
         """Answers with completions by a version once inference holds it, with none if it holds a later one, or that it does not yet."""
         if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
             return await server.reply(sender, NotReady(self.status.current))
-        content = decode_batch(sound_batch(self.run_dir.batch(self.progress.newest)), f"batch {self.progress.newest}")
-        samples = await probe(self.policy.servers, content.batch, self.max_model_len) if self.policy.loaded == version else []
+        batch = await asyncio.to_thread(self._newest_batch)
+        samples = await probe(self.policy.servers, batch, self.max_model_len) if self.policy.loaded == version else []
         return await server.reply(sender, Probe(samples))
+
+    def _newest_batch(self) -> TrainBatch:
+        return decode_batch(sound_batch(self.run_dir.batch(self.progress.newest)), f"batch {self.progress.newest}").batch
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:
         """Waits until the trainer has ended, as long as it makes progress within `timeout_s` seconds.
@@ -97,7 +118,7 @@ class TrainerRequests:
     def trainer_has_ended(self) -> bool:
         """Whether its last checkpoint is there and its status is gone, or is that of a dead one."""
         final = self.progress.final
-        if max(numbered(self.run_dir.checkpoints), default=0) < final:  # later ones: max_steps was lowered
+        if max(numbers(self.run_dir.checkpoints), default=0) < final:  # later ones: max_steps was lowered
             return False
         status = read_status(self.run_dir.status("trainer"))
         return status is None or time.time() - (status.heartbeat or 0.0) > DEAD_S

@@ -18,7 +18,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
@@ -32,6 +32,8 @@ HEADER = struct.Struct("<4sQ16s")
 LEFTOVER = re.compile(r"\.(?P<name>\d{6}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?P<pid>\d+)-\d+\.tmp")
 """Temporary names of this module and no others: a weights directory may lie among files that are not ours."""
 SERIAL = itertools.count(1)
+PIECE_BYTES = 1 << 24
+"""Of a file of lines, in memory at once."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP)
 """Errors of file systems that cannot swap two names: NFS, some FUSE ones."""
@@ -114,20 +116,39 @@ def write_file(path: Path, data: bytes) -> None:
     faults.point(f"{kind}.done")
 
 
+def end_of_last_line(file: IO[bytes]) -> int:
+    """The offset behind the last line of a file that is whole."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - PIECE_BYTES)
+        file.seek(start)
+        if (last := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + last + 1
+        end = start
+    return 0
+
+
 class LineReader:
     """Follows a file to which other processes append lines."""
 
     def __init__(self, path: Path):
         self.path, self.offset = path, 0
 
+    def skip(self) -> None:
+        """Passes over the lines that are there."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            self.offset = end_of_last_line(file)
+
     def new(self) -> list[bytes]:
-        """The lines that were completed since the last call; none while there is no file."""
+        """The lines completed since the last call, PIECE_BYTES at most unless one alone is longer; none while there is no file."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
             self.offset = min(self.offset, os.fstat(file.fileno()).st_size)  # a repair may have cut the file
             file.seek(self.offset)
-            data = file.read()
+            data = file.read(PIECE_BYTES)
+            while b"\n" not in data and (more := file.read(PIECE_BYTES)):
+                data += more
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
         return whole.splitlines()
@@ -272,9 +293,11 @@ def clean_leftovers(*directories: Path) -> list[Path]:
     """Removes what killed processes left half done, and returns its paths. Only the process that is about to write there may call it."""
     found = []
     for directory in directories:
-        for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-            if not (match := LEFTOVER.fullmatch(path.name)):
+        hidden = sorted(name for name in os.listdir(directory) if name[0] == ".") if directory.is_dir() else []
+        for name in hidden:  # few, beside all the files of a long run
+            if not (match := LEFTOVER.fullmatch(name)):
                 continue
+            path = directory / name
             if match["pid"] and os.path.exists(f"/proc/{match['pid']}"):
                 continue  # a live process is writing it
             found.append(path)
@@ -290,6 +313,16 @@ def clean_leftovers(*directories: Path) -> list[Path]:
 def encode_record(payload: bytes) -> bytes:
     """A payload behind a header with its length and checksum."""
     return HEADER.pack(MAGIC, len(payload), blake2b(payload)) + payload
+
+
+def head_of_record(head: bytes, name: str) -> tuple[int, bytes]:
+    """(length, checksum) of the payload behind the head of a record. Raises CorruptFileError."""
+    if len(head) < HEADER.size:
+        raise CorruptFileError(f"{name}: cut short, {len(head)} bytes are left")
+    magic, length, checksum = HEADER.unpack_from(head)
+    if magic != MAGIC:
+        raise CorruptFileError(f"{name}: does not begin as a record does")
+    return length, checksum
 
 
 def decode_records(data: bytes, name: str) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 
-def blake2b(data: bytes) -> bytes:
+def blake2b(data: bytes | memoryview) -> bytes:
     """BLAKE2b-128: of records, which are read and written one by one."""
     return hashlib.blake2b(data, digest_size=16).digest()
 

@@ -1,5 +1,6 @@
-"""`logs/<role>-<attempt>.log`: the path of the next attempt's, and the end of the newest."""
+"""`logs/<role>-<attempt>.log`: the path of the next attempt's, the end of the newest, and how long one may get."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -12,6 +13,37 @@ RAISED = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception
 """A line that ends a traceback of the trainer, or that it ended with."""
 MANY_LINES = 1000
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
+
+
+MAX_LOG_BYTES, FIRST_BYTES, NEWEST_BYTES = 64 << 20, 8 << 20, 24 << 20
+"""Of one log, and of the parts of it that are kept when it has grown beyond: how the process began, and what it said last."""
+
+
+def trim_logs(logs: Path) -> None:
+    """Cuts the middle out of every log that has grown too long."""
+    with contextlib.suppress(OSError), os.scandir(logs) as entries:
+        for entry in entries:
+            if entry.name.endswith(".log") and entry.stat().st_size > MAX_LOG_BYTES:
+                trim(Path(entry.path))
+
+
+def trim(log: Path) -> None:
+    """Cuts the middle out of a log. Its process goes on: it appends to the same file, and only what it writes meanwhile may be lost."""
+    fd = os.open(log, os.O_RDWR | os.O_APPEND)
+    try:
+        size = os.fstat(fd).st_size
+        first = os.pread(fd, FIRST_BYTES, 0)
+        first_end = first.rfind(b"\n") + 1 or len(first)
+        newest = bytearray(os.pread(fd, NEWEST_BYTES, size - NEWEST_BYTES))
+        del newest[: newest.find(b"\n") + 1]
+        cut = size - first_end - len(newest)
+        while more := os.pread(fd, 1 << 20, size):
+            newest += more
+            size += len(more)
+        os.ftruncate(fd, first_end)
+        os.write(fd, b"[rl: %d bytes were cut out here; a log keeps its beginning and its end]\n" % cut + newest)
+    finally:
+        os.close(fd)
 
 
 def attempts(logs: Path, name: str) -> dict[int, Path]:

@@ -1,6 +1,7 @@
 """The names of all files and directories of a run. What has its final name is complete: it was renamed to it."""
 
 import itertools
+import os
 import re
 import shutil
 import time
@@ -14,13 +15,21 @@ PENDING_ROLLOUTS = "pending.jsonl"
 """The file of rollouts that no batch has settled: its lines move to the file of a step."""
 
 
-def numbered(directory: Path, suffix: str = "") -> dict[int, Path]:
-    """Complete entries `000012<suffix>` of a directory by number, ascending; without temporary names."""
-    if not directory.is_dir():
-        return {}
+def numbers(directory: Path, suffix: str = "") -> list[int]:
+    """The numbers of the complete entries `000012<suffix>` of a directory, ascending; without temporary names.
+
+    It lists the whole directory, so nothing that happens every step, group or heartbeat may call it.
+    """
     names = re.compile(rf"([0-9]{{6}}){re.escape(suffix)}")
-    found = {int(match[1]): path for path in directory.iterdir() if (match := names.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    try:
+        return sorted(int(match[1]) for match in map(names.fullmatch, os.listdir(directory)) if match)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def numbered(directory: Path, suffix: str = "", after: int = -1) -> dict[int, Path]:
+    """The entries that `numbers` tells of, by number, ascending; those after `after`."""
+    return {number: directory / f"{number:06d}{suffix}" for number in numbers(directory, suffix) if number > after}
 
 
 def is_run(root: Path) -> bool:
@@ -78,6 +87,11 @@ class RunDir:
     def rollouts(self, step: int) -> Path:
         return self.rollouts_dir / f"{step:06d}.jsonl"
 
+    def rollout_files(self, after: int = -1) -> dict[int, Path]:
+        """The files of rollouts by step, ascending, after `after`: `000012.jsonl`, or once it is old `000012.jsonl.gz`."""
+        compressed, plain = (numbered(self.rollouts_dir, suffix, after) for suffix in (".jsonl.gz", ".jsonl"))
+        return dict(sorted((compressed | plain).items()))
+
     def weights(self, policy_version: int) -> Path:
         return self.weights_dir / f"{policy_version:06d}"
 
@@ -99,18 +113,18 @@ class RunDir:
 
     def newest_batch(self) -> int:
         """Number of the newest batch, 0 if there is none."""
-        return max(numbered(self.batches, ".batch"), default=0)
+        return max(numbers(self.batches, ".batch"), default=0)
 
     def newest_weights(self) -> tuple[int, Path] | None:
         """Number and folder of the newest complete policy version above 0, or None while there is only the base model."""
-        versions = numbered(self.weights_dir)
-        return max(versions.items()) if versions else None
+        newest = max(numbers(self.weights_dir), default=0)
+        return (newest, self.weights(newest)) if newest else None
 
     def anything_made(self, after: int = 0) -> bool:
         """Whether there is anything that other settings would make untrue: a batch, checkpoint or version later than `after`, or a
         finished group."""
         kinds = [(self.batches, ".batch"), (self.checkpoints, ""), (self.digests_dir, ".json"), (self.root / "weights", "")]
-        newest = max((number for directory, suffix in kinds for number in numbered(directory, suffix)), default=0)
+        newest = max((number for directory, suffix in kinds for number in numbers(directory, suffix)), default=0)
         return newest > after or (self.pending.is_file() and self.pending.stat().st_size > 0) or self.discarded.exists()
 
     def new_discarded(self) -> Path:
@@ -136,11 +150,11 @@ class RunDir:
             (self.batches, ".quarantined"),
             (self.batches, ".batch"),
             (self.rollouts_dir, ".jsonl"),
+            (self.rollouts_dir, ".jsonl.gz"),
             (self.rollouts_dir, ".sha256"),
         ]:
             target = away / ("weights" if directory == self.weights_dir else directory.name)
-            newest_first = reversed(numbered(directory, suffix).items())
-            later += [(path, target / path.name) for number, path in newest_first if number > step]
+            later += [(path, target / path.name) for path in reversed(numbered(directory, suffix, after=step).values())]
         if self.pending.exists() and later:
             waiting = away / "batches" / self.pending.name
             if keep_pending:

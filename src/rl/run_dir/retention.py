@@ -1,25 +1,62 @@
 """Which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
 
+from bisect import bisect_left
 from collections.abc import Collection
 from pathlib import Path
 
 from rl.run_dir.files import remove_directory
+from rl.run_dir.paths import numbers
 
 NEVER = 2**62
 
 
-def delete_old(
-    entries: dict[int, Path], keep_last: int | None, keep_every: int | None, needed: Collection[int] = (), needed_from: int = NEVER
-) -> None:
-    """Deletes files and directories, in the order of `entries`, by their numbers.
+class Retention:
+    """Deletes what is old in a directory. It lists that once: the one process that adds entries tells of each.
 
-    What stays: the newest `keep_last` (None: all), multiples of `keep_every`, those `needed`, all from `needed_from` on.
+    What stays: the newest `keep_last` (None: all), multiples of `keep_every`, and what the caller needs.
     """
-    newest = entries.keys() if keep_last is None else sorted(entries)[max(0, len(entries) - keep_last) :]
-    for number, path in entries.items():
-        if number in newest or number in needed or number >= needed_from or (keep_every and number % keep_every == 0):
-            continue
-        if path.is_dir():
-            remove_directory(path)
-        else:
-            path.unlink(missing_ok=True)
+
+    def __init__(self, directory: Path, suffixes: Collection[str], keep_last: int | None, keep_every: int | None):
+        """`suffixes`: of the files or directories that one entry consists of."""
+        self.directory, self.suffixes, self.keep_last, self.keep_every = directory, suffixes, keep_last, keep_every
+        self.newest: list[int] | None = None
+        """Ascending; None: the directory was not listed yet."""
+        self.old: list[int] = []
+        """Those before them that stay as long as they are needed, ascending."""
+
+    def delete_old(self, added: int, needed: Collection[int] = (), needed_from: int = NEVER) -> None:
+        """Deletes entries, oldest first, now that `added` is there: not those `needed`, nor any from `needed_from` on."""
+        if self.keep_last is None:
+            return
+        if self.newest is None:
+            self.newest = []
+            for number in sorted({number for suffix in self.suffixes for number in numbers(self.directory, suffix)}):
+                self._add(number, self.newest, self.keep_last)
+        self._add(added, self.newest, self.keep_last)
+        end = bisect_left(self.old, needed_from)
+        for number in self.old[:end]:
+            if number not in needed:
+                self._delete(number)
+        self.old = [number for number in self.old[:end] if number in needed] + self.old[end:]
+
+    def _add(self, number: int, newest: list[int], keep_last: int) -> None:
+        add(number, newest)
+        while len(newest) > keep_last:
+            oldest = newest.pop(0)
+            if not (self.keep_every and oldest % self.keep_every == 0):
+                add(oldest, self.old)
+
+    def _delete(self, number: int) -> None:
+        for suffix in self.suffixes:
+            path = self.directory / f"{number:06d}{suffix}"
+            if path.is_dir():
+                remove_directory(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def add(number: int, ascending: list[int]) -> None:
+    """Adds a number to an ascending list, unless it is in it."""
+    place = bisect_left(ascending, number)
+    if ascending[place : place + 1] != [number]:
+        ascending.insert(place, number)

@@ -50,6 +50,8 @@ def entry_of(entry: dict, data_start: int) -> TensorEntry:
     start, end = (data_start + offset for offset in entry["data_offsets"])
     if not data_start <= start <= end:
         raise ValueError(f"bytes {entry['data_offsets']}")
+    if not all(type(size) is int and size >= 0 for size in entry["shape"]):
+        raise ValueError("a shape that is none")
     return TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
 
 

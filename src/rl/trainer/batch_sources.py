@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import RunDir, numbers
 from rl.trainer.parallel.world import World
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import RunEnded, TrainBatch
@@ -70,5 +70,5 @@ def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
 
 def quarantined_steps(run_dir: RunDir, world: World) -> frozenset[int]:
     """Steps whose batch is not to be read, by rank 0's view of the disk. `rl` marks them while no trainer runs."""
-    steps = list(numbered(run_dir.batches, run_dir.quarantined(0).suffix))
+    steps = numbers(run_dir.batches, run_dir.quarantined(0).suffix)
     return frozenset(json.loads(world.broadcast_bytes(json.dumps(steps).encode())))

@@ -192,7 +192,7 @@ def start(
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
     asks = world.is_main and not source
-    client = OrchestratorClient(run_dir.status("orchestrator")) if asks else None
+    client = OrchestratorClient(run_dir) if asks else None
     parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches

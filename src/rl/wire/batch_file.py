@@ -1,25 +1,35 @@
 """Files of `batches/`: what a step trains on, and the orchestrator's state after it. The rename of a batch file is the commit.
 
-And of `rollouts/`: the same as readable text, each file with its SHA-256 beside it, as `sha256sum --check` reads it.
+And of `rollouts/`: the same as readable text, each file with its SHA-256 beside it, as `sha256sum --check` reads it; old ones as gzip.
 """
 
+import gzip
+import hashlib
+import os
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
-from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, decode_record, reading, write_file
-from rl.run_dir.hashes import blake2b, sha256, sha256_of_file
-from rl.run_dir.paths import RunDir, numbered
-from rl.wire.messages import UNREADABLE, TrainBatch
+from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, decode_record, head_of_record, reading, write_file
+from rl.run_dir.hashes import blake2b, sha256
+from rl.run_dir.paths import RunDir, numbers
+from rl.wire.messages import PART_BYTES, UNREADABLE, BatchReady, TrainBatch
 
 ENCODER = msgspec.msgpack.Encoder()
 PIECE = 1 << 22
 """Bytes that are copied in a few milliseconds."""
 NO_SAMPLES = b"\xa7samples\x90"
 """The field of a batch without samples, in msgpack."""
+ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")
+"""Of the files with a step's rollouts: readable, or compressed; and their checksum."""
+PLAIN_STEPS = 100
+"""The rollouts of so many newest steps are plain text, those before are compressed."""
+COMPRESSION = 3
+"""Level of gzip: conversations shrink to a fifth, at 100 MiB a second of a core."""
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
@@ -84,6 +94,38 @@ def sound_batch(path: Path) -> bytes:
     return data
 
 
+def batch_head(path: Path) -> BatchReady:
+    """Size and checksum of a batch's file, by its head alone. Raises CorruptFileError for one that is missing or cannot be whole."""
+    try:
+        with reading(path), path.open("rb") as file:
+            head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path}: missing") from None
+    length, checksum = head_of_record(head, str(path))
+    if size != HEADER.size + length:
+        raise CorruptFileError(f"{path}: has {size} bytes, its head says {HEADER.size + length}")
+    return BatchReady(size, checksum)
+
+
+def is_batch(data: bytes, ready: BatchReady) -> bool:
+    """Whether these are the bytes of the file that `ready` tells of."""
+    return (
+        len(data) == ready.size
+        and data[: HEADER.size].endswith(ready.checksum)
+        and blake2b(memoryview(data)[HEADER.size :]) == ready.checksum
+    )
+
+
+def batch_part(path: Path, offset: int) -> bytes:
+    """At most PART_BYTES of a batch's file from `offset` on. Raises CorruptFileError."""
+    try:
+        with reading(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(PART_BYTES)
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path}: missing") from None
+
+
 def write_rollouts(path: Path, data: bytes) -> None:
     """Writes a step's rollouts and their checksum."""
     write_file(path, data)
@@ -91,8 +133,20 @@ def write_rollouts(path: Path, data: bytes) -> None:
 
 
 def sum_path(path: Path) -> Path:
-    """The file with the checksum of a file of rollouts."""
-    return path.with_suffix(".sha256")
+    """The file with the checksum of a file of rollouts, which is that of its text where the file is compressed."""
+    return path.with_name(f"{path.name.split('.')[0]}.sha256")
+
+
+def open_rollouts(path: Path) -> IO[bytes]:
+    """The lines of a file of rollouts, compressed or not. To be checked first: what is no gzip raises errors of many kinds."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def compress_rollouts(path: Path) -> None:
+    """Replaces `000012.jsonl` by `000012.jsonl.gz`. Raises CorruptFileError for one that is not what was written, and leaves it."""
+    check_rollouts(path)
+    write_file(path.with_name(f"{path.name}.gz"), gzip.compress(path.read_bytes(), COMPRESSION, mtime=0))
+    path.unlink()
 
 
 def check_rollouts(path: Path) -> None:
@@ -101,18 +155,23 @@ def check_rollouts(path: Path) -> None:
         with reading(sum_path(path)):
             expected = sum_path(path).read_bytes()[:64]
     except FileNotFoundError:
-        return
-    if re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
+        expected = b""
+    if expected and re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
         raise CorruptFileError(f"{sum_path(path)}: damaged; delete it to believe {path.name} as it is")
-    with reading(path):
-        found = sha256_of_file(path).encode()
-    if found != expected:
+    if not expected and path.suffix != ".gz":
+        return
+    try:
+        with reading(path), open_rollouts(path) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest().encode()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorruptFileError(f"{path}: damaged ({error}); move it away to go on without it") from None
+    if expected and found != expected:
         raise CorruptFileError(f"{path}: damaged, its checksum does not fit; move it away to go on without it")
 
 
 def remove_rollouts(run_dir: RunDir, *, after: int) -> None:
     """Deletes rollouts of batches that were never committed: they are in pending.log, and come again."""
-    for suffix in (".jsonl", ".sha256"):
-        for number, path in numbered(run_dir.rollouts_dir, suffix).items():
+    for suffix in ROLLOUT_SUFFIXES:
+        for number in numbers(run_dir.rollouts_dir, suffix):
             if number > after:
-                path.unlink()
+                (run_dir.rollouts_dir / f"{number:06d}{suffix}").unlink()

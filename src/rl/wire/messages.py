@@ -7,6 +7,8 @@ import msgspec
 from rl.run_dir.status import RoleStatus
 
 Version = Annotated[int, msgspec.Meta(ge=0)]
+PART_BYTES = 4 << 20
+"""Of a file that is sent in parts."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are no message of the expected type; the last for tables nested without end."""
 
@@ -85,9 +87,16 @@ class WeightVersion(msgspec.Struct, frozen=True):
 
 
 class GetBatch(msgspec.Struct, tag=True):
-    """Asks for the batch of `step`."""
+    """Asks whether the batch of `step` is there."""
 
     step: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class GetBatchPart(msgspec.Struct, tag=True):
+    """Asks for bytes of the file of a batch, from `offset` on: a trainer that does not see the file reads it so."""
+
+    step: Annotated[int, msgspec.Meta(ge=1)]
+    offset: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Published(msgspec.Struct, tag=True):
@@ -105,10 +114,19 @@ class GetProbe(msgspec.Struct, tag=True):
 # Orchestrator -> trainer.
 
 
-class BatchBytes(msgspec.Struct, tag=True):
-    """The batch that was asked for, as `batch_file.encode_batch` wrote it: the trainer checks the checksum, then decodes."""
+class BatchReady(msgspec.Struct, tag=True, frozen=True):
+    """The batch is in its file, `batches/000012.batch`, which the trainer reads: however large it is, it does not cross the wire."""
 
-    data: bytes
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    """Of the file, bytes."""
+    checksum: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """Of its content, as in the head of the file: one of the same name that differs is of another run, or not all there yet."""
+
+
+class BatchPart(msgspec.Struct, tag=True):
+    """Bytes of a batch's file, at most PART_BYTES; fewer only at its end."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=PART_BYTES)]
 
 
 class NotReady(msgspec.Struct, tag=True):
@@ -137,5 +155,5 @@ class Probe(msgspec.Struct, tag=True):
     samples: list[TrainingSample]
 
 
-Request = GetBatch | Published | GetProbe
-Reply = BatchBytes | NotReady | RunEnded | Acknowledged | Probe
+Request = GetBatch | GetBatchPart | Published | GetProbe
+Reply = BatchReady | BatchPart | NotReady | RunEnded | Acknowledged | Probe

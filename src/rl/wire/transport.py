@@ -2,17 +2,16 @@
 
 The orchestrator's address is in its status file and is read again before every attempt, so either side may die and come back.
 It answers only processes that have the run's token (see run_dir/token.py), and all is encrypted: its address begins with `curve://`.
-What arrives is typed and bounded in size; bytes that are no message are counted and dropped, by either side.
+What arrives is typed and bounded in size; bytes that are no message are counted and dropped, by either side. What is large does not cross
+it: a batch is read from its file in the run directory, and comes in parts only where that is not seen.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +21,20 @@ import zmq.asyncio
 import zmq.auth.asyncio
 import zmq.utils.z85
 
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, describe, last_seen, reachable, read_address
 from rl.run_dir.token import read_token
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
-from rl.wire.batch_file import PIECE, joined
+from rl.wire.batch_file import is_batch
 from rl.wire.messages import (
     UNREADABLE,
     Acknowledged,
-    BatchBytes,
+    BatchPart,
+    BatchReady,
     GetBatch,
+    GetBatchPart,
     GetProbe,
     NotReady,
     Probe,
@@ -50,10 +53,12 @@ ADDRESS_CHECK_S = 0.5
 ANSWER_WITHIN_S = 5.0
 """The orchestrator answers within this time, if only by NotReady."""
 MAX_REQUEST_BYTES = 1 << 16
-MAX_REPLY_BYTES = 1 << 34
-"""A batch of half a billion tokens. ZeroMQ closes the connection of a larger message."""
+MAX_REPLY_BYTES = 1 << 26
+"""The largest are a probe's, four contexts, and parts of a batch. ZeroMQ closes the connection of a larger message."""
 MAX_REPLIES_QUEUED = 8
-"""For one client, which asks again when a reply is dropped. Each may hold a batch."""
+"""For one client, which asks again when a reply is dropped."""
+SEEN_WITHIN_S = 5.0
+"""A file on a shared disk that another node wrote may come into view later than the word of it: NFS keeps what it knew of a directory."""
 WARN_EVERY_S = 60.0
 """Rejected messages are logged at most this often."""
 PLAIN, ENCRYPTED = "tcp://", "curve://"
@@ -63,8 +68,6 @@ SAME_TOKEN = "set RL_TOKEN to the same value everywhere, or nowhere and share th
 log = logging.getLogger(__name__)
 
 ENCODER = msgspec.msgpack.Encoder()
-EMPTY, BIN32 = b"\xc4\x00", b"\xc6"
-"""In msgpack: no bytes; the beginning of bytes with a length of 32 bits."""
 REQUESTS = msgspec.msgpack.Decoder(Request)
 REPLIES = msgspec.msgpack.Decoder(Reply)
 
@@ -129,6 +132,11 @@ class Wait:
         if self.since is not None and self.what:
             self.on_wait(*self.what)
 
+    def renew(self) -> None:
+        """Begins the deadline anew: something has come."""
+        if self.since is not None:
+            self.since = time.monotonic()
+
     def left_s(self) -> float:
         """Seconds until the deadline."""
         since = self.since  # the owner may stop waiting at any time
@@ -138,14 +146,61 @@ class Wait:
 class OrchestratorClient:
     """The trainer's side; used by rank 0 alone. Blocking; several threads may call it at once."""
 
-    def __init__(self, status_path: Path):
-        self.status_path = status_path
+    def __init__(self, run_dir: RunDir):
+        self.run_dir, self.status_path = run_dir, run_dir.status("orchestrator")
+        self.sees_files = True
+        """Whether the last batch was read from its file: if not, it is not waited for the next one to come into view."""
         self.rejected = Rejected("answers of the orchestrator")
 
     def get_batch(self, step: int, wait: Wait) -> bytes | RunEnded:
-        """Waits for the batch of `step`: the bytes of its file, or why the run is over."""
-        reply = self._ask_until(GetBatch(step), (BatchBytes, RunEnded), f"batch {step}", Phase.WAITING_FOR_BATCH, step, wait)
-        return reply.data if isinstance(reply, BatchBytes) else reply
+        """Waits for the batch of `step`: the bytes of its file, or why the run is over.
+
+        Raises CorruptFileError when the orchestrator's own file is not what was written, RunError at the deadline.
+        """
+        damaged = None
+        while True:
+            reply = self._ask_until(GetBatch(step), (BatchReady, RunEnded), f"batch {step}", Phase.WAITING_FOR_BATCH, step, wait)
+            if isinstance(reply, RunEnded):
+                return reply
+            data = self._read_batch(step, reply, wait)
+            if data is None:
+                data = self._receive_batch(step, reply, wait)
+                if not is_batch(data, reply):
+                    if reply == damaged:
+                        raise CorruptFileError(f"{self.run_dir.batch(step)}: damaged, its checksum does not fit")
+                    damaged = reply  # or another one by now, after a repair
+                    continue
+            wait.over()
+            return data
+
+    def _read_batch(self, step: int, ready: BatchReady, wait: Wait) -> bytes | None:
+        """The bytes of the file in the run directory; None if what is seen there is not what the orchestrator wrote."""
+        path, deadline = self.run_dir.batch(step), time.monotonic() + SEEN_WITHIN_S
+        while True:
+            with contextlib.suppress(OSError):
+                if path.stat().st_size == ready.size and is_batch(data := path.read_bytes(), ready):
+                    self.sees_files = True
+                    return data
+            if not (self.sees_files and path.parent.is_dir()) or time.monotonic() >= deadline:
+                break
+            wait.about(Phase.WAITING_FOR_BATCH, step, f"{path} to come into view")
+            time.sleep(0.2)
+        if self.sees_files:
+            log.warning("%s is not what the orchestrator wrote, as seen from here: batches come through the network", path)
+        self.sees_files = False
+        return None
+
+    def _receive_batch(self, step: int, ready: BatchReady, wait: Wait) -> bytes:
+        """The bytes of the file in parts, as many as come. The deadline counts from part to part."""
+        data = bytearray()
+        while len(data) < ready.size:
+            what = f"batch {step} in parts, {len(data) >> 20} of {ready.size >> 20} MiB received"
+            part = self._ask_until(GetBatchPart(step, len(data)), (BatchPart,), what, Phase.WAITING_FOR_BATCH, step, wait).data
+            if not part:
+                break
+            data += part
+            wait.renew()
+        return bytes(data)
 
     def published(self, version: WeightVersion, wait: Wait) -> Acknowledged:
         """Announces a version. Returns which versions something still waits for."""
@@ -167,7 +222,8 @@ class OrchestratorClient:
 
     def _ask_until(self, request: Request, accepted: tuple[type, ...], what: str, phase: Phase, step: int, wait: Wait) -> Any:
         """Asks until an answer of an accepted kind comes. The error at the deadline names `what`, the status meanwhile phase and step."""
-        detail, since = "the orchestrator to come up", time.strftime("%H:%M:%S")
+        detail = "the orchestrator to come up" if not isinstance(request, GetBatchPart) else what
+        since = time.strftime("%H:%M:%S")
         while (left := wait.left_s()) > 0:
             wait.about(phase, step, detail)
             address = read_address(self.status_path)
@@ -245,12 +301,6 @@ class OrchestratorClient:
         return NoAnswerError(f"{address} answers what is no answer ({why}): is it this run's orchestrator, of the same version of rl?")
 
 
-def encode_batch_reply(reply: BatchBytes) -> bytearray:
-    """What ENCODER makes of it, copied piece by piece: a large batch would hold the interpreter, and so every thread, for long."""
-    frame = ENCODER.encode(BatchBytes(b""))
-    return joined([frame[: -len(EMPTY)], BIN32, len(reply.data).to_bytes(4, "big"), reply.data])
-
-
 class TrainerServer:
     """The orchestrator's side. A message that is no request is counted and dropped.
 
@@ -304,8 +354,7 @@ class TrainerServer:
 
     async def reply(self, peer: bytes, reply: Reply) -> None:
         faults.point(f"answer.{type(reply).__name__}")
-        data = await asyncio.to_thread(encode_batch_reply, reply) if isinstance(reply, BatchBytes) else ENCODER.encode(reply)
-        await self.socket.send_multipart([peer, data], copy=len(data) < PIECE)
+        await self.socket.send_multipart([peer, ENCODER.encode(reply)])
         faults.point(f"answered.{type(reply).__name__}")
 
     def close(self) -> None:

@@ -12,17 +12,18 @@ from rl.wire.batch_file import check_rollouts, sound_batch
 
 def damaged_files(run_dir: RunDir) -> list[str]:
     """What is damaged and what a resume does about it, a sentence each. A version without checksums (of an older rl) is not judged."""
-    kinds: list[tuple[Path, str, Callable[[Path], Any], str]] = [
-        (run_dir.batches, ".batch", sound_batch, "it goes on before it, if it needs it"),
-        (run_dir.checkpoints, "", verify_checkpoint, "it starts at an older checkpoint"),
-        (run_dir.weights_dir, "", check_version, "it makes newer versions than its checkpoint's again"),
-        (run_dir.rollouts(0).parent, ".jsonl", check_rollouts, "nothing but their readers needs them"),
+    moves = "`--resume` moves what is damaged away"
+    kinds: list[tuple[dict[int, Path], Callable[[Path], Any], str]] = [
+        (numbered(run_dir.batches, ".batch"), sound_batch, f"{moves}: it goes on before it, if it needs it"),
+        (numbered(run_dir.checkpoints), verify_checkpoint, f"{moves}: it starts at an older checkpoint"),
+        (numbered(run_dir.weights_dir), check_version, f"{moves}: it makes newer versions than its checkpoint's again"),
+        (run_dir.rollout_files(), check_rollouts, "nothing but its readers needs it"),
     ]
     found = []
-    for directory, suffix, check, remedy in kinds:
-        for path in numbered(directory, suffix).values():
+    for files, check, remedy in kinds:
+        for path in files.values():
             try:
                 check(path)
             except (CorruptFileError, OSError) as error:
-                found.append(f"{error}; `--resume` moves what is damaged away: {remedy}")
+                found.append(f"{error}; {remedy}")
     return found

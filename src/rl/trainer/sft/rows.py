@@ -90,7 +90,7 @@ def files_of(source: Source) -> list[Path] | None:
     """The JSONL files that are meant, in order; None: it is a Hugging Face data set. Raises RunError."""
     path = Path(source.dataset).expanduser()
     if path.is_file():
-        return [path] if path.suffix in (".jsonl", ".json") else None
+        return [path] if path.suffix in (".jsonl", ".json") or is_compressed(path) else None
     if (path / "rollouts").is_dir():
         pattern = str(path / "rollouts" / "*.jsonl")
     elif any(sign in source.dataset for sign in "*?["):
@@ -100,15 +100,23 @@ def files_of(source: Source) -> list[Path] | None:
     else:
         remedy = "give a JSONL file, a pattern, a run directory, or owner/name of a Hugging Face data set"
         raise RunError(f"{source.key} = {source.dataset!r}: there is no {path.absolute()}; {remedy}")
-    files = sorted(path for path in map(Path, glob.glob(pattern)) if path.name != PENDING_ROLLOUTS)
+    found = {Path(name) for end in ("", ".gz") for name in glob.glob(f"{pattern}{end}")}
+    wanted = (path for path in found if path.name != PENDING_ROLLOUTS and (path.suffix != ".gz" or is_compressed(path)))
+    files = sorted(path for path in wanted if path.suffix != ".gz" or path.with_suffix("") not in found)
     if not files:
         raise RunError(f"{source.key} = {source.dataset!r}: no file matches {pattern}")
     return files
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether it is a file of rollouts that the run has compressed, for it is old."""
+    return path.parent.name == "rollouts" and path.name.endswith(".jsonl.gz")
+
+
 def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, row) of every line that is not blank. Raises RunError."""
-    for path in files:
+    for listed in files:
+        path = listed if listed.exists() else listed.with_name(f"{listed.name}.gz")  # compressed since then
         try:
             if path.parent.name == "rollouts":
                 check_rollouts(path)

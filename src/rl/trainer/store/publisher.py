@@ -8,8 +8,8 @@ from pathlib import Path
 from rl.config.trainer import WeightsConfig
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.retention import delete_old
+from rl.run_dir.paths import RunDir
+from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.store.background import Background
@@ -27,6 +27,7 @@ class Publisher:
     def __init__(self, run_dir: RunDir, config: WeightsConfig, client: OrchestratorClient | None, wait: Wait):
         """Without a client nothing is announced, and no version is kept because an evaluation still needs it."""
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
+        self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.background = Background()
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator knew of the version that was published last."""
@@ -50,7 +51,7 @@ class Publisher:
             needed = self.client.published(WeightVersion(number, str(path)), self.wait)
         self.latency_s = time.monotonic() - since
         keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
-        delete_old(numbered(self.run_dir.weights_dir), self.config.keep_last, self.config.keep_every, keep, needed.oldest_needed)
+        self.retention.delete_old(number, keep, needed.oldest_needed)
 
     def _is_there(self, number: int, path: Path, version: Version) -> bool:
         """Whether the same version is on disk already, sound: after a kill it is trained again, and need not be written again.

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.retention import delete_old
+from rl.run_dir.paths import RunDir
+from rl.run_dir.retention import Retention
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
 from rl.trainer.store.background import Background
@@ -31,6 +31,7 @@ class Saver:
     def __init__(self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int):
         """`step`: of the newest checkpoint there is."""
         self.run_dir, self.config, self.world, self.deadline_s = run_dir, settings.checkpoint, world, settings.rank_timeout_s
+        self.retention = Retention(run_dir.checkpoints, ("",), self.config.keep_last, self.config.keep_every)
         self.never_due = bool(settings.data.fake) and settings.checkpoint.interval is None
         """A benchmark writes only what is asked for."""
         self.step = step
@@ -80,8 +81,7 @@ class Saver:
         self.fraction = self.cost_s / max(began - before, self.cost_s)
         self.step = step  # the last of them: by it `due` knows that they are this checkpoint's
         if self.world.is_main:
-            needed = {first_step(self.run_dir)}  # of a branch: a replay begins there
-            delete_old(numbered(self.run_dir.checkpoints), self.config.keep_last, self.config.keep_every, needed)
+            self.retention.delete_old(step, {first_step(self.run_dir)})  # of a branch: a replay begins there
 
     def metrics(self) -> dict[str, float]:
         """The cost of the newest checkpoint that is complete by now; nothing before the first one."""

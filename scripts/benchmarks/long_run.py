@@ -1,0 +1,204 @@
+"""Measures what the steps behind cost: a made-up run of many, resumed, gone on with and looked at. `uv run scripts/bench.py long_run`."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rl.config.command_line import build, parse_args, to_toml
+from rl.config.run import RLConfig
+from rl.orchestrator.batches import OrchestratorState
+from rl.orchestrator.tasks import EnvTasks, TaskSource
+from rl.run_dir.checksums import checksum, newest_sound_checkpoint
+from rl.run_dir.files import clean_leftovers, encode_record
+from rl.run_dir.hashes import sha256
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import encode_batch
+from rl.wire.messages import TrainBatch
+
+LINKS = 30_000
+"""Names of one file; a file system has its limit."""
+EVAL_EVERY, SEED = 100, 3
+NUMBERS = 30
+"""Metrics in a line, beside those that are looked at."""
+
+
+def config_of(root: Path, steps: int) -> RLConfig:
+    flags = ["--name", "long", "--output_dir", str(root), "--max_steps", str(steps + 1), "--orchestrator.environment.id", "e"]
+    return build(parse_args([*flags, "--orchestrator.eval.interval", str(EVAL_EVERY), "--orchestrator.show_rollout_every", "0"]))
+
+
+def link_all(paths: Iterator[Path], data: bytes) -> None:
+    """Makes files of the same bytes, nearly all of them as further names of one."""
+    source = None
+    for i, path in enumerate(paths):
+        if source is None or i % LINKS == 0:
+            path.write_bytes(data)
+            source = path
+        else:
+            os.link(source, path)
+
+
+def make_run(root: Path, steps: int) -> RLConfig:
+    """A run directory as a run of so many steps leaves it: tiny batches, rollouts and versions, metrics of their usual size."""
+    config = config_of(root, steps)
+    run_dir, every = config.run_dir, range(1, steps + 1)
+    for folder in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.status_dir, run_dir.logs):
+        folder.mkdir(parents=True)
+    run_dir.config.write_text(to_toml(config))
+    line = json.dumps({"group_id": 1, "env": "e", "reward": 1.0, "messages": [], "trained": True, "why": None}).encode() + b"\n"
+    link_all(map(run_dir.batch, every), encode_record(b"a batch of long ago"))
+    link_all(map(run_dir.rollouts, every), line)
+    link_all((run_dir.rollouts_dir / f"{step:06d}.sha256" for step in every), f"{sha256(line)}  x\n".encode())
+    link_all(map(run_dir.digests, every), b'{"tensors": {}}')
+    for version in range(0, steps, EVAL_EVERY):
+        path = run_dir.eval(version, "e")
+        path.parent.mkdir()
+        path.write_bytes(line)
+    (run_dir.evals / "best.json").write_text("{}")
+    state = OrchestratorState(tasks=TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED).state([]), settled=[])
+    run_dir.batch(steps).unlink()
+    run_dir.batch(steps).write_bytes(encode_batch(TrainBatch(step=steps, samples=[]), state))
+    make_checkpoint(run_dir, steps)
+    write_metrics(run_dir, steps)
+    return config
+
+
+def make_checkpoint(run_dir: RunDir, step: int) -> None:
+    folder, header = run_dir.checkpoint(step), json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(bytes(100))
+    files = {"__0_0.distcp": checksum(folder / "__0_0.distcp")}
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "world_size": 1, "model": "m", "files": files}))
+    run_dir.weights(step).mkdir(parents=True)
+    (run_dir.weights(step) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (run_dir.weights(step) / "digests.json").write_text(json.dumps({"tensors": {"w": sha256(bytes(8))}}))
+
+
+def write_metrics(run_dir: RunDir, steps: int) -> None:
+    more = ", ".join(f'"part/of_some_metric_{i}": 0.{i + 1}2345678901' for i in range(NUMBERS))
+    sources = {
+        "orchestrator": '"reward/mean": 0.5, "lag/mean": 1.0, "time/batch": 10.0, "perf/inference_idle_fraction": 0.1',
+        "trainer": '"loss/mean": 0.01, "entropy/mean": 1.5, "optim/grad_norm": 0.3, "time/step": 10.0, "time/wait_for_batch": 1.0',
+    }
+    with run_dir.metrics.open("w") as file:
+        for step in range(1, steps + 1):
+            for source, own in sources.items():
+                file.write(f'{{"step": {step}, "time": {1.7e9 + step}, "source": "{source}", {own}, {more}}}\n')
+            if step % EVAL_EVERY == 0:
+                file.write(f'{{"step": {step}, "time": {1.7e9 + step}, "source": "eval", "eval/e/reward_mean": 0.5}}\n')
+
+
+def seconds(do: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        do()
+    return round(time.monotonic() - began, 3)
+
+
+def resume(config: RLConfig) -> dict[str, float]:
+    """Seconds of what a resume does before its processes work, but for imports, model and environments."""
+    from rl.diagnosis.disk import needs
+    from rl.launch.console import Console
+    from rl.launch.prepare import prepare
+
+    run_dir, model = config.run_dir, config.run_dir.weights(config.max_steps - 1)
+    cpu = time.process_time()
+    found = {"prepare": seconds(lambda: os.close(prepare(config, resume=-1, clean=False).lock))}
+    found["console"] = seconds(lambda: Console(config, run_dir, io.StringIO()))
+    found["disk_estimate"] = seconds(lambda: needs(config, model))
+    found["orchestrator"] = seconds(lambda: restored(config))
+    kinds = run_dir.weights_dir, run_dir.checkpoints, run_dir.digests_dir
+    found["trainer"] = seconds(lambda: (clean_leftovers(*kinds), newest_sound_checkpoint(run_dir.checkpoints)))
+    return found | {"all": round(sum(found.values()), 3), "of that CPU": round(time.process_time() - cpu, 3)}
+
+
+def restored(config: RLConfig) -> Any:
+    """An orchestrator that has read what it needs of the run, without workers, inference or trainer."""
+    from rl.orchestrator.evaluator import Evaluator
+    from rl.orchestrator.orchestrator import Orchestrator
+    from rl.orchestrator.served_policy import ServedPolicy
+    from rl.orchestrator.step_clock import StepClock
+
+    run_dir, pool = config.run_dir, SimpleNamespace(lost={})
+    clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
+    evaluator = Evaluator(config, pool, {"e": SimpleNamespace(worker_env="e", num_tasks=4)}, StepClock())
+    policy = ServedPolicy(pool, run_dir, "/base", evaluator)
+    status = SimpleNamespace(current=None, advance=lambda count: None)
+    one = Orchestrator(config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {})
+    one.builder.restore()
+    return one
+
+
+def loop_ms(config: RLConfig, steps: int, repeats: int = 200) -> dict[str, float]:
+    """Milliseconds of the orchestrator's loop, after so many versions were published."""
+    one = restored(config)
+    for version in range(1, steps + 1):
+        one.policy.note(version)
+        one.policy.loaded = version
+        if version % 1000 == 0:
+            one.policy.forget(config.max_steps)
+    one.policy.forget(config.max_steps)
+    one.builder.old_files.put_away(steps)  # lists what there is, once
+
+    def ms(do: Callable[[], Any]) -> float:
+        began = time.monotonic()
+        for _ in range(repeats):
+            do()
+        return round(1000 * (time.monotonic() - began) / repeats, 4)
+
+    def publish() -> None:
+        one.policy.note(steps)
+        one.policy.forget(config.max_steps)
+        one.policy.oldest_needed(config.max_steps)
+
+    return {
+        "a finished group": ms(lambda: one.policy.next_version(config.max_steps)),
+        "a version published": ms(
+            lambda: (one.policy.note(steps), one.policy.forget(config.max_steps), one.policy.oldest_needed(config.max_steps))
+        ),
+        "a batch put away": ms(lambda: one.builder.old_files.put_away(steps)),
+    }
+
+
+def looks(config: RLConfig) -> dict[str, float]:
+    """Seconds of what a person asks of the run."""
+    from rl.commands.compare import main as compare
+    from rl.commands.doctor.main import main as doctor
+    from rl.commands.show import main as show
+
+    root = str(config.run_dir.root)
+    step = str(config.max_steps - 1)
+    return {
+        "doctor": seconds(lambda: doctor([root], None)),
+        "compare": seconds(lambda: compare([root, root], None)),
+        "show --step": seconds(lambda: show([root, "--step", step], None)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        made = time.monotonic()
+        config = make_run(Path(folder), args.steps)
+        found: dict[str, Any] = {"steps": args.steps, "made_s": round(time.monotonic() - made, 1)}
+        found["metrics_mib"] = config.run_dir.metrics.stat().st_size >> 20
+        found["resume_s"] = resume(config)
+        found["loop_ms"] = loop_ms(config, args.steps)
+        found["looks_s"] = looks(config)
+    json.dump(found, sys.stdout, indent=2)
+    print()
+
+
+if __name__ == "__main__":
+    main()
