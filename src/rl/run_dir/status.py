@@ -229,6 +229,11 @@ def read_address(path: Path) -> str | None:
     return status.address if status else None
 
 
+def server_files(status_dir: Path) -> list[Path]:
+    """The status files of a run's inference servers: of its own, `inference.json`, and of further ones, `inference-<host>-<port>.json`."""
+    return [*status_dir.glob("inference.json"), *sorted(status_dir.glob("inference-*.json"))]
+
+
 LOG_LINES = 6
 """Log lines quoted in a timeout error."""
 
