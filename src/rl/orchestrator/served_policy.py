@@ -1,4 +1,4 @@
-"""The policy version that inference holds: loaded in order into each server, and kept although servers die, join and come back with another.
+"""The policy version of inference: loaded in order into each server, and kept although servers die, join, or come back with another.
 
 Who may answer is decided here alone, and told to all workers (`Fleet`): a server that holds an older version than `loaded` gets no new
 request until it has caught up, and during an evaluation one with any other version gets none. So tokens of a group are of the version that
@@ -117,8 +117,7 @@ class ServedPolicy:
                     except CorruptFileError as damage:  # a sound version just does not fit that server
                         raise CorruptFileError(f"{damage}; {refusal}") from None
                 raise RefusedError(error.status, refusal) from None
-            self.loaded = version.policy_version
-            await self._offer()
+            await self._take_over(version.policy_version)
             return pause_s
 
     async def _level(self, version: WeightVersion) -> float:
@@ -210,11 +209,11 @@ class ServedPolicy:
             return
         oldest = min(held)
         if not self.num_pins and self.loaded < oldest and oldest in self.versions and not self._skips_eval(oldest):
-            self.loaded = oldest
+            await self._take_over(oldest)
             log.warning("inference came back with version %d", oldest)
         elif self.loaded not in self.on_disk():
             if not any(map(self._may_answer, held)):
-                self.loaded = oldest
+                await self._take_over(oldest)
         elif any(map(self._may_answer, held)):
             for url, version in self.servers.known.items():
                 if not self._may_answer(version):
@@ -223,15 +222,21 @@ class ServedPolicy:
             log.warning("inference came back with version %d: it gets version %d again", oldest, self.loaded)
             await self._level(self.versions[self.loaded])
 
-    def _may_answer(self, version: int) -> bool:
-        """Whether a server with a version gets requests."""
-        return version == self.loaded if self.num_pins else version >= self.loaded and version in self.versions
+    async def _take_over(self, version: int) -> None:
+        """Makes a version the loaded one; no group counts on it before all workers know who holds it."""
+        await self._offer(version)
+        self.loaded = version
 
-    async def _offer(self) -> None:
+    def _may_answer(self, held: int, loaded: int | None = None) -> bool:
+        """Whether a server that holds a version gets requests, now or with another one loaded."""
+        loaded = self.loaded if loaded is None else loaded
+        return held == loaded if self.num_pins else held >= loaded and held in self.versions
+
+    async def _offer(self, loaded: int | None = None) -> None:
         """Tells everybody which servers get requests, if that has changed."""
         known = self.servers.known
-        urls = [url for url, version in known.items() if self._may_answer(version)]
-        fleet = Fleet(urls, [url for url in known if url not in urls], self.loaded)
+        urls = [url for url, version in known.items() if self._may_answer(version, loaded)]
+        fleet = Fleet(urls, [url for url in known if url not in urls], self.loaded if loaded is None else loaded)
         if fleet != self.fleet:
             self.fleet = fleet
             self.servers.follow(fleet)

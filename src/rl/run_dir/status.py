@@ -93,7 +93,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """A status file. None, or an empty string, is what a process does not report. Times are seconds since the epoch."""
 
     process: str = ""
-    """`inference`, `orchestrator`, `trainer`, `trainer-1` for rank 1, `data`."""
+    """`inference`, `inference-<host>-<port>` for a server that `rl` has not started, `orchestrator`, `trainer`, `trainer-1` for rank 1,
+    `data`."""
     pid: int | None = None
     host: str = ""
     started: float | None = None
@@ -230,8 +231,22 @@ def read_address(path: Path) -> str | None:
 
 
 def server_files(status_dir: Path) -> list[Path]:
-    """The status files of a run's inference servers: of its own, `inference.json`, and of further ones, `inference-<host>-<port>.json`."""
+    """The status files of a run's inference servers: `inference.json` of the one that `rl` keeps, and those of further ones."""
     return [*status_dir.glob("inference.json"), *sorted(status_dir.glob("inference-*.json"))]
+
+
+def further_server(port: int) -> str:
+    """The name of an inference server on this machine that `rl` has not started, as a process of the run."""
+    return f"inference-{socket.gethostname()}-{port}"
+
+
+def forget_dead_servers(status_dir: Path) -> None:
+    """Deletes the status files of further servers that have ended without doing so: of those whose lock nobody holds."""
+    for path in status_dir.glob("inference-*.json"):
+        with contextlib.suppress(RunError):
+            lock = hold_role(path.with_suffix(".lock"))
+            path.unlink(missing_ok=True)
+            os.close(lock)
 
 
 LOG_LINES = 6

@@ -1,8 +1,8 @@
 """Inference servers over HTTP: generate, load a version, ask for the version held. Repeats the request, never the rollout.
 
-Which servers there are is fixed (`orchestrator.inference_urls`), or said by the orchestrator, which looks at all of them (`follow`), or read
-from the status files of the run. A request that a server fails, or whose server is gone, is sent to another one at once; the answer of
-exactly one of them counts.
+The addresses are fixed (`orchestrator.inference_urls`) or those in the status files of the run. Of these the orchestrator says which
+answer, for it looks at all of them (`follow`). A request that a server fails, or whose server is gone, is sent to another one at once; the
+answer of exactly one of them counts.
 """
 
 import asyncio
@@ -270,9 +270,9 @@ class InferenceServers:
                 status, content = await self._send("POST", url, "/load_weights", body)
         except TimeoutError:
             raise InferenceLostError(
-                f"waited {self.timeout_s:.0f} s for inference at {url} to load version {version.policy_version}: it prepares the weights, or "
-                "waits for requests of an older adapter to end; if it is just slow, raise orchestrator.inference_timeout_s. "
-                + self.last_seen()
+                f"waited {self.timeout_s:.0f} s for inference at {url} to load version {version.policy_version}: it prepares the weights, "
+                f"or waits for requests of an older adapter to end; if it is just slow, raise orchestrator.inference_timeout_s. "
+                f"{self.last_seen()}"
             ) from None
         if status != 200:
             raise RefusedError(status, content[:2000].decode(errors="replace"))
