@@ -10,6 +10,7 @@ BENCHMARKS = {
     "pause": "what a weight update costs generation",
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
+    "fleet": "what a dead, a slow and a late inference server cost the others",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
 }
 
