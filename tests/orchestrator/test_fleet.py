@@ -13,6 +13,7 @@ from rl.orchestrator.evaluator import Evaluator
 from rl.orchestrator.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
 from rl.wire import inference_client
+from rl.wire.http import RefusedError
 from rl.wire.inference_client import Expected, InferenceLostError, InferenceServers
 from rl.wire.worker_messages import Fleet
 from tests.stub_server import StubServer
@@ -149,8 +150,6 @@ def test_an_evaluation_is_answered_by_servers_of_its_version_alone(tmp_path):
 
 
 def test_what_all_refuse_is_refused_and_one_that_refuses_is_left_out(tmp_path, caplog):
-    from rl.wire.http import RefusedError
-
     async def work(world):
         sound, other = await world.add("inference"), await world.add("inference-b-1")
         await world.policy.start()
@@ -168,6 +167,34 @@ def test_what_all_refuse_is_refused_and_one_that_refuses_is_left_out(tmp_path, c
         world.run_dir.weights(7).joinpath("x").touch()
         with pytest.raises(Exception, match=r"000007: .*refused version 7: tensor w is missing"):
             await world.load(7)
+
+    in_world(tmp_path, work)
+
+
+def test_a_late_load_of_an_older_version_that_fails_is_no_refusal_of_the_newer_one(tmp_path, caplog):
+    """Its folder is deleted meanwhile: the server gets the newest one as soon as it has said so."""
+
+    async def work(world):
+        quick, slow = await world.add("inference"), await world.add("inference-b-1")
+        await world.policy.start()
+        load, reading = world.servers.load, asyncio.Event()
+
+        async def load_slowly(url, version):
+            if url == slow.url and version.policy_version == 3:
+                await reading.wait()
+                raise RefusedError(404, "weights_gone")
+            return await load(url, version)
+
+        world.servers.load = load_slowly
+        await world.load(3)
+        loading = asyncio.create_task(world.load(4))
+        await asyncio.sleep(0.02)
+        reading.set()
+        await loading
+        while slow.version != 4:
+            await world.policy.settle()
+            await asyncio.sleep(0.05)
+        assert not any("left out" in line for line in caplog.messages) and quick.loads == [3, 4]
 
     in_world(tmp_path, work)
 

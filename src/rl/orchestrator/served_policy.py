@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from rl.orchestrator.evaluator import Evaluator
 from rl.run_dir.checksums import verify_version
@@ -38,6 +39,14 @@ async def tell_nobody(fleet: Fleet) -> None:
     """Where nobody but the orchestrator asks the servers."""
 
 
+class Failure(NamedTuple):
+    """A load that came to nothing: when, by the monotonic clock, of which version, and why."""
+
+    at: float
+    version: int
+    error: Exception
+
+
 class ServedPolicy:
     """The version that inference holds (`loaded`), as the orchestrator counts with it; `settle` makes it true after servers came or went.
 
@@ -59,8 +68,10 @@ class ServedPolicy:
         """Server -> the load that is under way."""
         self.pauses: dict[str, float] = {}
         """Server -> for how long its last load paused generation, seconds."""
-        self.failures: dict[str, tuple[float, Exception]] = {}
-        """Server -> when its last load failed, by the monotonic clock, and why."""
+        self.failures: dict[str, Failure] = {}
+        """Server -> its last load, if that failed."""
+        self.late: list[str] = []
+        """The servers that were late at the last load."""
         self.fleet: Fleet | None = None
         self.scan()
 
@@ -126,11 +137,12 @@ class ServedPolicy:
         Returns the longest pause, seconds. Raises RefusedError if all refuse it, InferenceLostError if none holds it in time.
         """
         number, began, first_s = version.policy_version, time.monotonic(), None
-        looked, refused = began, dict[str, Exception]()
+        looked = began
         self.failures.clear()
         while True:
             known = self.servers.known
-            refused = {url: why for url, (_, why) in self.failures.items() if url in known and isinstance(why, RefusedError)}
+            failed = {url: failure.error for url, failure in self.failures.items() if failure.version == number}
+            refused = {url: error for url, error in failed.items() if url in known and isinstance(error, RefusedError)}
             behind = [url for url, held in known.items() if held != number and url not in refused]
             waited_s = time.monotonic() - began
             if number in known.values():
@@ -140,7 +152,7 @@ class ServedPolicy:
             elif refused and not behind:
                 raise next(iter(refused.values()))
             elif waited_s > self.servers.timeout_s:
-                problem = next((str(why) for _, why in self.failures.values()), self.servers.last_seen())
+                problem = next(map(str, failed.values()), self.servers.last_seen())
                 raise InferenceLostError(f"waited {waited_s:.0f} s for inference to load version {number}: {problem}")
             for url in behind:
                 self._order(url, version)
@@ -154,23 +166,22 @@ class ServedPolicy:
                 looked = time.monotonic()
         for url, why in refused.items():
             log.warning("inference at %s is left out, for it refused version %d: %s", url, number, why)
-        if behind:
-            log.warning(
-                "version %d is loaded but for the servers at %s, which get no requests until they hold it", number, ", ".join(behind)
-            )
+        if behind and behind != self.late:
+            log.warning("version %d is not yet at %s: no requests go there until it is", number, ", ".join(behind))
+        self.late = behind
         return max((self.pauses.get(url, 0.0) for url, held in self.servers.known.items() if held == number), default=0.0)
 
     def _order(self, url: str, version: WeightVersion) -> None:
         """Has a server load a version, unless it is loading one, or has just failed to."""
-        failed = self.failures.get(url)
-        if url not in self.loads and not (failed and time.monotonic() - failed[0] < RETRY_S):
+        failure = self.failures.get(url)
+        if url not in self.loads and not (failure and time.monotonic() - failure.at < RETRY_S):
             self.loads[url] = asyncio.create_task(self._bring(url, version))
 
     async def _bring(self, url: str, version: WeightVersion) -> None:
         try:
             self.pauses[url] = await self.servers.load(url, version)
         except (AwayError, OSError, InferenceLostError, RefusedError) as error:
-            self.failures[url] = time.monotonic(), error
+            self.failures[url] = Failure(time.monotonic(), version.policy_version, error)
             if not isinstance(error, RefusedError):
                 self.servers.known.pop(url, None)  # until it is looked at
         finally:
