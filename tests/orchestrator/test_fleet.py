@@ -80,7 +80,7 @@ def test_a_slow_or_dead_server_delays_no_load_and_joins_when_it_has_caught_up(tm
         await dead.die()
         seconds = await world.load(5)
         assert seconds < 0.9 and world.policy.loaded == 5
-        assert world.told[-1] == Fleet([quick.url], [slow.url], 5) or world.told[-1].urls == [quick.url]
+        assert world.told[-1] == Fleet([quick.url], [slow.url], 5, 9) or world.told[-1].urls == [quick.url]
         answers = await asyncio.gather(*(world.client.generate(session, [session], {}) for session in range(20)))
         assert {span.policy_version for answer in answers for span in answer.policy_versions} == {5}
         assert len(quick.answered) == 20
@@ -100,7 +100,7 @@ def test_servers_join_and_leave_while_the_run_goes_on(tmp_path):
         await world.policy.start()
         second = await world.add("inference-b-8000", 1)  # which found an older version
         await world.policy.settle()
-        assert world.told[-1] == Fleet([first.url], [second.url], 3)
+        assert world.told[-1] == Fleet([first.url], [second.url], 3, 9)
         while len(world.told[-1].urls) < 2:
             await asyncio.sleep(0.02)
             await world.policy.settle()
@@ -108,7 +108,7 @@ def test_servers_join_and_leave_while_the_run_goes_on(tmp_path):
         await first.die()
         world.run_dir.status("inference").unlink()
         await world.policy.settle()
-        assert world.told[-1] == Fleet([second.url], [], 3)
+        assert world.told[-1] == Fleet([second.url], [], 3, 9)
         assert (await world.client.generate(1, [4], {})).token_ids == [4]
 
     in_world(tmp_path, work)
@@ -138,7 +138,7 @@ def test_an_evaluation_is_answered_by_servers_of_its_version_alone(tmp_path):
         await world.policy.settle()
         assert {*world.told[-1].urls} == {exact.url, newer.url}  # to training a newer one is welcome
         async with world.policy.pin():
-            assert world.told[-1] == Fleet([exact.url], [newer.url], 3)
+            assert world.told[-1] == Fleet([exact.url], [newer.url], 3, 9)
             await world.policy.settle()
             assert newer.loads[-1] == 3
             while newer.version != 3:

@@ -133,8 +133,8 @@ def test_at_the_start_all_servers_get_one_version(world):
         await policy.settle()
         return first
 
-    assert asyncio.run(start()) == Fleet(["0"], ["1"], 4)  # the run goes on with the one that is ready
-    assert (servers.versions, servers.loads, policy.loaded, servers.fleet) == ([4, 4], [4], 4, Fleet(["0", "1"], [], 4))
+    assert asyncio.run(start()) == Fleet(["0"], ["1"], 4, 5)  # the run goes on with the one that is ready
+    assert (servers.versions, servers.loads, policy.loaded, servers.fleet) == ([4, 4], [4], 4, Fleet(["0", "1"], [], 4, 5))
     servers.versions = [12, 12]
     asyncio.run(policy.start())
     assert (servers.versions, policy.loaded) == ([5, 5], 5)

@@ -60,14 +60,14 @@ def test_what_a_server_had_when_it_died_is_asked_elsewhere_once():
 def test_requests_leave_a_server_that_hangs_when_it_is_told_to_be_gone_and_another_is_there():
     async def work(servers, hanging, other):
         hanging.hangs.set()
-        servers.follow(Fleet([hanging.url], [], 0))
+        servers.follow(Fleet([hanging.url], [], 0, 9))
         asked = asyncio.create_task(servers.generate(1, [7], {}))
         while not hanging.sessions:
             await asyncio.sleep(0.01)
-        servers.follow(Fleet([], [], 0))  # nobody could take it over: it stays
+        servers.follow(Fleet([], [], 0, 9))  # nobody could take it over: it stays
         await asyncio.sleep(0.1)
         assert not asked.done()
-        servers.follow(Fleet([other.url], [], 0))
+        servers.follow(Fleet([other.url], [], 0, 9))
         return (await asked).token_ids, other.sessions
 
     assert play(work, StubServer(), StubServer()) == ([7], [1])
@@ -75,11 +75,11 @@ def test_requests_leave_a_server_that_hangs_when_it_is_told_to_be_gone_and_anoth
 
 def test_a_server_that_is_closed_finishes_what_it_has_and_gets_no_more():
     async def work(servers, closed, other):
-        servers.follow(Fleet([closed.url], [], 0))
+        servers.follow(Fleet([closed.url], [], 0, 9))
         asked = asyncio.create_task(servers.generate(1, [7], {}))
         while not closed.sessions:
             await asyncio.sleep(0.01)
-        servers.follow(Fleet([other.url], [closed.url], 0))
+        servers.follow(Fleet([other.url], [closed.url], 0, 9))
         await servers.generate(1, [8], {})
         return (await asked).token_ids, closed.answered, other.answered
 
@@ -93,7 +93,7 @@ def test_a_session_stays_and_moves_when_its_server_is_gone():
         for _ in range(3):
             await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(12)))
         homes = [set(stub.sessions) for stub in stubs]
-        servers.follow(Fleet([stub.url for stub in stubs[1:]], [], 0))
+        servers.follow(Fleet([stub.url for stub in stubs[1:]], [], 0, 9))
         await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(12)))
         return homes, [set(stub.sessions) for stub in stubs]
 
@@ -129,7 +129,7 @@ def test_load_counts_once_a_server_is_full():
 
 def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
     async def work(servers, liar, sound):
-        servers.follow(Fleet([liar.url, sound.url], [], 5))
+        servers.follow(Fleet([liar.url, sound.url], [], 5, 9))
         answers = [await servers.generate(session, [session], {}) for session in range(4)]
         return {span.policy_version for answer in answers for span in answer.policy_versions}, liar.answered
 
@@ -137,9 +137,13 @@ def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
     liar.stamp = 3
     versions, answered = play(work, liar, sound)
     assert versions == {5} and answered
+    liar, sound = StubServer(5), StubServer(5)
+    liar.stamp = 12  # nobody has published it
+    versions, answered = play(work, liar, sound)
+    assert versions == {5} and answered
 
     async def alone(servers, liar):
-        servers.follow(Fleet([liar.url], [], 5))
+        servers.follow(Fleet([liar.url], [], 5, 9))
         await servers.generate(0, [1], {})
 
     liar = StubServer(5)

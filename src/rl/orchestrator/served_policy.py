@@ -139,6 +139,7 @@ class ServedPolicy:
         number, began, first_s = version.policy_version, time.monotonic(), None
         looked = began
         self.failures.clear()
+        await self._offer()  # that there is this version
         while True:
             known = self.servers.known
             failed = {url: failure.error for url, failure in self.failures.items() if failure.version == number}
@@ -247,7 +248,8 @@ class ServedPolicy:
         """Tells everybody which servers get requests, if that has changed."""
         known = self.servers.known
         urls = [url for url, version in known.items() if self._may_answer(version, loaded)]
-        fleet = Fleet(urls, [url for url in known if url not in urls], self.loaded if loaded is None else loaded)
+        closed = [url for url in known if url not in urls]
+        fleet = Fleet(urls, closed, self.loaded if loaded is None else loaded, max(self.versions))
         if fleet != self.fleet:
             self.fleet = fleet
             self.servers.follow(fleet)

@@ -241,10 +241,14 @@ def further_server(port: int) -> str:
 
 
 def forget_dead_servers(status_dir: Path) -> None:
-    """Deletes the status files of further servers that have ended without doing so: of those whose lock nobody holds."""
-    for path in status_dir.glob("inference-*.json"):
+    """Deletes what further servers that have ended left here: the files of those whose lock nobody holds.
+
+    The lock itself goes, too: only a server that has bound the port of its name asks for it.
+    """
+    for path in {path.with_suffix(".lock") for path in status_dir.glob("inference-*.*")}:
         with contextlib.suppress(RunError):
-            lock = hold_role(path.with_suffix(".lock"))
+            lock = hold_role(path)
+            path.with_suffix(".json").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             os.close(lock)
 

@@ -253,9 +253,12 @@ class InferenceServers:
             server.failed()
 
     def _accepted(self, server: Server, answer: Generation, oldest: int, began: float) -> Generation:
-        """The answer, if no version sampled it that is older than the server was said to hold. Raises AwayError."""
-        if found := [span.policy_version for span in answer.policy_versions if span.policy_version < oldest]:
-            raise AwayError(f"its tokens are of version {min(found)}, and it was to hold {oldest} or a newer one")
+        """The answer, if no version sampled it that is older than the server was said to hold, or that nobody has published. Raises
+        AwayError."""
+        versions = {span.policy_version for span in answer.policy_versions}
+        if wrong := {version for version in versions if version < oldest or (self.fleet and version > self.fleet.newest)}:
+            newest = f" (the newest is {self.fleet.newest})" if self.fleet else ""
+            raise AwayError(f"its tokens are of version {min(wrong)}, and it was to hold {oldest} or a newer one{newest}")
         server.answered(time.monotonic() - began, len(answer.token_ids))
         return answer
 

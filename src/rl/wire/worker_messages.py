@@ -89,6 +89,8 @@ class Fleet(msgspec.Struct, tag=True):
     """Those that only finish the ones that they have: they hold another version than is wanted."""
     oldest: int
     """The oldest policy version that may answer a new request."""
+    newest: int
+    """The newest one that there is."""
 
 
 class Cancel(msgspec.Struct, tag=True):
