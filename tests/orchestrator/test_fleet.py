@@ -12,6 +12,7 @@ from rl.orchestrator import served_policy
 from rl.orchestrator.evaluator import Evaluator
 from rl.orchestrator.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
+from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.wire import inference_client
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import Expected, InferenceLostError, InferenceServers
@@ -167,6 +168,25 @@ def test_what_all_refuse_is_refused_and_one_that_refuses_is_left_out(tmp_path, c
         world.run_dir.weights(7).joinpath("x").touch()
         with pytest.raises(Exception, match=r"000007: .*refused version 7: tensor w is missing"):
             await world.load(7)
+
+    in_world(tmp_path, work)
+
+
+def test_the_version_that_a_server_reads_is_kept_for_it(tmp_path):
+    """The run goes on with its other servers meanwhile, and its trainer deletes versions."""
+
+    async def work(world):
+        await world.add("inference")
+        slow = await world.add("inference-b-1", load_s=1.0)
+        await world.policy.start()
+        write_status(world.run_dir.status("inference-c-1"), RoleStatus(phase=Phase.LOADING_MODEL, policy_version=2))
+        await world.load(5)
+        assert world.policy.loaded == 5 and world.policy.in_use() == {2, 5} and slow.version == 0
+        write_status(world.run_dir.status("inference-c-1"), RoleStatus(phase=Phase.SERVING, policy_version=2, address="http://127.0.0.1:9"))
+        while slow.version != 5:
+            await asyncio.sleep(0.05)
+        await world.policy.settle()
+        assert world.policy.in_use() == set()
 
     in_world(tmp_path, work)
 

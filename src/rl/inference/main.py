@@ -8,6 +8,7 @@ import importlib
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rl.config.command_line import load_config
@@ -19,7 +20,7 @@ from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import check_version
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import ROLE_WAIT_S, Status, forget_dead_servers, further_server, hold_role
+from rl.run_dir.status import ROLE_WAIT_S, Phase, Status, forget_dead_servers, further_server, hold_role
 from rl.run_dir.token import run_token
 from rl.system.credentials import redact
 from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
@@ -84,9 +85,13 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
     os.environ.pop("VLLM_API_KEY", None)  # the run's token guards all paths, and a request can show only one
 
 
-def newest_sound_version(run_dir: RunDir) -> WeightVersion | None:
-    """The newest policy version above 0 that is whole; damaged ones are passed over, loudly. None while there is only the base model."""
+def newest_sound_version(run_dir: RunDir, claim: Callable[[int], None]) -> WeightVersion | None:
+    """The newest policy version above 0 that is whole; damaged ones are passed over, loudly. None while there is only the base model.
+
+    `claim` is told of each before it is read: the run goes on with its other servers, and may delete versions.
+    """
     for version, path in reversed(numbered(run_dir.weights_dir).items()):
+        claim(version)
         try:
             read_tensors(path)
             check_version(path)
@@ -121,7 +126,7 @@ def run(config: RLConfig) -> int:
     name, lock, sock = take_role(config)
     status = Status(run_dir.status(name), name)
     try:
-        newest = newest_sound_version(run_dir)
+        newest = newest_sound_version(run_dir, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
         whole = newest if newest and not adapter else None
         model_path = whole.path if whole else resolve_model(config.model)

@@ -17,6 +17,7 @@ from rl.orchestrator.evaluator import Evaluator
 from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import read_status, server_files
 from rl.wire.http import AwayError, RefusedError
 from rl.wire.inference_client import InferenceLostError, InferenceServers
 from rl.wire.messages import WeightVersion
@@ -66,6 +67,8 @@ class ServedPolicy:
         self.load_lock = asyncio.Lock()
         self.loads: dict[str, asyncio.Task[None]] = {}
         """Server -> the load that is under way."""
+        self.loading: dict[str, int] = {}
+        """Server -> the version that it is loading."""
         self.pauses: dict[str, float] = {}
         """Server -> for how long its last load paused generation, seconds."""
         self.failures: dict[str, Failure] = {}
@@ -106,6 +109,12 @@ class ServedPolicy:
     def oldest_needed(self, final: int) -> int:
         """The oldest version that is loaded, may be loaded again, or waits for its eval."""
         return min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, final))])
+
+    def in_use(self) -> set[int]:
+        """The versions that a server is reading, to start from or to load: one for each server."""
+        starting = filter(None, map(read_status, server_files(self.run_dir.status_dir)))
+        claimed = {status.policy_version for status in starting if status.policy_version and not status.address}
+        return claimed | set(self.loading.values())
 
     async def load(self, version: WeightVersion) -> float:
         """Loads a version into all servers but late ones. Returns the longest pause of generation, seconds. `loaded` stays if the version's
@@ -176,6 +185,7 @@ class ServedPolicy:
         """Has a server load a version, unless it is loading one, or has just failed to."""
         failure = self.failures.get(url)
         if url not in self.loads and not (failure and time.monotonic() - failure.at < RETRY_S):
+            self.loading[url] = version.policy_version
             self.loads[url] = asyncio.create_task(self._bring(url, version))
 
     async def _bring(self, url: str, version: WeightVersion) -> None:
@@ -186,7 +196,7 @@ class ServedPolicy:
             if not isinstance(error, RefusedError):
                 self.servers.known.pop(url, None)  # until it is looked at
         finally:
-            del self.loads[url]
+            del self.loads[url], self.loading[url]
 
     @asynccontextmanager
     async def pin(self) -> AsyncIterator[None]:

@@ -52,7 +52,8 @@ class TrainerRequests:
                     # Its place is known: a path that comes over the wire is not followed.
                     self.policy.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)))
                     needed = self.policy.oldest_needed(self.progress.final)
-                    await server.reply(sender, Acknowledged(needed, self.policy.evaluator.best_versions()))
+                    keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})
+                    await server.reply(sender, Acknowledged(needed, keep))
                     await self.progress.notify()
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:

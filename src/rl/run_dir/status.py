@@ -119,7 +119,7 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     batch_done: int | None = None
     batch_size: int | None = None
     policy_version: int | None = None
-    """The version that inference holds."""
+    """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
     quarantined: list[str] = []
     """Environments that are given up."""
     playing: int | None = None
