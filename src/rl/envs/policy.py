@@ -82,7 +82,7 @@ class Conversation:
 
     policy: Policy
     server: int
-    """Index of the inference server."""
+    """The session at the inference servers; see PlayGroup."""
     sampling: dict[str, Any]
     history: list[ChatTurn] = field(default_factory=list)
 

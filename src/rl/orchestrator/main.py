@@ -23,7 +23,7 @@ from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_sou
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
 from rl.run_dir.files import clean_leftovers, write_file
-from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, hold_role
+from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, forget_dead_servers, hold_role
 from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
 from rl.system.linux import die_with_parent, raise_open_files
@@ -96,6 +96,7 @@ def main() -> None:
         run_dir = config.run_dir
         _lock = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
+        forget_dead_servers(run_dir.status_dir)  # another run's server may answer at the port of one
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)
