@@ -11,6 +11,7 @@ BENCHMARKS = {
     "load": "memory and seconds of loading a policy on several ranks",
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
+    "fleet": "what a dead, a slow and a late inference server cost the others",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
     "rollouts": "long rollouts, a worker's death, and what holds the event loop",
     "long_run": "what the number of steps behind costs: a resume, a finished group, a look",

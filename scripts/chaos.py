@@ -3,8 +3,8 @@
     uv run scripts/chaos.py @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
 
 The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
-back. At the end: exactly once, equal to `rl replay` bit for bit, no orphan, nothing left behind, lag bounds; and a table.
-Exit code 1 if any of it is broken.
+back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. At the end: exactly once, equal to
+`rl replay` bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
 """
 
 import argparse
@@ -34,14 +34,15 @@ from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import TRAINER_STEPS, Phase, RoleStatus, read_status
 
-TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "rl", "guard")
+TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard")
 LOOK_S = 0.2
 FRESH_S = 6.0
 """A heartbeat comes every 2 s; one that is older than this is not there."""
 PATIENCE_S = 120.0
 """A kill waits so long for its target to be there."""
-RL_STOPPED_S = 8.0
-"""A stopped `rl` is let go on after this: nobody is above it to notice."""
+STOPPED_S = 8.0
+"""A stopped `rl` or further server is let go on after this: nobody is above it to notice."""
+NOBODYS = ("rl", "server")
 ORPHAN_S = 60.0
 """What a dead `rl` left must be gone by then."""
 ORPHANS_EVERY_S = 2.0
@@ -74,10 +75,12 @@ class Report:
 
 
 class Run:
-    """The command `rl`, started anew with --resume when it is killed, and everything below it."""
+    """The command `rl`, started anew with --resume when it is killed, everything below it, and `num_servers` inference servers beside it,
+    which are started anew, too."""
 
-    def __init__(self, args: list[str], folder: Path):
-        self.args, self.folder = args, folder
+    def __init__(self, args: list[str], folder: Path, num_servers: int):
+        self.args, self.folder, self.num_servers = args, folder, num_servers
+        self.servers: list[subprocess.Popen[bytes]] = []
         self.config, _ = load_config(args, "rl")
         self.run_dir = self.config.run_dir
         self.word = f"chaos-{os.getpid()}-{time.time_ns()}"
@@ -104,6 +107,35 @@ class Run:
         with self.output.open("ab") as output:
             self.rl = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
+    def start_server(self) -> subprocess.Popen[bytes]:
+        """A further inference server, as by hand."""
+        environment = self.environment() | {"RL_CHAOS": f"{self.word}:servers."}
+        environment.pop("TMPDIR")
+        command = [str(Path(sys.executable).parent / "inference"), "@", str(self.run_dir.config)]
+        with (self.folder / "servers.log").open("ab") as output:
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+    def keep_servers(self) -> None:
+        """Starts those that are not there."""
+        self.servers = [server if server.poll() is None else self.start_server() for server in self.servers]
+        while len(self.servers) < self.num_servers and self.run_dir.config.exists():
+            self.servers.append(self.start_server())
+
+    def end_servers(self) -> None:
+        """Lets those that are stopped go on, and ends all."""
+        for server in self.servers:
+            server.send_signal(signal.SIGCONT)
+            server.terminate()
+        for server in self.servers:
+            server.wait(60)
+        self.servers = []
+
+    def servers_up(self) -> list[RoleStatus]:
+        """The further servers that answer."""
+        statuses = {status.pid: status for path in self.run_dir.status_dir.glob("inference-*.json") if (status := read_status(path))}
+        found = [statuses[server.pid] for server in self.servers if server.pid in statuses]
+        return [status for status in found if status.address and time.time() - (status.heartbeat or 0) < FRESH_S]
+
     def status(self, role: str) -> RoleStatus:
         return read_status(self.run_dir.status(role)) or RoleStatus()
 
@@ -123,7 +155,7 @@ class Run:
         return ["trainer", "orchestrator", *([] if self.config.orchestrator.inference_urls else ["inference"])]
 
     def all_up(self) -> bool:
-        return all(map(self.up, self.roles()))
+        return all(map(self.up, self.roles())) and len(self.servers_up()) == self.num_servers
 
     def find(self, target: str) -> tuple[int, str] | None:
         """(pid, phase) of a target, if it is there now."""
@@ -131,6 +163,8 @@ class Run:
         role = {"rank": "trainer-1", "engine": "inference", "worker": "orchestrator"}.get(target, target)
         status = self.status(role)
         pid, phase = status.pid, status.phase or "?"
+        if target == "server":
+            pid, phase = next(((status.pid, status.phase or "?") for status in self.servers_up()), (None, "?"))
         if target in ("rl", "guard"):
             pid = self.rl.pid
             phase = self.status("trainer").phase or Phase.STARTING
@@ -173,7 +207,8 @@ class Chaos:
         self.reader = MetricsReader(run.run_dir.metrics)
         self.step_times: dict[int, float] = {}
         self.down_s = 0.0
-        self.wake_rl_at = 0.0
+        self.wake_at, self.stopped = 0.0, 0
+        """When a stopped `rl` or server is let go on, and its pid."""
         self.orphans_at = 0.0
 
     def now(self) -> float:
@@ -187,16 +222,17 @@ class Chaos:
         for line in self.reader.new():
             if line["source"] == "trainer":
                 self.step_times.setdefault(line["step"], now)
-        if self.wake_rl_at and now > self.wake_rl_at:
-            self.wake_rl_at = 0.0
-            run.rl.send_signal(signal.SIGCONT)
+        run.keep_servers()
+        if self.wake_at and now > self.wake_at:
+            self.wake_at = 0.0
+            os.kill(self.stopped, signal.SIGCONT)
         if (code := run.rl.poll()) is not None:
             if code not in (-signal.SIGKILL, -signal.SIGSEGV):
                 raise EndedError(code)
             run.doomed.append((now, f"{run.word}:{run.attempt}."))
             run.start()
         self.note_orphans(now)
-        if self.open and not self.wake_rl_at and run.all_up() and not any(alive(kill) for kill in self.open):
+        if self.open and not self.wake_at and run.all_up() and not any(alive(kill) for kill in self.open):
             self.down_s += now - self.open[0].at_s
             for kill in self.open:
                 kill.recovered_s, kill.overlapped = now - kill.at_s, len(self.open) > 1
@@ -245,11 +281,11 @@ class Chaos:
         pid, phase = found
         self.segments |= promises.shared_memory_of(promises.processes_with(self.run.word))
         os.kill(pid, number)
-        if target == "rl" and number == signal.SIGSTOP:
-            self.wake_rl_at = self.now() + RL_STOPPED_S
+        if target in NOBODYS and number == signal.SIGSTOP:
+            self.wake_at, self.stopped = self.now() + STOPPED_S, pid
         elif target == "rl":
             self.run.not_before = dict.fromkeys(self.run.roles(), time.time())
-        elif target not in ("worker", "guard"):
+        elif target not in ("worker", "guard", "server"):
             role = {"engine": "inference", "rank": "trainer"}.get(target, target)
             self.run.not_before[role] = time.time()
         kill = Kill(self.now(), target, number.name.removeprefix("SIG"), phase, pid)
@@ -278,6 +314,7 @@ class Chaos:
             last = self.steps_done() + options.settle
             self.until(f"step {last}", lambda: self.steps_done() >= last, UP_S)
             self.until("word on orphans", lambda: not run.doomed, 2 * ORPHAN_S)
+            run.end_servers()
             run.rl.terminate()
             code = run.rl.wait(90)
             self.report.figures["ended"] = f"stopped by SIGTERM: {code}"
@@ -302,6 +339,7 @@ class Chaos:
             except subprocess.TimeoutExpired:
                 self.report.broken.append("`rl` does not end on SIGTERM within 90 s")
                 rl.kill()
+        self.run.end_servers()
         self.note_pending()
 
     def pace(self) -> float:
@@ -365,7 +403,7 @@ def events(path: Path) -> dict[str, Any]:
 
 def alive(kill: Kill) -> bool:
     """Whether the victim is still there. One that got SIGCONT afterwards is not meant to go."""
-    return not (kill.target == "rl" and kill.signal == "STOP") and psutil.pid_exists(kill.pid)
+    return not (kill.target in NOBODYS and kill.signal == "STOP") and psutil.pid_exists(kill.pid)
 
 
 def table(report: Report) -> str:
@@ -397,6 +435,7 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=",".join(TARGETS),
         help=f"trainer or trainer:STOP, ...; out of {', '.join(TARGETS)}; one that is not there is passed over",
     )
+    parser.add_argument("--servers", type=int, default=0, help="inference servers beside the one of `rl`")
     parser.add_argument("--signals", default="KILL", help="KILL, STOP, SEGV: one of these a kill")
     parser.add_argument("--undisturbed", type=int, default=4, help="steps before the first kill: the pace to compare with")
     parser.add_argument("--settle", type=int, default=2, help="steps after the last recovery")
@@ -417,7 +456,7 @@ def main() -> int:
     flags = ["--output_dir", str(folder), "--name", "run"]
     if not any(word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps=")) for word in rest):
         flags += ["--max_steps", "999999"]  # the schedule ends the run
-    run = Run([*rest, *flags], folder)
+    run = Run([*rest, *flags], folder, options.servers)
     if (run.config.trainer.ranks or 1) == 1:
         options.targets = [target for target in options.targets if not target.startswith("rank")]
     chaos = Chaos(run, options)

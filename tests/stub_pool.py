@@ -7,7 +7,7 @@ from typing import Any
 from rl.orchestrator.pool import WorkerPool
 from rl.wire.inference_client import InferenceServers
 from rl.wire.rollouts import Rollout, Split, Turn
-from rl.wire.worker_messages import Ready, WorkerSetup
+from rl.wire.worker_messages import Fleet, Ready, WorkerSetup
 
 TASKS = 24
 
@@ -24,6 +24,9 @@ class StubPool(WorkerPool):
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         return {self.setup.env.name: Ready(TASKS, 2)}
 
+    async def tell(self, fleet: Fleet) -> None:
+        self.servers.follow(fleet)
+
     async def play(
         self,
         env: str,
@@ -38,7 +41,7 @@ class StubPool(WorkerPool):
         rollouts = list(members)
         for episode in [i for i in range(num_episodes) if i not in {rollout.episode for rollout in members}]:
             prompt = [10 + task, 100 + episode]
-            answer = await self.servers.generate(0, prompt, sampling)
+            answer = await self.servers.generate(server, prompt, sampling)
             turn = Turn(
                 prompt_ids=prompt,
                 completion_ids=answer.token_ids,

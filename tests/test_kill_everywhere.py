@@ -21,6 +21,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import RoleStatus, write_status
 from rl.wire.batch_file import decode_batch, write_batch
+from rl.wire.inference_client import PROTOCOL
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.rollouts import Group, Members
 from rl.wire.transport import OrchestratorClient, Wait
@@ -111,7 +112,7 @@ class Inference(WebServer):
         return web.json_response({"policy_version": self.version})
 
     async def status(self, _: web.Request) -> web.Response:
-        return web.json_response({"policy_version": self.version, "max_model_len": 128})
+        return web.json_response({"policy_version": self.version, "max_model_len": 128, "served_model": "model"} | {"protocol": PROTOCOL})
 
 
 def train(config) -> None:

@@ -36,9 +36,11 @@ async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
     """An inference server that answers with random tokens after `delay_s`, by our protocol."""
     from aiohttp import web
 
+    from rl.config.run import ModelConfig
     from rl.run_dir.status import RoleStatus, write_status
+    from rl.wire.inference_client import PROTOCOL
 
-    state = {"policy_version": 0, "max_model_len": 2048}
+    state = {"policy_version": 0, "max_model_len": 1 << 30, "served_model": ModelConfig().name, "protocol": PROTOCOL}
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()

@@ -543,3 +543,16 @@ def test_the_verdict_on_fine_tuning_and_on_nothing(tmp_path):
     assert verdict(read_state(run.dir, run.config)) == "trained no steps"
     run.metrics([1], **{"loss/mean": 2.5})
     assert verdict(read_state(run.dir, run.config)) == "trained 1 step; loss 2.500 -> 2.500"
+
+
+def test_servers_that_were_started_by_hand_count_as_inference(tmp_path):
+    """None of them is the run's own; the one that answers is looked at."""
+    run = Run(tmp_path)
+    run.working(inference=None)
+    run.dir.lock("rl").unlink()
+    run.status("inference-a-1", does(Phase.LOADING_MODEL))
+    run.status("inference-b-2", SERVING, address="http://b:2", requests=30)
+    assert "inference samples" in run.bottleneck()
+    lines = run.diagnosis().lines
+    assert any(line.startswith("inference-a-1: loading the model") for line in lines)
+    assert not any(line.startswith("inference: no status") for line in lines)

@@ -59,13 +59,17 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def reported(self) -> dict:
+        """Its status file; it was not started by `rl`."""
+        files = (self.root / "out/run/status").glob("inference-*.json")
+        return next((json.loads(file.read_text()) for file in files), {})
+
     def wait_ready(self) -> None:
         """The address comes from the status file of the run, once the server answers."""
-        file = self.root / "out/run/status/inference.json"
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             assert self.process.poll() is None, (self.root / "log").read_text()[-3000:]
-            if file.exists() and (address := json.loads(file.read_text()).get("address")):
+            if address := self.reported().get("address"):
                 self.url = address
                 return
             time.sleep(0.1)

@@ -104,19 +104,21 @@ def test_damaged_files_are_named(tmp_path):
 
 def test_the_newest_sound_version_is_served(tmp_path, capfd):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    assert newest_sound_version(run_dir) is None
+    claimed = []
+    assert newest_sound_version(run_dir, claimed.append) is None
     for version in (1, 2, 3, 4):
         file = run_dir.weights(version) / "model.safetensors"
         write_safetensors(file, {"a.weight": ("F32", [2, 3]), "b.weight": ("F32", [1])}, cut=5 if version == 4 else 0)
         zeros = {"a.weight": hashlib.sha256(bytes(24)).hexdigest(), "b.weight": hashlib.sha256(bytes(4)).hexdigest()}
         if version != 1:
             (file.parent / "digests.json").write_text(json.dumps({"tensors": zeros | ({"b.weight": "0"} if version == 3 else {})}))
-    assert newest_sound_version(run_dir) == WeightVersion(2, str(run_dir.weights(2)))
+    assert newest_sound_version(run_dir, claimed.append) == WeightVersion(2, str(run_dir.weights(2)))
+    assert claimed == [4, 3, 2]  # each before it is read
     said = capfd.readouterr().err.splitlines()
     assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: policy version {v} is passed over" for v in (4, 3)]
     assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
-    assert newest_sound_version(run_dir) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
+    assert newest_sound_version(run_dir, claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
 
 
 def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -299,7 +298,7 @@ def test_sampled_tokens_show_in_the_status(servers):
 
     def progress() -> int:
         time.sleep(2.5)  # longer than between two heartbeats
-        return json.loads((server.root / "out/run/status/inference.json").read_text())["progress"]
+        return server.reported()["progress"]
 
     before = progress()
     tokens = len(server.generate(PROMPT, max_tokens=40, temperature=1.0, seed=3)["token_ids"])

@@ -382,6 +382,20 @@ def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):
     place(resume=-1)
 
 
+def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_clean(place, monkeypatch):
+    monkeypatch.setattr("rl.launch.prepare.ROLE_WAIT_S", 0.1)
+    place()
+    lives, dead = "inference-a-1", "inference-a-2"
+    for name in (lives, dead):
+        place.run_dir.status(name).write_text("{}")
+    lock = hold_role(place.run_dir.lock(lives))
+    place(resume=-1)
+    assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists()
+    assert f"{lives} of this run is already running" in place.fails(clean=True)  # it holds the run's token
+    os.close(lock)
+    place(clean=True)
+
+
 def test_status_files_of_the_last_attempt_are_gone(place):
     place()
     place.run_dir.status("inference").write_text("{}")

@@ -8,7 +8,9 @@ from pathlib import Path
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from rl.config.run import RLConfig
 from rl.run_dir.status import RoleStatus, write_status
+from rl.wire.inference_client import PROTOCOL
 from tests.web import WebServer
 
 
@@ -22,6 +24,7 @@ class StubInference(WebServer):
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.status_path = status_path
         self.policy_version = 0
+        self.served_model, self.max_model_len = RLConfig().model.name, 256
         self.skill = skill
         self.random = random.Random(0)
         self.log: list[tuple[str, dict]] = []
@@ -73,7 +76,8 @@ class StubInference(WebServer):
     async def status(self, request: web.Request) -> web.Response:
         if self.dies(request):
             return web.Response()
-        return web.json_response({"policy_version": self.policy_version, "max_model_len": 256})
+        about = {"protocol": PROTOCOL, "served_model": self.served_model, "max_model_len": self.max_model_len}
+        return web.json_response({"policy_version": self.policy_version, **about})
 
     async def __aenter__(self) -> "StubInference":
         await super().__aenter__()

@@ -16,27 +16,37 @@ from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Rollout, Turn
+from rl.wire.worker_messages import Fleet
 from tests.launch.test_repair import version as write_version
 
 
 class Servers:
-    """What each server holds; None: it is away. `loads` are the versions that were ordered."""
+    """What each server holds; None: it is away. `loads` are the versions that were ordered, `slow` servers never finish one."""
 
-    def __init__(self, *versions):
+    timeout_s = 5.0
+
+    def __init__(self, *versions, slow=()):
         self.versions = list(versions)
-        self.loads, self.refusal = [], None
-
-    async def loaded_version(self):
-        return min(self.versions)
+        self.loads, self.refusal, self.slow, self.known = [], None, slow, {}
 
     async def held(self):
-        return list(self.versions)
+        self.known = {str(i): version for i, version in enumerate(self.versions) if version is not None}
+        return self.known
 
-    async def load(self, version):
+    async def wait_for_any(self):
+        return await self.held()
+
+    def follow(self, fleet):
+        self.fleet = fleet
+
+    async def load(self, url, version):
         if self.refusal:
             raise self.refusal
         self.loads.append(version.policy_version)
-        self.versions = [None if held is None else version.policy_version for held in self.versions]
+        if url in self.slow:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        self.versions[int(url)] = self.known[url] = version.policy_version
         return 0.25
 
 
@@ -54,10 +64,6 @@ class Pool:
             self.servers.versions = [held]
         await asyncio.sleep(0)
         return [Rollout(turns=[turn], reward=float(version), episode=i) for i in range(num_episodes)]
-
-
-async def in_vain(version):
-    return 0.0
 
 
 @pytest.fixture
@@ -113,7 +119,7 @@ def test_no_version_that_waits_for_its_eval_is_skipped(world):
     config, _, policy = world(servers)
     evaluated(config, 0, 2)
     policy.loaded = 3
-    assert not asyncio.run(policy.settle()) and servers.loads == [3]
+    assert not asyncio.run(policy.settle()) and servers.loads == [] and policy.loaded == 3
     assert policy.next_version(9).policy_version == 4 and policy.oldest_needed(9) == 3
 
 
@@ -141,8 +147,16 @@ def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch
 def test_at_the_start_all_servers_get_one_version(world):
     servers = Servers(4, 2)
     _, _, policy = world(servers)
-    asyncio.run(policy.start())
-    assert (servers.versions, policy.loaded) == ([4, 2], 2)  # the next load levels them
+
+    async def start():
+        await policy.start()
+        first = servers.fleet
+        await asyncio.sleep(0.01)
+        await policy.settle()
+        return first
+
+    assert asyncio.run(start()) == Fleet(["0"], ["1"], 4, 5)  # the run goes on with the one that is ready
+    assert (servers.versions, servers.loads, policy.loaded, servers.fleet) == ([4, 4], [4], 4, Fleet(["0", "1"], [], 4, 5))
     servers.versions = [12, 12]
     asyncio.run(policy.start())
     assert (servers.versions, policy.loaded) == ([5, 5], 5)
@@ -189,7 +203,13 @@ def test_a_server_that_never_keeps_the_version_ends_the_eval(world):
     servers = Servers(4)
     pool = Pool(servers, dict.fromkeys(range(0, 200), 5))
     config, evaluator, policy = world(servers, pool)
-    servers.versions, servers.load, policy.loaded, policy.num_pins = [5], in_vain, 4, 1
+    servers.versions, policy.loaded, policy.num_pins = [5], 4, 1
+
+    async def in_vain(url, version):
+        servers.known[url] = version.policy_version
+        return 0.0
+
+    servers.load = in_vain
     with pytest.raises(InferenceLostError, match="did not hold version 4 for long enough in 20 attempts"):
         asyncio.run(evaluator.evaluate(config.orchestrator.eval[0], 4, policy.settle))
     assert not config.run_dir.eval(4, "e").exists()

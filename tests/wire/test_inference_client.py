@@ -10,10 +10,13 @@ import pytest
 from aiohttp import web
 
 from rl.system.errors import GIVE_UP
-from rl.wire import http, inference_client
-from rl.wire.inference_client import InferenceLostError, InferenceServers
+from rl.wire import balance, http, inference_client
+from rl.wire.inference_client import PROTOCOL, InferenceLostError, InferenceServers
 from rl.wire.messages import WeightVersion
 from tests.web import WebServer
+
+HELD = {"policy_version": 3, "protocol": PROTOCOL}
+ANSWER = {"token_ids": [5], "logprobs": [-1.0], "policy_versions": [[3, 1]], "finish_reason": "stop"}
 
 
 def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
@@ -29,11 +32,11 @@ def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
         async with WebServer(web.post("/load_weights", never)) as server, asyncio.timeout(20):
             servers = InferenceServers([server.url], tmp_path / "none.json", 0.5)
             try:
-                await servers.load(WeightVersion(3, str(tmp_path)))
+                await servers.load(server.url, WeightVersion(3, str(tmp_path)))
             finally:
                 await servers.close()
 
-    with pytest.raises(InferenceLostError, match=r"for inference to load version 3: .*raise orchestrator.inference_timeout_s"):
+    with pytest.raises(InferenceLostError, match=r"for inference at http\S+ to load version 3: .*raise orchestrator.inference_timeout_s"):
         asyncio.run(load())
     assert [body["policy_version"] for body in asked] == [3]
 
@@ -91,7 +94,7 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {token}":
             return web.Response(status=401)
-        return web.json_response({"policy_version": 3, "max_model_len": 9})
+        return web.json_response(HELD)
 
     def version(servers: InferenceServers):
         return servers.loaded_version()
@@ -115,20 +118,22 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
 def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
     """Every request in flight has a connection: those that find none left wait, and none fails."""
     monkeypatch.setattr(inference_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(balance, "DOWN_S", 0.01)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(map(int, os.listdir("/proc/self/fd"))) + 40
 
     async def answer(_request: web.Request) -> web.Response:
         await asyncio.sleep(0.01)
-        return web.json_response({"policy_version": 3})
+        return web.json_response(ANSWER)
 
     async def ask(servers: InferenceServers) -> list[int]:
         servers.timeout_s = 20.0
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-        return await asyncio.gather(*(servers.loaded_version() for _ in range(300)))
+        answers = await asyncio.gather(*(servers.generate(i, [1], {}) for i in range(300)))
+        return [answer.token_ids[0] for answer in answers]
 
     try:
-        assert asyncio.run(asked(tmp_path, answer, ask)) == [3] * 300
+        assert asyncio.run(asked(tmp_path, answer, ask)) == [5] * 300
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -153,7 +158,7 @@ def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(tm
 
     async def answer(request: web.Request) -> web.Response:
         sound = request.headers.get("Authorization") == f"Bearer {tokens[0]}"
-        return web.json_response({"policy_version": 3}) if sound else web.Response(status=401)
+        return web.json_response(HELD) if sound else web.Response(status=401)
 
     async def ask(servers: InferenceServers) -> list[int]:
         versions = [await servers.loaded_version() for _ in range(20)]

@@ -8,12 +8,14 @@ from rl.config.base import Devices, Settings
 
 
 class InferenceConfig(Settings):
-    """One vLLM server. Several servers: start `inference` on each host and list their addresses in `orchestrator.inference_urls`."""
+    """One vLLM server, which `rl` starts. Further ones join the run when `inference @ RUN/config.toml` starts them, on any machine that
+    sees the run directory; docs/multi_node.md."""
 
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback opens the server to other machines that have the run's token (docs/security.md)."""
     port: int = Field(0, ge=0, le=65535)
-    """Port to bind; 0: a free one. The address is published in status/inference.json."""
+    """Port to bind; 0: a free one. The address is published in status/inference.json, that of a server that `rl` has not started in
+    status/inference-<host>-<port>.json."""
     gpus: Devices = None
     """GPUs of the server: a count, or a list of ids ("0,1"). Default: all that the trainer does not take; 0 runs on the CPU."""
     cpus: Devices = None

@@ -255,7 +255,8 @@ class OrchestratorConfig(Settings):
     max_off_policy_steps: int = Field(8, ge=0)
     """Most policy versions that a rollout's oldest token may be behind; then it is cancelled (`stale`), and its task is issued again."""
     inference_urls: Annotated[list[str], NAMES] = []
-    """Addresses of inference servers. Default: the one in status/inference.json."""
+    """Addresses of inference servers, for those that do not see the run directory; then there are no others. Default: those that say where
+    they are in status/inference*.json, and come and go as they like."""
     host: str = "127.0.0.1"
     """Address that the orchestrator binds for the trainer. Anything but loopback opens it to other machines that have the run's token
     (docs/security.md)."""

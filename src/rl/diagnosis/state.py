@@ -104,11 +104,24 @@ class RunState:
         return any(signs) or bool(self.launcher and self.launcher.alive)
 
     @property
+    def further_servers(self) -> list[Process]:
+        """Inference servers of this run that `rl` has not started."""
+        return [process for name, process in self.processes.items() if name.startswith("inference-")]
+
+    @property
+    def inference(self) -> Process | None:
+        """The run's own inference server; without one the first of the further ones that is there."""
+        further = sorted(self.further_servers, key=lambda process: not (process.there and process.status.address))
+        return self.processes.get("inference") or next(iter(further), None)
+
+    @property
     def roles(self) -> list[str]:
-        """The processes that this run consists of."""
+        """The processes that this run consists of, further inference servers not counted."""
         if self.config.sft:
             return ["trainer"]
-        return [*([] if self.config.orchestrator.inference_urls else ["inference"]), "orchestrator", "trainer"]
+        by_hand = self.further_servers and not (self.launcher and self.launcher.alive) and "inference" not in self.processes
+        elsewhere = self.config.orchestrator.inference_urls or by_hand
+        return [*([] if elsewhere else ["inference"]), "orchestrator", "trainer"]
 
     @property
     def resume(self) -> str:
@@ -173,12 +186,13 @@ def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
     now = time.time()
     evals = reversed(numbered(run_dir.evals).items())
     statuses = [(path.stem, read_status(path)) for path in sorted(run_dir.status_dir.glob("*.json"))]
+    processes = {name: inspect_process(name, status, now) for name, status in statuses if status and status.pid is not None}
     return RunState(
         run_dir=run_dir,
         config=config,
         now=now,
         launcher=read_launcher(run_dir.lock("rl"), now),
-        processes={name: inspect_process(name, status, now) for name, status in statuses if status and status.pid is not None},
+        processes=processes,
         lines=read_metrics(run_dir.metrics),
         events=read_events(run_dir.events),
         end=read_json(run_dir.run_end, RunEnd),

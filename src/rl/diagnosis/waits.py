@@ -83,7 +83,7 @@ def end_of(state: RunState, path: list[str]) -> str:
     last = path[-1]
     if path.count(last) > 1:
         return circle(state, path)
-    process = state.processes.get(last)
+    process = state.inference if last == "inference" else state.processes.get(last)
     if last == "ranks":
         ranks = [process for name, process in state.processes.items() if name.startswith("trainer-")]
         doing = ", ".join(f"{rank.name} {rank.doing_for}" for rank in ranks) or "none of them has a status yet"
@@ -138,7 +138,7 @@ def inference_end(state: RunState, process: Process) -> str:
 
 def absent(state: RunState, name: str) -> str:
     """Why a process that others wait for is not there."""
-    if name == "inference" and name not in state.roles:
+    if name == "inference" and state.config.orchestrator.inference_urls:
         return f"inference runs elsewhere: see the servers at {', '.join(state.config.orchestrator.inference_urls)}"
     if search := model_log(state):
         last = next(iter(last_lines(search, 1)), "nothing logged yet")
@@ -207,7 +207,7 @@ def waiting_for_tokens(state: RunState, inference: Process) -> str:
 def all_work(state: RunState) -> bool:
     """Whether nothing is starting or loading, so that the shares of time of the newest steps still hold."""
     phases = {name: process.status.phase for name, process in state.processes.items()}
-    inference = state.processes.get("inference")
+    inference = state.inference
     served = "inference" not in state.roles or bool(inference and inference.status.address)
     return served and phases.get("trainer") in TRAINER_STEPS and phases.get("orchestrator") in ORCHESTRATOR_WORKS
 

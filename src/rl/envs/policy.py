@@ -97,7 +97,7 @@ class Conversation:
 
     policy: Policy
     server: int
-    """Index of the inference server."""
+    """The session at the inference servers; see PlayGroup."""
     sampling: dict[str, Any]
     turns: Turns = field(default_factory=Turns)
     history: list[Past] = field(default_factory=list)

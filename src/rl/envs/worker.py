@@ -25,6 +25,7 @@ from rl.wire.worker_messages import (
     Close,
     Describe,
     Description,
+    Fleet,
     Heartbeat,
     LoadFailed,
     Played,
@@ -57,7 +58,8 @@ class Worker:
         from rl.envs.policy import Policy
 
         self.setup = setup
-        self.env = load(setup.env, Policy(setup.policy, setup.env.timeout_s))
+        self.policy = Policy(setup.policy, setup.env.timeout_s)
+        self.env = load(setup.env, self.policy)
         self.plays: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, socket: zmq.asyncio.Socket) -> None:
@@ -69,6 +71,8 @@ class Worker:
                 match ORDERS.decode(await socket.recv()):
                     case PlayGroup() as order:
                         self.plays[order.play_id] = asyncio.create_task(self.play(order, socket))
+                    case Fleet() as fleet if self.policy.endpoint is None:
+                        self.policy.servers.follow(fleet)
                     case Cancel(play_id) if play_id in self.plays:
                         self.plays.pop(play_id).cancel()
                     case Close():

@@ -15,6 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
+from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir.checksums import check_version
 from rl.system.errors import RunError
@@ -53,6 +54,7 @@ class VersionedEngine(AsyncLLM):
         self.policy_version, self.expected, self.on_tokens = policy_version, expected, on_tokens
         self.vocab_size = self.model_config.get_vocab_size()
         self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
+        self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
         self.load_lock = asyncio.Lock()
         self.adapter_ids = itertools.count(1)
         self.adapter_versions: dict[int, int] = {}
@@ -97,15 +99,16 @@ class VersionedEngine(AsyncLLM):
         except OverflowError:
             raise ValueError("a number among the sampling parameters does not fit into 64 bits") from None
 
-    async def sample(self, token_ids: list[int], params: SamplingParams) -> Generation:
+    async def sample(self, token_ids: list[int], params: SamplingParams, session: int | None = None) -> Generation:
         """Answers one prompt; log-probabilities are nats under the distribution that was sampled from. Cancelling aborts the request."""
-        request_id = uuid.uuid4().hex
-        try:
-            queue = await self.add_request(request_id, tokens_input(prompt_token_ids=token_ids), params)
-            output = await queue.get()
-        except asyncio.CancelledError:
-            await self.abort(request_id)
-            raise
+        request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
+        with self.ranks.use(session) as rank:
+            try:
+                queue = await self.add_request(request_id, prompt, params, data_parallel_rank=rank)
+                output = await queue.get()
+            except asyncio.CancelledError:
+                await self.abort(request_id)
+                raise
         answer = output.outputs[0]
         sampled = list(answer.token_ids)
         logprobs = list(answer.logprobs.logprobs) if sampled else []
@@ -175,16 +178,22 @@ class VersionedEngine(AsyncLLM):
         requests = [state.lora_request for state in self.output_processor.request_states.values()]
         return {request.lora_int_id for request in [*requests, self.adapter] if request}
 
+    async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all workers to a call of `method`. vLLM's own `collective_rpc` has those of the first engine alone."""
+        core = self.engine_core
+        calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in core.core_engines)
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
     async def stage(self, path: str) -> None:
-        """Has every worker prepare the weights while generation goes on."""
-        await self.collective_rpc("stage_weights", args=(path,))
-        while True:
-            states = await self.collective_rpc("staging_state")
-            if faults := [fault for done, fault in states if done and fault]:
-                raise RunError(f"{path}: {faults[0]}")
-            if all(done for done, _ in states):
-                return
+        """Has every worker prepare the weights while generation goes on. Raises RunError if one of them cannot: then none swaps."""
+        await self.on_every_worker("stage_weights", path)
+        states = await self.on_every_worker("staging_state")
+        while not all(done for done, _ in states):
             await asyncio.sleep(STAGING_POLL_S)
+            states = await self.on_every_worker("staging_state")
+        if faults := [fault for _, fault in states if fault]:
+            await self.on_every_worker("forget_weights")
+            raise RunError(f"{path}: {faults[0]}")
 
     async def swap(self, policy_version: int) -> tuple[float, float]:
         """Stops between two steps, drops all KV (it belongs to the old weights), swaps, and lets the requests in flight go on.
@@ -198,7 +207,7 @@ class VersionedEngine(AsyncLLM):
             ordered = time.perf_counter()
             await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
             stopped = time.perf_counter()
-            await self.collective_rpc("swap_weights")
+            await self.on_every_worker("swap_weights")
             fence = asyncio.get_running_loop().create_future()
             self.engine_core.outputs_queue.put_nowait(fence)
             await fence

@@ -1,25 +1,32 @@
-"""`inference`: one vLLM server at the newest policy version of the run. Also `python -m rl.inference.main`."""
+"""`inference`: one vLLM server at the newest policy version of the run. Also `python -m rl.inference.main`.
+
+The one that `rl` starts and keeps alive is the process `inference` of the run; any other is `inference-<host>-<port>`, and there may be
+any number of those.
+"""
 
 import importlib
 import os
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rl.config.command_line import load_config
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.inference.adapter import is_adapter
-from rl.inference.server import Served, common_environment, cpu_environment, serve
+from rl.inference.server import Served, bind, common_environment, cpu_environment, serve
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import check_version
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import ROLE_WAIT_S, Status, hold_role
+from rl.run_dir.status import ROLE_WAIT_S, Phase, Status, forget_dead_servers, further_server, hold_role
 from rl.run_dir.token import run_token
 from rl.system.credentials import redact
 from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
 from rl.system.linux import die_with_parent
 from rl.system.machine import is_cpu_vllm, visible_gpus
+from rl.system.process_table import MARKER
 from rl.system.warm_start import leave
 from rl.wire.messages import WeightVersion
 
@@ -78,9 +85,13 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
     os.environ.pop("VLLM_API_KEY", None)  # the run's token guards all paths, and a request can show only one
 
 
-def newest_sound_version(run_dir: RunDir) -> WeightVersion | None:
-    """The newest policy version above 0 that is whole; damaged ones are passed over, loudly. None while there is only the base model."""
+def newest_sound_version(run_dir: RunDir, claim: Callable[[int], None]) -> WeightVersion | None:
+    """The newest policy version above 0 that is whole; damaged ones are passed over, loudly. None while there is only the base model.
+
+    `claim` is told of each before it is read: the run goes on with its other servers, and may delete versions.
+    """
     for version, path in reversed(numbered(run_dir.weights_dir).items()):
+        claim(version)
         try:
             read_tensors(path)
             check_version(path)
@@ -88,6 +99,18 @@ def newest_sound_version(run_dir: RunDir) -> WeightVersion | None:
         except RunError as error:
             print(f"inference: WARNING: policy version {version} is passed over: {error}", file=sys.stderr, flush=True)
     return None
+
+
+def take_role(config: RLConfig) -> tuple[str, int, socket.socket]:
+    """The server's name among the processes of the run, the file descriptor of its lock, and its bound socket. Raises RunError, OSError."""
+    run_dir, settings = config.run_dir, config.inference
+    if MARKER in os.environ:  # `rl` has started it
+        lock = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)
+        return "inference", lock, bind(settings.host, settings.port)
+    sock = bind(settings.host, settings.port)
+    name = further_server(sock.getsockname()[1])
+    forget_dead_servers(run_dir.status_dir)
+    return name, hold_role(run_dir.lock(name), ROLE_WAIT_S), sock
 
 
 def run(config: RLConfig) -> int:
@@ -100,14 +123,14 @@ def run(config: RLConfig) -> int:
         token = run_token(run_dir.status_dir)
     except RunError as error:  # its file cannot be used: as wrong a setting as an RL_TOKEN that cannot
         return report(error, WRONG_SETTINGS)
-    lock = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)
-    status = Status(run_dir.status("inference"), "inference")
+    name, lock, sock = take_role(config)
+    status = Status(run_dir.status(name), name)
     try:
-        newest = newest_sound_version(run_dir)
+        newest = newest_sound_version(run_dir, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
         whole = newest if newest and not adapter else None
         model_path = whole.path if whole else resolve_model(config.model)
-        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lock)
+        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lock, sock)
         return serve(config, model_path, served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)

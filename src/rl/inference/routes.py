@@ -14,6 +14,7 @@ from rl.inference.engine import VersionedEngine
 from rl.inference.gate import refusal
 from rl.inference.weight_files import WeightsGoneError
 from rl.system.errors import RunError
+from rl.wire.inference_client import PROTOCOL
 
 TokenId = Annotated[int, Meta(ge=0)]
 
@@ -36,6 +37,8 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling: Sampling
+    session: int | None = None
+    """Requests of one session go to one engine of several (`data_parallel_size`), which has their prefix cached."""
 
 
 class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
@@ -86,7 +89,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
                 message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} holds prompt and answer together"
                 return refusal(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
             params = to_sampling_params(body.sampling)
-            sampled = await unless_disconnected(request, engine.sample(body.token_ids, params))
+            sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
         except asyncio.CancelledError:
@@ -115,6 +118,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         return reply(
             200,
             {
+                "protocol": PROTOCOL,
                 "policy_version": engine.policy_version,
                 "loading": engine.loading,
                 "served_model": served_model_name,

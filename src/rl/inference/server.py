@@ -158,15 +158,17 @@ class Served:
     status: Status
     lock: int
     """File descriptor of the role's lock."""
+    sock: socket.socket
+    """What the server answers at; bound."""
 
 
-async def run(args: Namespace, sock: socket.socket, served: Served) -> str:
+async def run(args: Namespace, served: Served) -> str:
     """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or "". Raises RunError for a bad adapter."""
     with running_engine(args, served.engine_timeout_s) as engine:
         death = asyncio.create_task(engine_process.engine_death(engine, served.engine_timeout_s))
         ready = asyncio.create_task(make_ready(engine, args, served))
         await asyncio.wait([death, ready], return_when=asyncio.FIRST_COMPLETED)
-        fault = death.result() if death.done() else await answer_requests(ready.result(), sock, served.status, served.token, death)
+        fault = death.result() if death.done() else await answer_requests(ready.result(), served, death)
         if fault:
             print(f"inference: {fault}", file=sys.stderr, flush=True)
         engine_process.end_within(engine_process.END_DEADLINE_S, 1 if fault else 0)
@@ -185,7 +187,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     return await build_app(engine, args)
 
 
-async def answer_requests(app: Any, sock: socket.socket, status: Status, token: str, death: "asyncio.Task[str]") -> str:
+async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
     """The HTTP server from its address to its end; returns why the engine cannot be used any more, or ""."""
     import uvicorn
     from vllm.entrypoints.launchers.launcher import NoSignalServer
@@ -193,20 +195,20 @@ async def answer_requests(app: Any, sock: socket.socket, status: Status, token: 
     from rl.inference.gate import Gate
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    host, port = reachable(sock.getsockname()[0]), sock.getsockname()[1]
+    host, port = reachable(served.sock.getsockname()[0]), served.sock.getsockname()[1]
     # For strangers the slower parser: the other one has no limit on lines and headers.
     parser = "auto" if is_loopback(host) else "h11"
-    gate = Gate(app, token, loopback=is_loopback(host))
+    gate = Gate(app, served.token, loopback=is_loopback(host))
     config = uvicorn.Config(gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = NoSignalServer(config)
     app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    serving = asyncio.create_task(server.serve(sockets=[served.sock]))
     stopped = asyncio.create_task(stop.wait())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    served.status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
     await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
     # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
     server.should_exit = server.force_exit = True
@@ -253,9 +255,8 @@ def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> in
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, engine_process.end_while_starting)
     args = parse_engine_args(engine_args, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(engine_args) if on_cpu else {}))
-    sock = bind(settings.host, settings.port)
-    args.port = sock.getsockname()[1]
-    engine_process.tie_children([sock.fileno(), served.lock])
+    args.port = served.sock.getsockname()[1]
+    engine_process.tie_children([served.sock.fileno(), served.lock])
     import uvloop
 
-    return 1 if uvloop.run(run(args, sock, served)) else 0
+    return 1 if uvloop.run(run(args, served)) else 0

@@ -4,7 +4,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,8 @@ from rl.system.linux import end_with_parent
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
 
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Tensors by name, whole."""
 FREE_AFTER_S = 1.0
 """When the memory of replaced weights is given back: that takes 10 ms for 135M parameters, which need not be part of the pause."""
 
@@ -42,10 +44,19 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() else tensor.clone()
 
 
+def read_ahead(folder: Path) -> None:
+    """Has the kernel hold the files of a model in memory, once for all workers of the machine."""
+    buffer = bytearray(1 << 24)
+    for file in weight_files(folder):
+        with file.open("rb", buffering=0) as content:
+            while content.readinto(buffer):
+                pass
+
+
 class WeightLoader:
     """Mixed into vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls the methods between two steps of the engine."""
 
-    _staged: "Future[Staged | dict[str, torch.Tensor]] | None" = None
+    _staged: "Future[Staged | Weights] | None" = None
 
     def begin(self, server_pid: int) -> None:
         """What has to be done once, before the first request."""
@@ -84,13 +95,23 @@ class WeightLoader:
         self._staged = stager.submit(self._stage, Path(path))
         stager.shutdown(wait=False)
 
-    def _stage(self, folder: Path) -> "Staged | dict[str, torch.Tensor]":
+    def _stage(self, folder: Path) -> "Staged | Weights":
+        """What `swap_weights` needs. A worker never holds more than its own part of a version and one tensor: of several, none keeps a copy
+        of the files, which the kernel holds for all of them."""
         from rl.inference.staging import Staged, can_stage
 
-        weights = read_policy(folder, Path(self.model_config.model))
+        base, parallel = Path(self.model_config.model), self.vllm_config.parallel_config
+        weights = read_policy(folder, base)
         if can_stage(self.vllm_config):
             return Staged(self.model_runner.get_model(), weights, self.vllm_config)
-        return {name: in_memory(tensor) for name, tensor in weights}
+        if parallel.world_size * parallel.data_parallel_size == 1:
+            return [(name, in_memory(tensor)) for name, tensor in weights]
+        read_ahead(base if is_adapter(folder) else folder)
+        return weights
+
+    def forget_weights(self) -> None:
+        """Gives back what was staged."""
+        self._staged = None
 
     def staging_state(self) -> tuple[bool, str]:
         """(done, what went wrong or "")."""
@@ -116,7 +137,7 @@ class WeightLoader:
             later.daemon = True
             later.start()
         else:
-            self.reload_weights(weights_iterator=iter(staged.items()))
+            self.reload_weights(weights_iterator=iter(staged))
             repack_embeddings(self.model_runner.get_model())
 
 

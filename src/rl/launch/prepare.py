@@ -23,7 +23,7 @@ from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.metrics import cut_metrics
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
-from rl.run_dir.status import ROLE_WAIT_S, hold_role
+from rl.run_dir.status import ROLE_WAIT_S, forget_dead_servers, hold_role, server_files
 from rl.system.errors import ConfigError, RunError
 
 MAY_CHANGE = (
@@ -100,7 +100,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     lock = hold_role(run_dir.lock("rl"))
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, lock)
-        wait_for_survivors(run_dir)
+        wait_for_survivors(run_dir, all_servers=clean)
         clean_leftovers(*run_dir.folders)
         notes, made = [], run_dir.anything_made()
         if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
@@ -119,8 +119,9 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
                 theirs = f"versions {min(versions)} to {max(versions)} of another run"
                 raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
         write_config(run_dir.config, config)
-        for path in run_dir.status_dir.glob("*.json"):
-            path.unlink()
+        forget_dead_servers(run_dir.status_dir)
+        for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
+            path.unlink(missing_ok=True)
         on_failure.pop_all()
     return Prepared(run_dir, notes, lock)
 
@@ -161,10 +162,14 @@ def is_run_or_free(root: Path) -> bool:
     return False
 
 
-def wait_for_survivors(run_dir: RunDir) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end."""
+def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end.
+
+    Inference servers that `rl` has not started go on, unless `all_servers` are to have ended.
+    """
     deadline = time.monotonic() + ROLE_WAIT_S
-    for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")}):
+    further = set() if all_servers else {*run_dir.status_dir.glob("inference-*.lock")}
+    for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further):
         os.close(hold_role(path, max(0.0, deadline - time.monotonic())))
 
 

@@ -24,12 +24,12 @@ from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_sou
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
 from rl.run_dir.files import clean_leftovers, write_file
-from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, hold_role
+from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, forget_dead_servers, hold_role
 from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.warm_start import leave
-from rl.wire.inference_client import InferenceServers
+from rl.wire.inference_client import Expected, InferenceServers
 from rl.wire.transport import TrainerServer
 
 log = logging.getLogger("rl.orchestrator")
@@ -43,7 +43,8 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
     pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
     pool.add_metrics = metrics_function(settings)
     server = TrainerServer(settings.host, settings.port, run_token(config.run_dir.status_dir))
-    servers = InferenceServers(settings.inference_urls, config.run_dir.status("inference"), settings.inference_timeout_s)
+    expected = Expected(config.model.name, config.model.max_model_len)
+    servers = InferenceServers(settings.inference_urls, config.run_dir.status("inference"), settings.inference_timeout_s, expected)
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
@@ -58,7 +59,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
             await teacher.check(model_path, config.model.max_model_len)
         status.enter(Phase.WAITING_FOR_INFERENCE)
         evaluator = Evaluator(config, pool, eval_envs(config, ready), StepClock())
-        policy = ServedPolicy(servers, config.run_dir, model_path, evaluator)
+        policy = ServedPolicy(servers, config.run_dir, model_path, evaluator, pool.tell)
         orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
         status.gauges["playing"] = lambda: sum(play.episodes for play in list(orchestrator.admission.in_flight.values()))
         await orchestrator.builder.restore()
@@ -97,6 +98,7 @@ def main() -> None:
         run_dir = config.run_dir
         _lock = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
+        forget_dead_servers(run_dir.status_dir)  # another run's server may answer at the port of one
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)

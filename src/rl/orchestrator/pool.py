@@ -33,6 +33,7 @@ from rl.wire.worker_messages import (
     Close,
     Describe,
     Description,
+    Fleet,
     Heartbeat,
     LoadFailed,
     Played,
@@ -81,6 +82,8 @@ class WorkerPool:
         """Called with an environment that is lost and the reason; what it raises goes to `failed`. Without it the loss itself does."""
         self.add_metrics: Callable[[list[Rollout]], None] | None = None
         """The user's metrics, added to every group that is played."""
+        self.fleet: Fleet | None = None
+        """What the workers were told last about the inference servers; a new one is told so first."""
         self.watchers: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception that ends the run when an environment is lost."""
@@ -247,6 +250,8 @@ class WorkerPool:
                         worker.sent.pop(play_id, None)
                         await self._pump(worker)
                 case Ready() as ready if not worker.ready.done():
+                    if self.fleet:
+                        await self._send(worker, self.fleet)
                     worker.ready.set_result(ready)
                 case LoadFailed(message) if not worker.ready.done():
                     worker.ready.set_exception(RunError(message))
@@ -310,6 +315,13 @@ class WorkerPool:
                 return
             worker.sent[play.order.play_id] = play
             await self._send(worker, play.again())
+
+    async def tell(self, fleet: Fleet) -> None:
+        """Tells all workers which inference servers there are, before any group that is sent after that."""
+        self.fleet = fleet
+        for worker in self.workers.values():
+            if worker.ready.done():
+                await self._send(worker, fleet)
 
     async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float) -> Description:
         """What an environment is, with tasks of a split (-1: all). Raises TimeoutError."""

@@ -64,7 +64,8 @@ class TrainerRequests:
                     self.policy.note(version.policy_version)
                     self.policy.forget(self.progress.final)
                     needed = self.policy.oldest_needed(self.progress.final)
-                    await server.reply(sender, Acknowledged(needed, self.policy.evaluator.best_versions()))
+                    keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})
+                    await server.reply(sender, Acknowledged(needed, keep))
                     await self.progress.notify()
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:

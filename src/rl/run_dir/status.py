@@ -93,7 +93,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """A status file. None, or an empty string, is what a process does not report. Times are seconds since the epoch."""
 
     process: str = ""
-    """`inference`, `orchestrator`, `trainer`, `trainer-1` for rank 1, `data`."""
+    """`inference`, `inference-<host>-<port>` for a server that `rl` has not started, `orchestrator`, `trainer`, `trainer-1` for rank 1,
+    `data`."""
     pid: int | None = None
     host: str = ""
     started: float | None = None
@@ -118,7 +119,7 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     batch_done: int | None = None
     batch_size: int | None = None
     policy_version: int | None = None
-    """The version that inference holds."""
+    """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
     quarantined: list[str] = []
     """Environments that are given up."""
     playing: int | None = None
@@ -227,6 +228,29 @@ def read_address(path: Path) -> str | None:
     """Where a process answers; None while it has not said so."""
     status = read_status(path)
     return status.address if status else None
+
+
+def server_files(status_dir: Path) -> list[Path]:
+    """The status files of a run's inference servers: `inference.json` of the one that `rl` keeps, and those of further ones."""
+    return [*status_dir.glob("inference.json"), *sorted(status_dir.glob("inference-*.json"))]
+
+
+def further_server(port: int) -> str:
+    """The name of an inference server on this machine that `rl` has not started, as a process of the run."""
+    return f"inference-{socket.gethostname()}-{port}"
+
+
+def forget_dead_servers(status_dir: Path) -> None:
+    """Deletes what further servers that have ended left here: the files of those whose lock nobody holds.
+
+    The lock itself goes, too: only a server that has bound the port of its name asks for it.
+    """
+    for path in {path.with_suffix(".lock") for path in status_dir.glob("inference-*.*")}:
+        with contextlib.suppress(RunError):
+            lock = hold_role(path)
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            os.close(lock)
 
 
 LOG_LINES = 6

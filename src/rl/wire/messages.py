@@ -146,7 +146,7 @@ class Acknowledged(msgspec.Struct, tag=True):
 
     oldest_needed: int
     keep: list[int] = []
-    """Versions that an evaluation found best, which are not deleted either."""
+    """Versions that are not deleted either: an evaluation found them best, or an inference server is reading them."""
 
 
 class Probe(msgspec.Struct, tag=True):

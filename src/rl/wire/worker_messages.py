@@ -46,7 +46,7 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """A RendererConfig."""
     inference_urls: list[str] = []
     inference_status: str = ""
-    """Status file of the inference server, read when no URLs are given."""
+    """Status file of the run's own inference server. It is read, and those beside it, when no URLs are given and no Fleet has come."""
     enforce_monotonicity: bool = False
     """Fail a rollout whose next prompt does not continue the ids of an earlier turn."""
     endpoint: Endpoint | None = None
@@ -77,9 +77,22 @@ class PlayGroup(msgspec.Struct, tag=True):
     num_episodes: int
     sampling: dict[str, Any]
     server: int
-    """Index of the inference server; all rollouts of a group go to one, for its prefix cache."""
+    """The session of all rollouts of the group: as long as that is good, one inference server answers them, for its prefix cache."""
     done: list[int] = []
     """Episodes that are finished already; none where the episodes of a group are scored together."""
+
+
+class Fleet(msgspec.Struct, tag=True):
+    """The inference servers from now on. Nothing is asked of any other one; what was is asked of another one again."""
+
+    urls: list[str]
+    """Those that take requests."""
+    closed: list[str]
+    """Those that only finish the ones that they have: they hold another version than is wanted."""
+    oldest: int
+    """The oldest policy version that may answer a new request."""
+    newest: int
+    """The newest one that there is."""
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -135,5 +148,5 @@ class Description(msgspec.Struct, tag=True):
     tasks: list[dict[str, Any]]
 
 
-ToWorker = PlayGroup | Cancel | Describe | Close
+ToWorker = Fleet | PlayGroup | Cancel | Describe | Close
 FromWorker = Ready | LoadFailed | Played | Heartbeat | Description

@@ -217,7 +217,7 @@ class NemoGymEnvironment:
         if self.policy.endpoint is not None:
             return
         servers = self.policy.servers
-        ours = {local_port(url) for url in map(servers.url, range(servers.count)) if url}
+        ours = {local_port(url) for url in servers.find()}
         configured = {local_port(url) for url in self.agents[agent].policy_urls}
         if None not in ours and None not in configured and not configured <= ours:
             raise RolloutError(

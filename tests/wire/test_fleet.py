@@ -1,0 +1,217 @@
+"""Several servers seen by one that asks them: dead, slow, wrong and late ones cost the requests that they had, and nothing else."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from rl.system.errors import GIVE_UP
+from rl.wire import inference_client
+from rl.wire.balance import BATCHED, Balancer
+from rl.wire.inference_client import Expected, InferenceLostError, InferenceServers
+from rl.wire.worker_messages import Fleet
+from tests.stub_server import StubServer
+from tests.web import WebServer
+
+
+def play(work, *stubs, timeout_s=5.0, **options):
+    """`work(servers, *stubs)` with a client of the stubs."""
+
+    async def main():
+        async with AsyncExitStack() as stack, asyncio.timeout(20):
+            for stub in stubs:
+                await stack.enter_async_context(stub)
+            servers = InferenceServers([stub.url for stub in stubs], Path(), timeout_s, **options)
+            stack.push_async_callback(servers.close)
+            return await work(servers, *stubs)
+
+    return asyncio.run(main())
+
+
+def test_a_request_to_a_dead_server_goes_to_another_one_at_once():
+    async def work(servers, first, second):
+        await first.die()
+        began = time.monotonic()
+        answers = await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(8)))
+        return [answer.token_ids[0] for answer in answers], time.monotonic() - began
+
+    tokens, seconds = play(work, StubServer(), StubServer(), timeout_s=30.0)
+    assert tokens == [*range(8)] and seconds < 2.0
+
+
+def test_what_a_server_had_when_it_died_is_asked_elsewhere_once():
+    async def work(servers, first, second):
+        asked = [asyncio.create_task(servers.generate(session, [session], {})) for session in range(40)]
+        while len(first.sessions) + len(second.sessions) < 40:
+            await asyncio.sleep(0.01)
+        had = list(first.sessions)
+        await first.die()
+        answers = await asyncio.gather(*asked)
+        return had, [answer.token_ids[0] for answer in answers], first.answered, sorted(second.answered)
+
+    had, tokens, first, second = play(work, StubServer(delay_s=1.0), StubServer(delay_s=1.0))
+    assert 15 <= len(had) <= 25 and first == []
+    assert tokens == second == [*range(40)]  # each exactly once
+
+
+def test_requests_leave_a_server_that_hangs_when_it_is_told_to_be_gone_and_another_is_there():
+    async def work(servers, hanging, other):
+        hanging.hangs.set()
+        servers.follow(Fleet([hanging.url], [], 0, 9))
+        asked = asyncio.create_task(servers.generate(1, [7], {}))
+        while not hanging.sessions:
+            await asyncio.sleep(0.01)
+        servers.follow(Fleet([], [], 0, 9))  # nobody could take it over: it stays
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        servers.follow(Fleet([other.url], [], 0, 9))
+        return (await asked).token_ids, other.sessions
+
+    assert play(work, StubServer(), StubServer()) == ([7], [1])
+
+
+def test_a_server_that_is_closed_finishes_what_it_has_and_gets_no_more():
+    async def work(servers, closed, other):
+        servers.follow(Fleet([closed.url], [], 0, 9))
+        asked = asyncio.create_task(servers.generate(1, [7], {}))
+        while not closed.sessions:
+            await asyncio.sleep(0.01)
+        servers.follow(Fleet([other.url], [closed.url], 0, 9))
+        await servers.generate(1, [8], {})
+        return (await asked).token_ids, closed.answered, other.answered
+
+    assert play(work, StubServer(delay_s=0.3), StubServer()) == ([7], [1], [1])
+
+
+def test_a_session_stays_and_moves_when_its_server_is_gone():
+    async def work(servers, *stubs):
+        for session in range(12):
+            await servers.generate(session, [session], {})
+        for _ in range(3):
+            await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(12)))
+        homes = [set(stub.sessions) for stub in stubs]
+        servers.follow(Fleet([stub.url for stub in stubs[1:]], [], 0, 9))
+        await asyncio.gather(*(servers.generate(session, [session], {}) for session in range(12)))
+        return homes, [set(stub.sessions) for stub in stubs]
+
+    before, after = play(work, StubServer(), StubServer(), StubServer())
+    assert sum(map(len, before)) == 12 and not before[0] & before[1] | before[1] & before[2] | before[0] & before[2]
+    assert after[0] == before[0] and after[1] | after[2] == set(range(12)) and after[1] >= before[1] and after[2] >= before[2]
+
+
+def test_a_server_ten_times_slower_gets_about_a_tenth_and_loses_its_sessions():
+    async def work(servers, slow, *fast):
+        async def rollouts(first):
+            for turn in range(30):
+                await servers.generate(first if turn % 2 else first + 100 * turn, [first], {})
+
+        await asyncio.gather(*(rollouts(session) for session in range(24)))
+        return len(slow.answered), [len(stub.answered) for stub in fast]
+
+    slow, fast = play(work, StubServer(delay_s=0.3), StubServer(delay_s=0.03), StubServer(delay_s=0.03))
+    assert slow < 0.1 * sum(fast) and min(fast) > 0.6 * max(fast), (slow, fast)
+
+
+def test_load_counts_once_a_server_is_full():
+    balancer = Balancer()
+    balancer.update(["a", "b"])
+    a = balancer.servers["a"]
+    a.flights = {object() for _ in range(BATCHED - 1)}
+    assert balancer.choose(1).url == "b"
+    balancer.homes[2] = "a"
+    assert balancer.choose(2).url == "a"  # a server answers that many together
+    a.flights = {object() for _ in range(3 * BATCHED)}
+    assert balancer.choose(2).url == "b" and balancer.choose(2).url == "b"
+
+
+def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
+    async def work(servers, liar, sound):
+        servers.follow(Fleet([liar.url, sound.url], [], 5, 9))
+        answers = [await servers.generate(session, [session], {}) for session in range(4)]
+        return {span.policy_version for answer in answers for span in answer.policy_versions}, liar.answered
+
+    liar, sound = StubServer(5), StubServer(5)
+    liar.stamp = 3
+    versions, answered = play(work, liar, sound)
+    assert versions == {5} and answered
+    liar, sound = StubServer(5), StubServer(5)
+    liar.stamp = 12  # nobody has published it
+    versions, answered = play(work, liar, sound)
+    assert versions == {5} and answered
+
+    async def alone(servers, liar):
+        servers.follow(Fleet([liar.url], [], 5, 9))
+        await servers.generate(0, [1], {})
+
+    liar = StubServer(5)
+    liar.stamp = 3
+    with pytest.raises(InferenceLostError, match="its tokens are of version 3, and it was to hold 5 or a newer one"):
+        play(alone, liar, timeout_s=0.6)
+
+
+def test_garbage_of_one_server_is_asked_for_elsewhere():
+    async def work(servers, wrong, sound):
+        return [(await servers.generate(session, [session], {})).token_ids[0] for session in range(6)], wrong.answered
+
+    wrong = StubServer()
+    wrong.garbage = True
+    tokens, answered = play(work, wrong, StubServer())
+    assert tokens == [*range(6)] and answered
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"served_model": "/models/other"}, "serves /models/other, and this run trains org/m: start it with this run's configuration"),
+        ({"max_model_len": 50}, "takes 50 tokens, and model.max_model_len = 100: start it with"),
+        ({"protocol": 1}, r"is a server of another version of rl \(protocol 1, here 2\): start it from the same installation"),
+    ],
+)
+def test_a_wrong_server_is_left_out_and_named(about, message, caplog):
+    async def work(servers, *stubs):
+        for _ in range(3):
+            held = await servers.held()
+        return list(held) == [stubs[1].url] if len(stubs) > 1 else await servers.wait_for_any()
+
+    expected = Expected("org/m", 100)
+    assert play(work, StubServer(**about), StubServer(served_model="/elsewhere/m"), expected=expected)
+    assert sum("inference" in line.lower() or "server" in line for line in caplog.messages) == 1  # said once
+    with pytest.raises(InferenceLostError, match=message):
+        play(work, StubServer(**about), expected=expected)
+
+
+def test_an_address_that_is_not_ours():
+    async def work(servers, _):
+        await servers.wait_for_any()
+
+    with pytest.raises(InferenceLostError, match=r"is no inference server of rl: its /status answers 404"):
+        play(work, WebServer())
+
+    async def wants_token(_):
+        return web.Response(status=401)
+
+    with pytest.raises(InferenceLostError, match="wants its run's token") as refused:
+        play(work, WebServer(web.get("/status", wants_token)))
+    assert refused.value.exit_code == GIVE_UP
+
+
+def test_a_hanging_server_delays_no_look_at_the_others(monkeypatch):
+    monkeypatch.setattr(inference_client, "LOOK_S", 0.1)
+    monkeypatch.setattr(inference_client, "STATUS_S", 0.5)
+
+    async def work(servers, hanging, sound):
+        first = await servers.held()
+        hanging.hangs.set()
+        began = time.monotonic()
+        sound.version = 4
+        second = await servers.held()
+        seconds = time.monotonic() - began
+        await asyncio.sleep(0.6)
+        third = await servers.held()
+        return [held.get(hanging.url) for held in (first, second, third)], second[sound.url], seconds
+
+    held, other, seconds = play(work, StubServer(3), StubServer(3))
+    assert held == [3, 3, None] and other == 4 and seconds < 0.4  # a moment's silence is no death
