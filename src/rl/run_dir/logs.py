@@ -28,8 +28,8 @@ def trim_logs(logs: Path) -> None:
 
 
 def trim(log: Path) -> None:
-    """Cuts the middle out of a log. Its process goes on: it appends to the same file, and only what it writes in that moment may be lost or stand
-    before older lines."""
+    """Cuts the middle out of a log. Its process goes on: it appends to the same file, and only what it writes in that moment may be lost,
+    or stand before older lines."""
     fd = os.open(log, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(fd).st_size
