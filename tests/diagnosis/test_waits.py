@@ -19,7 +19,8 @@ from rl.config.run import RLConfig
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.diagnosis.waits import chain, diagnose
-from rl.run_dir.status import LockOwner, Phase, RoleStatus, RunEnd, describe, last_seen, write_status
+from rl.run_dir.lease import LockOwner
+from rl.run_dir.status import Phase, RoleStatus, RunEnd, describe, last_seen, write_status
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 

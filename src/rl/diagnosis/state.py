@@ -12,10 +12,11 @@ import psutil
 
 from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
+from rl.run_dir.lease import LockOwner
 from rl.run_dir.metrics import Lines, curve, read_metrics
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import HEARTBEAT_S, LockOwner, Phase, RoleStatus, RunEnd, describe, read_json, read_status
+from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, describe, read_json, read_status
 
 SILENT_S = 5 * HEARTBEAT_S
 """Age from which a missing heartbeat is reported, seconds. (`rl` acts later: supervisor.silence_s.)"""

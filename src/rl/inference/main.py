@@ -13,8 +13,9 @@ from rl.inference.server import Served, common_environment, cpu_environment, ser
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import check_version
+from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import ROLE_WAIT_S, Status, hold_role
+from rl.run_dir.status import Status
 from rl.run_dir.token import run_token
 from rl.system.credentials import redact
 from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
@@ -107,13 +108,13 @@ def run(config: RLConfig) -> int:
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
         whole = newest if newest and not adapter else None
         model_path = whole.path if whole else resolve_model(config.model)
-        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lock)
+        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lock.fd)
         return serve(config, model_path, served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)
     finally:
         status.close()
-        os.close(lock)
+        lock.close()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ A run lives where its config.toml lies: it may be moved and renamed. A directory
 import contextlib
 import fnmatch
 import json
-import os
 import re
 import shutil
 import time
@@ -20,10 +19,10 @@ from rl.config.command_line import from_toml, read_toml, without_none, write_con
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
+from rl.run_dir.lease import ROLE_WAIT_S, Lease, hold_role
 from rl.run_dir.metrics import cut_metrics
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered
-from rl.run_dir.status import ROLE_WAIT_S, hold_role
 from rl.system.errors import ConfigError, RunError
 
 MAY_CHANGE = (
@@ -81,8 +80,8 @@ class Prepared:
     run_dir: RunDir
     notes: list[str]
     """What was found and done, for the console."""
-    lock: int
-    """File descriptor that holds the role `rl` as long as this process lives."""
+    lease: Lease
+    """The role `rl`, which this process holds as long as it lives."""
 
 
 def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
@@ -96,18 +95,18 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     exists = is_run_or_free(run_dir.root)
     if resume is not None and not exists:
         raise RunError(no_run(run_dir.root))
-    lock = hold_role(run_dir.lock("rl"))
+    lease = hold_role(run_dir.lock("rl"))
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(os.close, lock)
+        on_failure.callback(lease.close)
         wait_for_survivors(run_dir)
-        clean_leftovers(*run_dir.folders)
+        clean_leftovers(*run_dir.folders, ours="")
         notes, made = [], run_dir.anything_made()
         if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
             notes += continue_run(config, run_dir, resume)
         else:
             if clean:
                 origin = read_origin(run_dir)
-                delete_run(run_dir)
+                delete_run(run_dir, lease)
                 base = f", a {origin}: what starts now begins at the base model" if origin else ""
                 notes += [f"deleted the run in {run_dir.root}{base}"] if exists else []
             elif made:
@@ -121,7 +120,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         for path in run_dir.status_dir.glob("*.json"):
             path.unlink()
         on_failure.pop_all()
-    return Prepared(run_dir, notes, lock)
+    return Prepared(run_dir, notes, lease)
 
 
 def no_run(root: Path) -> str:
@@ -161,14 +160,15 @@ def is_run_or_free(root: Path) -> bool:
 
 
 def wait_for_survivors(run_dir: RunDir) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end."""
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. One on another host that
+    was given up, and lives nevertheless, finds its role taken."""
     deadline = time.monotonic() + ROLE_WAIT_S
     for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")}):
-        os.close(hold_role(path, max(0.0, deadline - time.monotonic())))
+        hold_role(path, max(0.0, deadline - time.monotonic())).close()
 
 
-def delete_run(run_dir: RunDir) -> None:
-    """Empties the run directory except for our lock. config.toml is deleted last, so that an interrupted deletion can be repeated."""
+def delete_run(run_dir: RunDir, lease: Lease) -> None:
+    """Empties the run directory except for our lock and lease. config.toml goes last, so that an interrupted deletion can be repeated."""
     stored = None
     with contextlib.suppress(RunError):  # no configuration, or one of another version of rl: then only the new one's weights are known
         stored = as_written(run_dir.root)
@@ -176,7 +176,7 @@ def delete_run(run_dir: RunDir) -> None:
         delete_weights(stored.run_dir.weights_dir)
     delete_weights(run_dir.weights_dir)
     for path in [*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()]:
-        if path in (run_dir.config, run_dir.lock("rl"), run_dir.status_dir):
+        if path in (run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

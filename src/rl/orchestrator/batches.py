@@ -1,6 +1,7 @@
 """From finished groups to the next batch: which groups, and what is written of them. All but the writing is pure."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import check_fence
+from rl.run_dir.naming import TakenError
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
@@ -63,9 +66,16 @@ def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str,
 
 
 def commit(run_dir: RunDir, batch: TrainBatch, rollouts: bytes, state: OrchestratorState) -> None:
-    """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
-    write_rollouts(run_dir.rollouts(batch.step), rollouts)
-    write_batch(run_dir.batch(batch.step), batch, state)
+    """Writes the rollouts, then the batch with the state after it: the moment in which that gets its name is the commit.
+
+    Raises RunError if there is such a batch, or another process has taken the role over.
+    """
+    fence = partial(check_fence, run_dir.lock("orchestrator"))
+    if run_dir.batch(batch.step).exists():
+        fence()
+        raise TakenError(run_dir.batch(batch.step))  # before anything is written about it
+    write_rollouts(run_dir.rollouts(batch.step), rollouts, fence)
+    write_batch(run_dir.batch(batch.step), batch, state, fence)
 
 
 def delete_old_batches(run_dir: RunDir, config: OrchestratorConfig) -> None:

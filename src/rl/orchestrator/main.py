@@ -23,7 +23,8 @@ from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_sou
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
 from rl.run_dir.files import clean_leftovers, write_file
-from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, hold_role
+from rl.run_dir.lease import ROLE_WAIT_S, hold_role
+from rl.run_dir.status import Phase, RunEnd, Status
 from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
 from rl.system.linux import die_with_parent, raise_open_files
@@ -93,9 +94,9 @@ def main() -> None:
         check_environments(config.orchestrator)
         load_functions(config)
         run_dir = config.run_dir
-        _lock = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
+        hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
-        clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
+        clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)
         status = Status(run_dir.status("orchestrator"), "orchestrator")

@@ -16,9 +16,10 @@ from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import clean_leftovers
+from rl.run_dir.lease import ROLE_WAIT_S, hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import ROLE_WAIT_S, Phase, Status, hold_role
+from rl.run_dir.status import Phase, Status
 from rl.system.errors import CANNOT_WRITE, GIVE_UP, RunError
 from rl.system.linux import end_with_parent
 from rl.system.warm_start import leave
@@ -61,7 +62,7 @@ def run(config: RLConfig, rank: int) -> None:
     checkpoints = Background()
     if rank == 0:
         hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
-        clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests(0).parent)
+        clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, ours="")
         # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
         checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
     status = Status(config.run_dir.status(name), name)

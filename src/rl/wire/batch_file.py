@@ -4,6 +4,7 @@ And of `rollouts/`: the same as readable text, each file with its SHA-256 beside
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
 
 
-def write_batch(path: Path, batch: TrainBatch, state: Any) -> None:
-    """Commits a batch."""
-    write_file(path, encode_batch(batch, state))
+def write_batch(path: Path, batch: TrainBatch, state: Any, fence: Callable[[], None] | None = None) -> None:
+    """Commits a batch. Raises TakenError if there is one of that step, and what `fence` raises, see write_file."""
+    write_file(path, encode_batch(batch, state), new=True, fence=fence)
 
 
 def sound_batch(path: Path) -> bytes:
@@ -53,10 +54,10 @@ def sound_batch(path: Path) -> bytes:
     return data
 
 
-def write_rollouts(path: Path, data: bytes) -> None:
-    """Writes a step's rollouts and their checksum."""
-    write_file(path, data)
-    write_file(sum_path(path), f"{sha256(data)}  {path.name}\n".encode())
+def write_rollouts(path: Path, data: bytes, fence: Callable[[], None] | None = None) -> None:
+    """Writes a step's rollouts and their checksum. fence: see write_file."""
+    write_file(path, data, fence=fence)
+    write_file(sum_path(path), f"{sha256(data)}  {path.name}\n".encode(), fence=fence)
 
 
 def sum_path(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig
+from rl.run_dir.lease import check_fence
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.retention import delete_old
@@ -56,7 +58,8 @@ class Saver:
         self.began, self.time = step, time.monotonic()
 
     def _write(self, step: int, state: dict[str, Tensor], model: str) -> None:
-        checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group)
+        fence = partial(check_fence, self.run_dir.lock("trainer"))
+        checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence)
         self.step = step
         if self.world.is_main:
             needed = {first_step(self.run_dir)}  # of a branch: a replay begins there
