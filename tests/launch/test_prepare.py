@@ -12,7 +12,7 @@ from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
 from rl.launch.prepare import Prepared, prepare, ranges, stored_config
 from rl.run_dir.lease import hold_role
-from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.metrics import Merger, MetricsLog
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -48,6 +48,7 @@ class Place:
             self.run_dir.rollouts(step).parent.mkdir(exist_ok=True)
             self.run_dir.rollouts(step).touch()
             MetricsLog(self.run_dir.metrics, "trainer").write(step, {"loss/mean": 1.0})
+        Merger(self.run_dir.metrics).merge()
         for step in checkpoints:
             self.run_dir.checkpoint(step).mkdir(parents=True)
         self.run_dir.pending.touch()

@@ -138,6 +138,9 @@ def test_names():
         "evals/best.json": "best",
         "config.toml": "config",
         "status/trainer.json": "trainer",
+        "status/trainer.000012.lease": "lease",
+        "metrics/trainer.jsonl": "metrics",
+        "metrics.jsonl": "merged",
     }
     assert {path: kind_of(Path("run") / path) for path in kinds} == kinds
 

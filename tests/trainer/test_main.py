@@ -255,4 +255,4 @@ def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
     assert all(
         re.search(r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory [\d.]+ GiB$", s) for s in lines
     )
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["metrics.jsonl", "status"]
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["metrics", "metrics.jsonl", "status"]

@@ -20,7 +20,7 @@ from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, hold_role
-from rl.run_dir.metrics import cut_metrics
+from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered
 from rl.system.errors import ConfigError, RunError
@@ -140,7 +140,7 @@ def use_again(run_dir: RunDir) -> list[str]:
 
     Returns notes for the console.
     """
-    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data):
+    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
         path.unlink(missing_ok=True)

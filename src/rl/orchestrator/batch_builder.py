@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rl.config.run import RLConfig
 from rl.orchestrator import batches
@@ -18,6 +19,7 @@ from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
@@ -86,7 +88,8 @@ class BatchBuilder:
         self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
         self.history = RewardHistory()
         self.warnings = GroupWarnings()
-        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
+        self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
+        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
 
     def restore(self) -> None:
         """Continues from the newest batch and pending.log. What was written for a batch that was never committed is made again."""
@@ -122,8 +125,10 @@ class BatchBuilder:
     def add(self, groups: list[Group]) -> None:
         """Makes finished groups durable, with one write, then judges and counts them.
 
-        Raises RunError for what a user's function does wrong. That costs no group: `restore` judges them again, once it is mended.
+        Raises RunError when another process is the orchestrator now, and for what a user's function does wrong. That costs no group:
+        `restore` judges them again, once it is mended.
         """
+        self.fence()
         self.pending.append(groups)
         try:
             self._judge(groups)

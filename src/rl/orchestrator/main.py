@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
+from functools import partial
 
 import msgspec
 
@@ -23,11 +25,12 @@ from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_sou
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
 from rl.run_dir.files import clean_leftovers, write_file
-from rl.run_dir.lease import ROLE_WAIT_S, hold_role
+from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
+from rl.run_dir.metrics import merging
 from rl.run_dir.status import Phase, RunEnd, Status
 from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
-from rl.system.linux import die_with_parent, raise_open_files
+from rl.system.linux import LAUNCHER, die_with_parent, raise_open_files
 from rl.system.warm_start import leave
 from rl.wire.inference_client import InferenceServers
 from rl.wire.transport import TrainerServer
@@ -100,7 +103,9 @@ def main() -> None:
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)
         status = Status(run_dir.status("orchestrator"), "orchestrator")
-        reason = asyncio.run(run(config, status, resolve_model(config.model)))
+        alone = LAUNCHER not in os.environ  # no `rl` above, which would do it
+        with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
+            reason = asyncio.run(run(config, status, resolve_model(config.model)))
         log.info("ended: %s", reason)
         with contextlib.suppress(OSError):  # an account for others
             write_file(run_dir.run_end, msgspec.json.encode(RunEnd(reason, time.time())))

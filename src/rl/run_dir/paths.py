@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from rl.run_dir.files import move, write_file
-from rl.run_dir.metrics import cut_metrics
+from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
 
 PENDING_ROLLOUTS = "pending.jsonl"
@@ -62,7 +62,7 @@ class RunDir:
     def folders(self) -> list[Path]:
         """All directories that the run writes to."""
         kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.evals, self.status_dir]
-        return [self.root, self.weights_dir, *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
+        return [self.root, self.weights_dir, sources_dir(self.metrics), *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
 
     def batch(self, step: int) -> Path:
         return self.batches / f"{step:06d}.batch"
