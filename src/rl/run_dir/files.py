@@ -124,6 +124,8 @@ def write_file(path: Path, data: bytes, *, new: bool = False, fence: Callable[[]
     except (OSError, RunError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if fence:
+            fence()  # who has lost its role may lose its temporary file, too: that is no fault of the disk
         raise with_path(error, path) if isinstance(error, OSError) else error from None
     faults.point(f"{kind}.done")
 
@@ -185,6 +187,10 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = Fal
         faults.point(f"{kind}.fill")
         fill(temporary)
         commit_directory(temporary, path, new=new, fence=fence)
+    except (OSError, RunError):
+        if fence:
+            fence()
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

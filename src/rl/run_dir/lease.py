@@ -1,8 +1,9 @@
 """Who holds a role of a run: the lock `status/<role>.lock`, and the lease `status/<role>.000012.lease` with its fencing number.
 
 The lock is flock(2): exact and at once, but on a shared file system it may be missing, or be seen by one host alone. So there is always a
-lease, too. The next holder makes the file with the next number, which only one can (link(2) fails if the name is there), and deletes the
-older one. The holder renews its lease: every few seconds the file gets a new modification time. Whether a holder lives is known
+lease, too. The next holder makes the file with the next number, which only one can (link(2) fails if the name is there), and empties the
+older one, which says that it is over. The holder renews its lease: every few seconds the file gets a new modification time. Whether a
+holder lives is known
 
 * by the lock, if the lease was made on this start of this machine and locks work here;
 * by the process table, if it was made in this pid namespace;
@@ -37,6 +38,8 @@ ROLE_WAIT_S = 60.0
 LEASE_S = 30.0
 """A holder on another host whose lease has not changed for so long is given up."""
 RENEW_S = 3.0
+KEPT = 16
+"""So many leases of a role stay. Who sees a listing of long ago, as network file systems show it, finds the next name taken."""
 POLL_S = 0.1
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of flock on a file system that has no locks."""
@@ -77,9 +80,12 @@ def lease_path(lock: Path, number: int) -> Path:
     return lock.with_name(f"{lock.stem}.{number:06d}.lease")
 
 
-def newest_lease(lock: Path) -> int:
-    """The number of the newest lease of a role, 0 if there is none."""
-    return max(lease_numbers(lock), default=0)
+def newest_lease(lock: Path, known: int = 0) -> int:
+    """The number of the newest lease of a role, 0 if there is none. The listing may be of some time ago; `known` is one that was seen."""
+    newest = max(known, *lease_numbers(lock), 0)
+    while lease_path(lock, newest + 1).exists():
+        newest += 1
+    return newest
 
 
 def lease_numbers(lock: Path) -> list[int]:
@@ -107,7 +113,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises RunError if another process has taken the role over."""
-        try:  # opening the file asks the server, where looking for a name may be answered from a cache
+        try:  # the next holder empties it; and opening a file asks the server, where looking for a name may be answered from a cache
             mine = self.path.read_bytes() == self.content
         except OSError as error:
             if error.errno not in GONE:
@@ -115,7 +121,7 @@ class Lease:
             mine = False
         if mine and not lease_path(self.lock, self.number + 1).exists():
             return
-        newest = lease_path(self.lock, newest_lease(self.lock))
+        newest = lease_path(self.lock, newest_lease(self.lock, self.number))
         owner, run = read_json(newest, LockOwner) or "unknown", self.lock.parent.parent
         raise RunError(
             f"{run}: another process ({owner}) has taken over as {self.lock.stem} of this run, because this one ({this_process()}) did not "
@@ -192,11 +198,11 @@ class Attempt:
             write_file(lease_path(self.lock, newest + 1), msgspec.json.encode(mine), new=True)
         except TakenError:
             return self._unlock(locks)
-        if (now := newest_lease(self.lock)) > newest + 1:  # the listing was older than the files: another one is further
-            lease_path(self.lock, newest + 1).unlink(missing_ok=True)
-            return self._unlock(locks)
+        with contextlib.suppress(FileNotFoundError):
+            if newest:
+                os.truncate(lease_path(self.lock, newest), 0)
         for number in lease_numbers(self.lock):
-            if number < now:
+            if number <= newest + 1 - KEPT:
                 lease_path(self.lock, number).unlink(missing_ok=True)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, msgspec.json.encode(mine), 0)

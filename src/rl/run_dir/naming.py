@@ -44,7 +44,7 @@ def link_new(temporary: Path, path: Path) -> None:
         if not is_same_file(temporary, path):  # else NFS: the answer to the first attempt was lost, and the second found its work done
             raise TakenError(path) from None
     faults.point(f"{faults.kind_of(path)}.linked")
-    temporary.unlink()
+    temporary.unlink(missing_ok=True)
 
 
 def is_same_file(one: Path, other: Path) -> bool:

@@ -98,8 +98,11 @@ class RunDir:
         return self.status_dir / f"{process}.lock"
 
     def newest_batch(self) -> int:
-        """Number of the newest batch, 0 if there is none."""
-        return max(numbered(self.batches, ".batch"), default=0)
+        """Number of the newest batch, 0 if there is none. A network's file system may list a directory as it was some time ago."""
+        newest = max(numbered(self.batches, ".batch"), default=0)
+        while self.batch(newest + 1).exists():
+            newest += 1
+        return newest
 
     def newest_weights(self) -> tuple[int, Path] | None:
         """Number and folder of the newest complete policy version above 0, or None while there is only the base model."""

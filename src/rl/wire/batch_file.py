@@ -85,4 +85,4 @@ def remove_rollouts(run_dir: RunDir, *, after: int) -> None:
     for suffix in (".jsonl", ".sha256"):
         for number, path in numbered(run_dir.rollouts_dir, suffix).items():
             if number > after:
-                path.unlink()
+                path.unlink(missing_ok=True)
