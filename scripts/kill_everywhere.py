@@ -22,6 +22,8 @@ STEPS = 6
 """Of the traced run: with checkpoint.interval = 2 each kind of write comes twice."""
 PASSED_OVER = ("RunEnded", "GetProbe", "Probe")
 """Points that only come at the end, or only now and then."""
+ONCE = "token."
+"""Points that one process of a run comes by, once."""
 
 
 def traced(args: list[str], folder: Path, processes: list[str]) -> list[str]:
@@ -32,7 +34,11 @@ def traced(args: list[str], folder: Path, processes: list[str]) -> list[str]:
         subprocess.run(command, env=os.environ | {"RL_FAULT_TRACE": str(trace)}, stdout=output, stderr=output, check=True)
     points = Counter(" ".join(line.split()[:2]) for line in trace.read_text().splitlines())
     pairs = [point.split() for point in points]
-    return [f"{process}:{name}:1" for process, name in pairs if process in processes and not name.endswith(PASSED_OVER)]
+    return [
+        f"{process}:{name}:1"
+        for process, name in pairs
+        if process in processes and not name.endswith(PASSED_OVER) and not name.startswith(ONCE)
+    ]
 
 
 class FaultyRun(Run):
