@@ -81,7 +81,7 @@ def check(run: FaultyRun) -> list[str]:
     """The promise."""
     broken = promises.nothing_left(run.run_dir, run.temporary, set(), run.word)
     broken += promises.exactly_once(run.run_dir, set())[0] + promises.lag(run.run_dir, run.config)[0]
-    broken += promises.every_step_trained(run.run_dir)
+    broken += promises.every_step_trained(run.run_dir) + promises.numbers_once(run.run_dir)
     broken += promises.replay_equal(run.run_dir, dict(os.environ), 3600.0)[0]
     shutil.rmtree(run.temporary, ignore_errors=True)
     return broken

@@ -102,6 +102,7 @@ def config(**orchestrator) -> RLConfig:
 def test_a_sound_run_has_nothing_broken(run_dir):
     assert promises.exactly_once(run_dir, {1, 2, 3, 4, 5}) == ([], 0)
     assert promises.lag(run_dir, config()) == ([], 0.0, 0)
+    assert promises.numbers_once(run_dir) == []
     assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (0, 0.0)
 
 
@@ -124,6 +125,14 @@ def test_lag_repeated_steps_and_missing_lines_are_told(run_dir):
     Merger(run_dir.metrics).merge()
     assert promises.repeated_steps(run_dir) == (1, 2.0)
     run_dir.weights(4).mkdir()
+    with run_dir.metrics.open("ab") as file:
+        file.write(run_dir.metrics.read_bytes().splitlines(keepends=True)[0] + b'{"step": 3, "so\n')
+    MetricsLog(run_dir.metrics, "trainer").write(2, {"time/step": 3.0})
+    assert [line.split(":")[0] for line in promises.numbers_once(run_dir)] == [
+        "metrics.jsonl has a torn line",
+        "metrics.jsonl has a line 2 times",
+        "metrics.jsonl lacks a line of a source",
+    ]
     told = promises.every_step_trained(run_dir)
     assert told == ["no line of the trainer in metrics.jsonl for steps [3]", "version 4 has no batch"]
 

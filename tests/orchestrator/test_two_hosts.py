@@ -34,14 +34,8 @@ pytestmark = pytest.mark.skipif(not permitted(), reason="may not make pid namesp
 STEPS, STOPPED_AT = 6, 3
 ENVIRONMENT = {"no locks": 0.0, "late listings": 0.3}
 POINTS = (
-    "rollouts.write",
-    "rollouts.rename",
-    "batch.torn",
-    "batch.rename",
-    "batch.linked",
-    "batch.fsync_dir",
-    "metrics.write",
-    "merged.write",
+    *("rollouts.write", "rollouts.rename", "batch.torn", "batch.rename", "batch.linked", "batch.fsync_dir"),
+    *("metrics.write", "merged.write"),
 )
 """Not in the middle of a line of numbers: that is one system call, in which no process is stopped."""
 
