@@ -227,7 +227,7 @@ def test_what_is_not_wanted_is_not_kept(tmp_path):
     for source in ("trainer", "eval"):
         for step in (1, 2):
             MetricsLog(path, source).write(step, {"loss/mean": step, "a": 1, "b": 2})
-    some = max(file.stat().st_size for file in (path.parent / "metrics").iterdir()) - 9
+    some = min(file.stat().st_size for file in (path.parent / "metrics").iterdir()) * 3 // 4
     newest = [(2, "eval"), (2, "trainer")]
     assert list(read_metrics(path, last_bytes=some)) == newest  # of each file; none is merged yet
     Merger(path).merge()
