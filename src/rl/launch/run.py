@@ -181,6 +181,7 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     code = run(config, prepared, division, children, again)
+    prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         print(f"verdict   {verdict(read_state(prepared.run_dir, config))}", flush=True)
     return code

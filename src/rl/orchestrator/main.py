@@ -95,12 +95,12 @@ def main() -> None:
     gc.freeze()  # and stays: a collection that walked through it would hold the event loop
     config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    code, status = 0, None
+    code, status, lease = 0, None, None
     try:
         check_environments(config.orchestrator)
         load_functions(config)
         run_dir = config.run_dir
-        hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
+        lease = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)  # another run's server may answer at the port of one
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
@@ -126,6 +126,8 @@ def main() -> None:
     finally:
         if status is not None:
             status.close()
+        if lease is not None:
+            lease.close()
     raise SystemExit(code)
 
 

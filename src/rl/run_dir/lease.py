@@ -20,6 +20,7 @@ import fcntl
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -150,17 +151,22 @@ def check_fence(lock: Path) -> None:
 def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError when it is still taken after `wait_s`.
 
-    Where only time tells whether the holder lives, on another host, it waits up to LEASE_S in any case.
+    Where only time tells whether the holder lives, on another host, it waits up to LEASE_S in any case, and says so.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline, attempt = time.monotonic() + wait_s, Attempt(lock)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, attempt.fd)
+        told = False
         while not (lease := attempt.take()):
             if time.monotonic() >= deadline and not attempt.undecided:
                 owner = attempt.owner or read_json(lock, LockOwner) or "unknown"
                 text = f"{lock.parent.parent}: {lock.stem} of this run is already running ({owner}); stop it first"
                 raise RunError(text, RESTART)
+            if attempt.undecided and not told:
+                told = True
+                waits = f"waiting up to {LEASE_S:.0f} s to see whether {attempt.owner} is still the {lock.stem} of {lock.parent.parent}"
+                print(waits, file=sys.stderr, flush=True)
             time.sleep(POLL_S)
         on_failure.pop_all()
     return lease

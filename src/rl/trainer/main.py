@@ -61,8 +61,9 @@ def run(config: RLConfig, rank: int) -> None:
     """Holds the role, brings the ranks up, trains, and takes everything down again."""
     name = f"trainer-{rank}" if rank else "trainer"
     checkpoints = Background()
+    lease = None
     if rank == 0:
-        hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
+        lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
         clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, ours="")
         # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
         checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
@@ -100,6 +101,8 @@ def run(config: RLConfig, rank: int) -> None:
         train(start(config, world, base, status, source, found))
     dist.destroy_process_group()
     status.close()
+    if lease:
+        lease.close()
     if rank == 0 and settings.data.fake:
         print(summary(read_metrics(config.run_dir.metrics).values()))
 
