@@ -389,11 +389,11 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
     lives, dead = "inference-a-1", "inference-a-2"
     for name in (lives, dead):
         place.run_dir.status(name).write_text("{}")
-    lock = hold_role(place.run_dir.lock(lives))
+    lease = hold_role(place.run_dir.lock(lives))
     place(resume=-1)
     assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists()
     assert f"{lives} of this run is already running" in place.fails(clean=True)  # it holds the run's token
-    os.close(lock)
+    lease.close()
     place(clean=True)
 
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from rl.orchestrator import batches
+from rl.orchestrator.batch_metrics import SampleCounts
 from rl.run_dir import lease, metrics
 from rl.run_dir.files import clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role
@@ -34,8 +35,8 @@ pytestmark = pytest.mark.skipif(not permitted(), reason="may not make pid namesp
 STEPS, STOPPED_AT = 6, 3
 ENVIRONMENT = {"no locks": 0.0, "late listings": 0.3}
 POINTS = ("rollouts.write", "rollouts.rename", "batch.torn", "batch.rename", "batch.linked", "batch.fsync_dir", "metrics.write")
-"""Not in the middle of a line of numbers: that is one system call, in which no process is stopped. And not between a merge's look at the lease
-and its append, which would leave lines twice in metrics.jsonl (the last one counts)."""
+"""Not in the middle of a line of numbers: that is one system call, in which no process is stopped. And not between a merge's look at the
+lease and its append, which would leave lines twice in metrics.jsonl (the last one counts)."""
 
 
 class Stops(faults.Plan):
@@ -74,7 +75,8 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     log = MetricsLog(run_dir.metrics, "orchestrator", fence)
     with merging(run_dir.metrics, fence):
         for step in range(newest + 1, STEPS + 1):
-            batches.commit(run_dir, TrainBatch(step=step, samples=[]), json.dumps({"host": host}).encode(), {"host": host})
+            batch = batches.FormedBatch(step, [], SampleCounts(step), bytearray(json.dumps({"host": host}).encode()))
+            batches.commit(run_dir, batch, {"host": host})
             log.write(step, {"x": 1.0})
         until(lambda: (root / "trained").exists(), 20)
         time.sleep(ENVIRONMENT[environment])
