@@ -86,7 +86,7 @@ def test_a_resume_opens_as_many_files_however_long_the_run_is(tmp_path):
     for steps in (20, 60):
         config = make_run(tmp_path / str(steps), steps)
         with opened as paths:
-            os.close(prepare(config, resume=-1, clean=False).lock)
+            prepare(config, resume=-1, clean=False).lease.close()
             restored(config)
         counts.append(len(paths))
     assert counts[0] == counts[1] < 100
@@ -218,7 +218,7 @@ def test_clean_starts_over(place):
     place.run_dir.status("trainer").write_text("{}")
     assert place("--max_lag", "0", clean=True).notes == [f"deleted the run in {place.root}"]
     assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "status"]
-    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000001.lease", "rl.000002.lease", "rl.lock"]
+    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000002.lease", "rl.lock"]
     assert from_toml(place.run_dir.config).max_lag == 0
 
 
