@@ -186,7 +186,7 @@ def test_clean_starts_over(place):
     place.run_dir.status("trainer").write_text("{}")
     assert place("--max_lag", "0", clean=True).notes == [f"deleted the run in {place.root}"]
     assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "status"]
-    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000001.lease", "rl.000002.lease", "rl.lock"]
+    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000002.lease", "rl.lock"]
     assert from_toml(place.run_dir.config).max_lag == 0
 
 
