@@ -78,7 +78,8 @@ def test_nothing_happened_nothing_to_report(tmp_path):
     assert said == [] and not (tmp_path / "curves.png").exists()
 
 
-def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path):
+def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # of a long run not all is read at once
     """Steps 7 and 8 were lost with the trainer: their ten seconds were spent all the same, a quarter of them waiting."""
     run_dir = synthetic(tmp_path)
     for step in (7, 8):

@@ -196,7 +196,8 @@ def merge_lines(into: Lines, lines: list[dict[str, Any]]) -> None:
 def read_metrics(path: Path, source: str = "", wanted: Callable[[str], bool] | None = None, last_bytes: int | None = None) -> Lines:
     """The values of a run by (step, source), also those that are not merged yet; see merge_lines.
 
-    `source`: the only one whose lines are read. `wanted`: whether a metric is kept, by its name. `last_bytes`: of each file that are read.
+    `source`: the only one whose lines are read. `wanted`: whether a metric is kept, by its name. `last_bytes`: that are read of
+    metrics.jsonl, and as many of its sources together.
     """
     merged: Lines = {}
     mark = f'"source": "{source}"'.encode()  # as MetricsLog writes it
@@ -207,8 +208,9 @@ def read_metrics(path: Path, source: str = "", wanted: Callable[[str], bool] | N
                 merge_lines(merged, [content])
 
     add(whole_lines(path, last_bytes))
-    for file in source_files(path):  # of which only the newest lines can be missing there; those that are not come to the same values again
-        add(whole_lines(file, NEWEST_BYTES if last_bytes is None else last_bytes))
+    sources = source_files(path)
+    for file in sources:  # of which only the newest lines can be missing there; those that are not come to the same values again
+        add(whole_lines(file, (NEWEST_BYTES if last_bytes is None else last_bytes) // len(sources)))
     return {key: line for key, line in merged.items() if key[1] == source} if source else merged
 
 
