@@ -373,7 +373,7 @@ class Chaos:
             report.broken += broken
             broken, mean, largest = promises.lag(run.run_dir, run.config)
             report.figures |= {"lag_mean": mean, "lag_max": largest, "groups_seen": len(self.seen)}
-            report.broken += broken + promises.every_step_trained(run.run_dir)
+            report.broken += broken + promises.every_step_trained(run.run_dir) + promises.numbers_once(run.run_dir)
         report.figures |= events(run.run_dir.root / "events.jsonl")
         if not self.options.no_replay:
             broken, said = promises.replay_equal(run.run_dir, run.environment(), self.options.replay_timeout)

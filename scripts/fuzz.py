@@ -31,9 +31,10 @@ from rl.orchestrator.samples import group_samples
 from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
 from rl.run_dir.events import read_events
 from rl.run_dir.files import CorruptFileError, encode_record
+from rl.run_dir.lease import LockOwner
 from rl.run_dir.metrics import MetricsReader, cut_metrics, environment_rewards, read_metrics
 from rl.run_dir.safetensors import read_tensors
-from rl.run_dir.status import LockOwner, Phase, RoleStatus, last_seen, read_json, read_status
+from rl.run_dir.status import Phase, RoleStatus, last_seen, read_json, read_status
 from rl.system.credentials import redact_json
 from rl.system.errors import ConfigError
 from rl.wire import messages

@@ -22,6 +22,8 @@ STEPS = 6
 """Of the traced run: with checkpoint.interval = 2 each kind of write comes twice."""
 PASSED_OVER = ("RunEnded", "GetProbe", "Probe")
 """Points that only come at the end, or only now and then."""
+ONCE = "token."
+"""Points that one process of a run comes by, once."""
 
 
 def traced(args: list[str], folder: Path, processes: list[str]) -> list[str]:
@@ -32,7 +34,11 @@ def traced(args: list[str], folder: Path, processes: list[str]) -> list[str]:
         subprocess.run(command, env=os.environ | {"RL_FAULT_TRACE": str(trace)}, stdout=output, stderr=output, check=True)
     points = Counter(" ".join(line.split()[:2]) for line in trace.read_text().splitlines())
     pairs = [point.split() for point in points]
-    return [f"{process}:{name}:1" for process, name in pairs if process in processes and not name.endswith(PASSED_OVER)]
+    return [
+        f"{process}:{name}:1"
+        for process, name in pairs
+        if process in processes and not name.endswith(PASSED_OVER) and not name.startswith(ONCE)
+    ]
 
 
 class FaultyRun(Run):
@@ -75,7 +81,7 @@ def check(run: FaultyRun) -> list[str]:
     """The promise."""
     broken = promises.nothing_left(run.run_dir, run.temporary, set(), run.word)
     broken += promises.exactly_once(run.run_dir, set())[0] + promises.lag(run.run_dir, run.config)[0]
-    broken += promises.every_step_trained(run.run_dir)
+    broken += promises.every_step_trained(run.run_dir) + promises.numbers_once(run.run_dir)
     broken += promises.replay_equal(run.run_dir, dict(os.environ), 3600.0)[0]
     shutil.rmtree(run.temporary, ignore_errors=True)
     return broken

@@ -17,7 +17,7 @@ import psutil
 from rl.config.run import RLConfig
 from rl.orchestrator.pending import decode
 from rl.run_dir.files import CorruptFileError, decode_records
-from rl.run_dir.metrics import parse_line, read_metrics
+from rl.run_dir.metrics import parse_line, read_metrics, sources_dir
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import decode_batch, open_rollouts
 from rl.wire.rollouts import Group
@@ -92,6 +92,17 @@ def every_step_trained(run_dir: RunDir) -> list[str]:
     if newest > run_dir.newest_batch():
         broken.append(f"version {newest} has no batch")
     return broken + [f"{path.name}: a batch was quarantined" for path in sorted(run_dir.batches.glob("*.quarantined"))]
+
+
+def numbers_once(run_dir: RunDir) -> list[str]:
+    """Every line of metrics/*.jsonl stands in metrics.jsonl, once, and none there is torn."""
+    merged = Counter(run_dir.metrics.read_bytes().splitlines())
+    sources = [line for path in sources_dir(run_dir.metrics).glob("*.jsonl") for line in path.read_bytes().splitlines()]
+    broken = [f"metrics.jsonl has a torn line: {line[:60]!r}" for line in merged if not parse_line(line)]
+    broken += [f"metrics.jsonl has a line {count} times: {line[:60]!r}" for line, count in merged.items() if count > 1]
+    return broken + [
+        f"metrics.jsonl lacks a line of a source: {line[:60]!r}" for line in sources if parse_line(line) and line not in merged
+    ]
 
 
 def lag(run_dir: RunDir, config: RLConfig) -> tuple[list[str], float, int]:

@@ -1,6 +1,5 @@
 """What users get wrong and what disks do, in one table: each case with the message that names it and the remedy."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +21,8 @@ from rl.orchestrator.batches import decode_state
 from rl.orchestrator.pending import PendingLog
 from rl.run_dir.checksums import read_digests, read_manifest
 from rl.run_dir.files import encode_record
+from rl.run_dir.lease import hold_role
 from rl.run_dir.safetensors import read_header
-from rl.run_dir.status import hold_role
 from rl.system.functions import load_function
 from rl.trainer.sft.rows import Source, files_of, json_rows
 from rl.wire.batch_file import decode_batch, encode_batch
@@ -80,7 +79,7 @@ def the_run(tmp: Path, *given: str) -> RLConfig:
 
 
 def start(tmp: Path, *given: str, resume: int | None = None, clean: bool = False) -> None:
-    os.close(prepare(the_run(tmp, *given), resume=resume, clean=clean).lock)
+    prepare(the_run(tmp, *given), resume=resume, clean=clean).lease.close()
 
 
 def second_start(*given: str, resume: int | None = None, clean: bool = False, batches: tuple[int, ...] = (1,), message: str) -> Case:

@@ -15,7 +15,7 @@ import soak
 from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import append_file, encode_record, write_file
-from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.metrics import Merger, MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -88,6 +88,7 @@ def run_dir(tmp_path):
         run_dir.weights(step).mkdir(parents=True)
         for log in (trainer, orchestrator):
             log.write(step, {"time/step": 2.0})
+    Merger(run_dir.metrics).merge()
     group = Group(group_id=5, env="e", task=0, rollouts=[Rollout(), Rollout()])
     append_file(run_dir.pending, encode_record(msgspec.msgpack.encode(group)))
     return run_dir
@@ -101,6 +102,7 @@ def config(**orchestrator) -> RLConfig:
 def test_a_sound_run_has_nothing_broken(run_dir):
     assert promises.exactly_once(run_dir, {1, 2, 3, 4, 5}) == ([], 0)
     assert promises.lag(run_dir, config()) == ([], 0.0, 0)
+    assert promises.numbers_once(run_dir) == []
     assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (0, 0.0)
 
 
@@ -120,8 +122,17 @@ def test_lag_repeated_steps_and_missing_lines_are_told(run_dir):
     write_batch(run_dir.batch(3), TrainBatch(step=3, samples=samples), {})
     assert promises.lag(run_dir, config()) == (["a token lags 0 to 2 versions; allowed are 0 to 1"], 2 / 17, 2)
     MetricsLog(run_dir.metrics, "trainer").write(1, {"time/step": 3.0})
+    Merger(run_dir.metrics).merge()
     assert promises.repeated_steps(run_dir) == (1, 2.0)
     run_dir.weights(4).mkdir()
+    with run_dir.metrics.open("ab") as file:
+        file.write(run_dir.metrics.read_bytes().splitlines(keepends=True)[0] + b'{"step": 3, "so\n')
+    MetricsLog(run_dir.metrics, "trainer").write(2, {"time/step": 3.0})
+    assert [line.split(":")[0] for line in promises.numbers_once(run_dir)] == [
+        "metrics.jsonl has a torn line",
+        "metrics.jsonl has a line 2 times",
+        "metrics.jsonl lacks a line of a source",
+    ]
     told = promises.every_step_trained(run_dir)
     assert told == ["no line of the trainer in metrics.jsonl for steps [3]", "version 4 has no batch"]
 

@@ -1,6 +1,7 @@
 """Measures what the steps behind cost: a made-up run of many, resumed, gone on with and looked at. `uv run scripts/bench.py long_run`."""
 
 import argparse
+import asyncio
 import contextlib
 import io
 import json
@@ -112,7 +113,7 @@ def resume(config: RLConfig) -> dict[str, float]:
 
     run_dir, model = config.run_dir, config.run_dir.weights(config.max_steps - 1)
     cpu = time.process_time()
-    found = {"prepare": seconds(lambda: os.close(prepare(config, resume=-1, clean=False).lock))}
+    found = {"prepare": seconds(lambda: prepare(config, resume=-1, clean=False).lease.close())}
     found["console"] = seconds(lambda: Console(config, run_dir, io.StringIO()))
     found["disk_estimate"] = seconds(lambda: needs(config, model))
     found["orchestrator"] = seconds(lambda: restored(config))
@@ -134,7 +135,7 @@ def restored(config: RLConfig) -> Any:
     policy = ServedPolicy(pool, run_dir, "/base", evaluator)
     status = SimpleNamespace(current=None, advance=lambda count: None)
     one = Orchestrator(config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {})
-    one.builder.restore()
+    asyncio.run(one.builder.restore())
     return one
 
 

@@ -85,7 +85,7 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
     said = f"{new.root}: branch of {run.root} at step 2\n  trainer.optim.lr: 1e-05 -> 3e-06\n"
     assert said in capsys.readouterr().out
     prepared = prepare(config, resume=-1, clean=False)  # as the launcher does
-    os.close(prepared.lock)
+    prepared.lease.close()
     assert prepared.notes == [f"resuming {new.root}: checkpoint 2, newest batch 2"]
     with pytest.raises(RunError, match=rf"--resume 1: {new.root} begins at step 2, as a branch of {run.root} at step 2; give at least"):
         prepare(config, resume=1, clean=False)

@@ -17,9 +17,11 @@ import pytest
 
 from rl.config.run import RLConfig
 from rl.diagnosis.rewards import verdict
-from rl.diagnosis.state import read_state
+from rl.diagnosis.state import inspect_process, read_state
 from rl.diagnosis.waits import chain, diagnose
-from rl.run_dir.status import LockOwner, Phase, RoleStatus, RunEnd, describe, last_seen, write_status
+from rl.run_dir.lease import LockOwner
+from rl.run_dir.status import Phase, RoleStatus, RunEnd, describe, last_seen, write_status
+from rl.system.linux import place
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 
@@ -556,3 +558,10 @@ def test_servers_that_were_started_by_hand_count_as_inference(tmp_path):
     lines = run.diagnosis().lines
     assert any(line.startswith("inference-a-1: loading the model") for line in lines)
     assert not any(line.startswith("inference: no status") for line in lines)
+
+
+def test_a_pid_of_another_container_is_not_looked_at_here():
+    """Its host has our name, and a live process here has its pid."""
+    there = RoleStatus(process="trainer", pid=os.getpid(), host=socket.gethostname(), phase=Phase.TRAINING, started=time.time())
+    for where, alive in (("0123abcd-4026531836", None), (place(), True), ("", True)):
+        assert inspect_process("trainer", msgspec.structs.replace(there, place=where), time.time()).alive is alive

@@ -1,6 +1,5 @@
 """What a server says of a model or settings that vLLM cannot read, and its name among others. vLLM itself is not there."""
 
-import os
 import socket
 import sys
 import types
@@ -63,6 +62,6 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
     assert not config.run_dir.status("inference-gone-1").exists()
     with pytest.raises(RunError, match="inference of this run is already running"):
         main.take_role(config)
-    for _, lock, sock in taken:
-        os.close(lock)
+    for _, lease, sock in taken:
+        lease.close()
         sock.close()

@@ -10,7 +10,7 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.launch.console import Console
-from rl.run_dir.metrics import MetricsLog, MetricsReader
+from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
 
 TRAINER = {
@@ -38,6 +38,7 @@ class Screen:
         self.open()
 
     def open(self) -> None:
+        Merger(self.run_dir.metrics).merge()
         self.console = Console(self.config, self.run_dir, self.out)
         self.reader.new()
 
@@ -47,6 +48,7 @@ class Screen:
     def look(self) -> str:
         """What this look prints."""
         start = self.out.tell()
+        Merger(self.run_dir.metrics).merge()
         self.console.update(self.reader.new())
         self.out.seek(start)
         return self.out.read()

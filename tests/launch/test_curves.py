@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from rl.launch.curves import draw_curves, duration, final_report, inference_idle, is_reported, report_lines, trend
-from rl.run_dir.metrics import MetricsLog, cut_metrics, read_metrics
+from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir
 
@@ -26,6 +26,7 @@ def synthetic(root, steps: int = 8) -> RunDir:
             step, {"loss/mean": 0.1, "entropy/mean": 2.0, "mismatch_kl/mean": 2e-4, "time/step": 10.0, "time/wait_for_batch": 2.5}
         )
     evals.write(steps, {"eval/e/reward_mean": 0.7})
+    Merger(run_dir.metrics).merge()
     return run_dir
 
 
@@ -77,11 +78,13 @@ def test_nothing_happened_nothing_to_report(tmp_path):
     assert said == [] and not (tmp_path / "curves.png").exists()
 
 
-def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path):
+def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # of a long run not all is read at once
     """Steps 7 and 8 were lost with the trainer: their ten seconds were spent all the same, a quarter of them waiting."""
     run_dir = synthetic(tmp_path)
     for step in (7, 8):
         MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0, "time/wait_for_batch": 5.0})
+    Merger(run_dir.metrics).merge()
     said = report_lines(read_metrics(run_dir.metrics), run_dir)[0]
     assert said.startswith("8 steps in 1 min 30 s; trainer waited for batches 33%, ")  # 8 x 10 s + 2 x 5 s; 20 s + 10 s of them
 
@@ -92,6 +95,7 @@ def test_a_branch_counts_its_own_steps(tmp_path):
     cut_metrics(run_dir.metrics, 0)
     for step in (7, 8):
         MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0})
+    Merger(run_dir.metrics).merge()
     assert report_lines(read_metrics(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
 
 
@@ -99,6 +103,7 @@ def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     log = MetricsLog(run_dir.metrics, "trainer")
     log.write(1, {"loss/mean": float("nan"), "time/step": 1.0})
+    Merger(run_dir.metrics).merge()
     lines = read_metrics(run_dir.metrics)
     assert report_lines(lines, run_dir)[0] == "1 step in 1.0 s"
     draw_curves(lines, run_dir.curves, "r")

@@ -12,8 +12,8 @@ from rl.commands.policy_spec import run_dir_of
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
 from rl.launch.prepare import Prepared, prepare, ranges, stored_config
-from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.status import hold_role
+from rl.run_dir.lease import hold_role
+from rl.run_dir.metrics import Merger, MetricsLog
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -34,7 +34,7 @@ class Place:
 
     def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
         prepared = prepare(self.config(*args), resume=resume, clean=clean)
-        os.close(prepared.lock)
+        prepared.lease.close()
         return prepared
 
     def fails(self, *args: str, resume: int | None = None, clean: bool = False) -> str:
@@ -50,6 +50,7 @@ class Place:
             self.run_dir.rollouts(step).parent.mkdir(exist_ok=True)
             self.run_dir.rollouts(step).touch()
             MetricsLog(self.run_dir.metrics, "trainer").write(step, {"loss/mean": 1.0})
+        Merger(self.run_dir.metrics).merge()
         for step in checkpoints:
             self.run_dir.checkpoint(step).mkdir(parents=True)
         self.run_dir.pending.touch()
@@ -85,7 +86,7 @@ def test_a_resume_opens_as_many_files_however_long_the_run_is(tmp_path):
     for steps in (20, 60):
         config = make_run(tmp_path / str(steps), steps)
         with opened as paths:
-            os.close(prepare(config, resume=-1, clean=False).lock)
+            prepare(config, resume=-1, clean=False).lease.close()
             restored(config)
         counts.append(len(paths))
     assert counts[0] == counts[1] < 100
@@ -148,7 +149,7 @@ def test_a_run_lives_where_its_config_toml_lies(place):
     config = build(parse_args(["@", str(there / "config.toml"), "--max_steps", "7"]))
     assert config.run_dir.root == there and from_toml(there / "config.toml").name == "moved"
     prepared = prepare(config.with_absolute_paths(), resume=-1, clean=False)
-    os.close(prepared.lock)
+    prepared.lease.close()
     assert prepared.notes == [
         f"resuming {there}: checkpoint 1, newest batch 2",
         "changed: name: 'r' -> 'moved'",
@@ -217,7 +218,7 @@ def test_clean_starts_over(place):
     place.run_dir.status("trainer").write_text("{}")
     assert place("--max_lag", "0", clean=True).notes == [f"deleted the run in {place.root}"]
     assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "status"]
-    assert [path.name for path in place.run_dir.status_dir.iterdir()] == ["rl.lock"]
+    assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000002.lease", "rl.lock"]
     assert from_toml(place.run_dir.config).max_lag == 0
 
 
@@ -369,7 +370,7 @@ def test_a_changed_variable_is_a_changed_setting_of_a_resume(place):
     with pytest.raises(RunError, match=r"made with another configuration, 1 setting differs:\n  seed: 0 -> 1\n"):
         prepare(place.config(RL__SEED="1"), resume=-1, clean=False)
     prepared = prepare(place.config("--max_steps", "7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"), resume=-1, clean=False)
-    os.close(prepared.lock)
+    prepared.lease.close()
     assert from_toml(place.run_dir.config) == place.config("--max_steps", "7", "--supervisor.max_restarts", "1")
 
 
@@ -378,7 +379,7 @@ def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):
     place()
     survivor = hold_role(place.run_dir.lock("trainer"))
     assert f"{place.root}: trainer of this run is already running (pid {os.getpid()} on " in place.fails(resume=-1)
-    os.close(survivor)
+    survivor.close()
     place(resume=-1)
 
 
@@ -388,11 +389,11 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
     lives, dead = "inference-a-1", "inference-a-2"
     for name in (lives, dead):
         place.run_dir.status(name).write_text("{}")
-    lock = hold_role(place.run_dir.lock(lives))
+    lease = hold_role(place.run_dir.lock(lives))
     place(resume=-1)
     assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists()
     assert f"{lives} of this run is already running" in place.fails(clean=True)  # it holds the run's token
-    os.close(lock)
+    lease.close()
     place(clean=True)
 
 

@@ -8,8 +8,8 @@ from rl.orchestrator import main
 from rl.orchestrator.main import exit_code
 from rl.orchestrator.pool import EnvLostError
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import hold_role
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import hold_role
 from rl.system.errors import RESTART, RunError
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
@@ -35,7 +35,7 @@ def test_the_exit_code_says_what_to_do_about_an_error(error, code):
 
 def test_a_second_orchestrator_on_one_directory_ends_and_touches_nothing(tmp_path, monkeypatch, capsys):
     run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
-    lock = hold_role(run_dir.lock("orchestrator"))
+    lease = hold_role(run_dir.lock("orchestrator"))
     before = {path: path.read_bytes() for path in run_dir.root.rglob("*") if path.is_file()}
     monkeypatch.setattr(main, "ROLE_WAIT_S", 0.1)
     monkeypatch.setattr(main, "check_environments", lambda _: None)
@@ -44,7 +44,7 @@ def test_a_second_orchestrator_on_one_directory_ends_and_touches_nothing(tmp_pat
     monkeypatch.setattr(sys, "argv", ["orchestrator", *flags])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    os.close(lock)
     assert ended.value.code == RESTART
     assert f"orchestrator of this run is already running (pid {os.getpid()} on " in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in run_dir.root.rglob("*") if path.is_file()}
+    lease.close()

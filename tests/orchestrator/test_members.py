@@ -92,22 +92,9 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
     monkeypatch.setattr("rl.orchestrator.pool_worker.BOOTSTRAP", light_worker.BOOTSTRAP)
     log = tmp_path / "log"
     env = f'{{id = "say-digit", python = "{sys.executable}", args = {{seconds = {SECONDS}, log = "{log}"}}}}'
-    flags = [
-        "--name",
-        "r",
-        "--output_dir",
-        str(tmp_path),
-        "--orchestrator.environment",
-        env,
-        "--max_steps",
-        "1",
-        "--max_lag",
-        "0",
-        "--model.max_model_len",
-        "256",
-    ]
-    flags += ["--orchestrator.batch_size", "8", "--orchestrator.group_size", "4", "--orchestrator.sampling.max_tokens", "16"]
-    config = build(parse_args(flags))
+    flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment", env, "--max_steps", "1", "--max_lag", "0"]
+    flags += ["--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8"]  # the stub server takes no more
+    config = build(parse_args([*flags, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"]))
 
     async def life(until):
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")

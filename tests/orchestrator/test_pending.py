@@ -65,10 +65,13 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
     path = tmp_path / "pending.log"
     make(path, [1])
 
-    def unreadable(self):
-        raise OSError(errno.EIO, "Input/output error", str(self))
+    def read_bytes(self):
+        if self == path:
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return read(self)
 
-    monkeypatch.setattr(Path, "read_bytes", unreadable)
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     log = PendingLog(path)
     assert log.load(set(), 9) == [f"{path}: cannot be read (Input/output error); what was there is sampled again"] and log.groups == []
 

@@ -1,28 +1,45 @@
-"""metrics.jsonl: whole lines, the last value wins."""
+"""A source for each writer, merged into metrics.jsonl: whole lines, each once, the last value wins."""
 
+import errno
 import json
-import multiprocessing
-import threading
+import os
+import signal
 from itertools import chain
 
 import pytest
 
-from rl.run_dir.metrics import MetricsLog, MetricsReader, cut_metrics, read_metrics
+from rl.run_dir import metrics
+from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader, cut_metrics, merging, read_metrics
+from rl.system import faults
+from rl.system.errors import RunError
+from tests.waiting import until
 
 
-def test_a_line(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def steps_of(path) -> list[int]:
+    return [line["step"] for line in MetricsReader(path).new()]
+
+
+def test_a_line(path):
     MetricsLog(path, "trainer").write(3, {"loss/mean": 0.5, "bad": float("inf")})
-    (line,) = path.read_text().splitlines()
+    (line,) = (path.parent / "metrics" / "trainer.jsonl").read_text().splitlines()
     content = json.loads(line)
     assert content.pop("time") > 1.7e9
     assert content == {"step": 3, "source": "trainer", "loss/mean": 0.5, "bad": None}
+    Merger(path).merge()
+    assert path.read_text() == line + "\n"
 
 
-def test_the_last_value_of_a_step_and_source_wins(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_last_value_of_a_step_and_source_wins(path, merged):
     trainer, orchestrator, evals = (MetricsLog(path, source) for source in ("trainer", "orchestrator", "eval"))
     trainer.write(1, {"loss/mean": 1.0})
+    if merged:
+        Merger(path).merge()
     orchestrator.write(1, {"reward/mean": 0.1})
     trainer.write(1, {"loss/mean": 2.0})
     evals.write(0, {"eval/a/reward_mean": 0.1})
@@ -31,6 +48,8 @@ def test_the_last_value_of_a_step_and_source_wins(tmp_path):
     assert set(lines) == {(1, "trainer"), (1, "orchestrator"), (0, "eval")}
     assert lines[1, "trainer"]["loss/mean"] == 2.0
     assert (lines[0, "eval"]["eval/a/reward_mean"], lines[0, "eval"]["eval/b/reward_mean"]) == (0.1, 0.2)
+    Merger(path).merge()
+    assert read_metrics(path) == lines
 
 
 def test_the_reader_gives_each_line_once_and_only_when_whole(tmp_path):
@@ -45,55 +64,162 @@ def test_the_reader_gives_each_line_once_and_only_when_whole(tmp_path):
     assert [line["step"] for line in reader.new()] == [2]
 
 
-def test_the_reader_goes_on_behind_lines_that_a_repair_took_back(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log, reader = MetricsLog(path, "a"), MetricsReader(path)
+def test_the_reader_goes_on_behind_lines_that_a_repair_took_back(path):
+    log, reader, merger = MetricsLog(path, "a"), MetricsReader(path), Merger(path)
     for step in (1, 2, 3):
         log.write(step, {})
+    merger.merge()
     assert len(reader.new()) == 3
     cut_metrics(path, 1)
+    merger.merge()
     assert reader.new() == []
     MetricsLog(path, "a").write(2, {})
+    merger.merge()
     assert [line["step"] for line in reader.new()] == [2]
 
 
-def test_a_line_that_its_writer_did_not_finish_is_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "source": "a"}\n{"step": 2, "sou')
+def test_a_line_that_its_writer_did_not_finish_is_no_line(path):
+    log = MetricsLog(path, "a")
+    log.write(1, {})
+    os.write(log.file, b'{"step": 2, "sou')
+    Merger(path).merge()
     MetricsLog(path, "a").write(3, {})
-    assert [line["step"] for line in MetricsReader(path).new()] == [1, 3]
+    Merger(path).merge()
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 3]
+
+
+def test_a_run_from_before_there_were_sources_goes_on(path):
+    """Its lines stay where they are; half a line of a killed writer, which the next one ended, is passed over."""
+    path.parent.mkdir()
+    old = b'{"step": 1, "source": "a"}\n{"step": 2, "sou\n{"step": 2, "source": "a"}\n{"step": 3, "so'
+    path.write_bytes(old)
+    MetricsLog(path, "a").write(3, {})
+    assert list(read_metrics(path)) == [(1, "a"), (2, "a"), (3, "a")]
+    Merger(path).merge()
+    assert path.read_bytes().startswith(old[: old.rfind(b"\n") + 1]) and steps_of(path) == [1, 2, 3]
     assert cut_metrics(path, 1)[0] == b'{"step": 2, "sou\n'
-    assert [line["step"] for line in MetricsReader(path).new()] == [1]
+    Merger(path).merge()
+    assert steps_of(path) == [1]
 
 
-def test_cut(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_cut(path):
     assert cut_metrics(path, 1) == []
     log = MetricsLog(path, "a")
     for step in (1, 2, 3, 2):
         log.write(step, {})
     gone = cut_metrics(path, 1)
     assert [json.loads(line)["step"] for line in gone] == [2, 3, 2]
-    assert [line["step"] for line in MetricsReader(path).new()] == [1]
+    Merger(path).merge()
+    assert steps_of(path) == [1]
     assert cut_metrics(path, 1) == []
 
 
-def write_many(path, source):
-    log = MetricsLog(path, source)
-    for step in range(200):
-        log.write(step, {"x" * 50: step})
+def merge_and_cut(path) -> None:
+    """A life in which everything happens; each line bears a number of its own."""
+    count = len(path.read_bytes()) if path.exists() else 0
+    merger, logs = Merger(path), [MetricsLog(path, source) for source in "ab"]
+    for step in (1, 2):
+        for log in logs:
+            count += 1
+            log.write(step, {"count": count + 1e-6 * os.getpid()})
+        merger.merge()
+    cut_metrics(path, 1)
+    merger.merge()
+    logs = [MetricsLog(path, source) for source in "ab"]
+    logs[0].write(2, {"count": count + 1})
+    merger.merge()
 
 
-def test_lines_of_several_writers_never_mix(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=write_many, args=(path, f"p{i}")) for i in range(2)]
-    workers += [threading.Thread(target=write_many, args=(path, f"t{i}")) for i in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(read_metrics(path)) == 800
+def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+    monkeypatch.setattr(faults, "plan", faults.Plan(trace=str(tmp_path / "trace"), process="p"))
+    merge_and_cut(tmp_path / "traced" / "metrics.jsonl")
+    monkeypatch.setattr(faults, "plan", None)
+    points = [tuple(line.split()[1:]) for line in (tmp_path / "trace").read_text().splitlines()]
+    names = {name for name, _ in points}
+    assert {"metrics.torn", "metrics.done", "metrics.rename", "merged.write", "merged.torn", "merged.done", "merged.rename"} <= names
+    for number, (name, count) in enumerate(points):
+        path = tmp_path / f"life-{number}" / "metrics.jsonl"
+        if (child := os.fork()) == 0:
+            faults.plan = faults.Plan(f"p:{name}:{count}", process="p")
+            merge_and_cut(path)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
+        sources = [MetricsLog(path, source).path for source in "ab"]  # the next writers, who cut off what is not whole
+        Merger(path).merge()
+        merged = path.read_bytes().splitlines(keepends=True)
+        there = [line for source in sources for line in source.read_bytes().splitlines(keepends=True)]
+        assert len(set(merged)) == len(merged) and set(there) <= set(merged), name
+        assert all(json.loads(line)["step"] for line in merged)
+        cut_metrics(path, 1)  # as the next resume does
+        left = [line for source in sources for line in source.read_bytes().splitlines(keepends=True)]
+        assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(left), name
+
+
+def test_a_merger_goes_by_what_is_there(path):
+    """Another one has written, before it and after it, and one line of a source is damaged."""
+    log = MetricsLog(path, "a")
+    merger, other = Merger(path), Merger(path)
+    for step in range(1, 7):
+        log.write(step, {})
+        (merger if step % 2 else other).merge()
+    os.write(log.file, b"\0\0\0\n")
+    log.write(7, {})
+    merger.merge()
+    merger.merge()
+    assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7] and b"\0" not in path.read_bytes()
+
+
+def test_lines_that_come_at_once_are_in_the_order_of_their_times(path, monkeypatch):
+    logs = [MetricsLog(path, source) for source in "ba"]
+    for i, log in enumerate(logs * 3):
+        monkeypatch.setattr(metrics.time, "time", lambda i=i: float(i))
+        log.write(i, {})
+    Merger(path).merge()
+    assert steps_of(path) == [0, 1, 2, 3, 4, 5]
+
+
+def test_who_lost_its_role_writes_no_line_and_merges_none(path):
+    def fence():
+        raise RunError("lost")
+
+    with pytest.raises(RunError, match="lost"):
+        MetricsLog(path, "a", fence).write(1, {})
+    assert read_metrics(path) == {}
+    MetricsLog(path, "a").write(1, {})
+    with pytest.raises(RunError, match="lost"):
+        Merger(path, fence).merge()
+    assert steps_of(path) == []
+
+
+def test_a_full_disk_leaves_the_lines_to_the_next_merge(path, monkeypatch):
+    merger = Merger(path)
+    MetricsLog(path, "a").write(1, {})
+    merger.merge()
+    MetricsLog(path, "a").write(2, {})
+
+    def full(fd, data):
+        write(fd, data[:9])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            merger.merge()
+    merger.merge()
+    assert steps_of(path) == [1, 2] and len(path.read_bytes().splitlines()) == 2
+
+
+def test_a_process_without_rl_merges_as_long_as_it_runs(path, monkeypatch):
+    monkeypatch.setattr(metrics, "MERGE_S", 0.01)
+    with merging(path, lambda: None):
+        log = MetricsLog(path, "a")
+        log.write(1, {})
+        until(lambda: steps_of(path) == [1])
+        monkeypatch.setattr(metrics, "MERGE_S", 60)
+        log.write(2, {})
+    assert steps_of(path) == [1, 2]
 
 
 def test_what_is_not_wanted_is_not_kept(tmp_path):
@@ -101,11 +227,14 @@ def test_what_is_not_wanted_is_not_kept(tmp_path):
     for source in ("trainer", "eval"):
         for step in (1, 2):
             MetricsLog(path, source).write(step, {"loss/mean": step, "a": 1, "b": 2})
+    some = min(file.stat().st_size for file in (path.parent / "metrics").iterdir()) * 3 // 4
+    assert sorted(read_metrics(path, last_bytes=2 * some)) == [(2, "eval"), (2, "trainer")]  # none is merged yet
+    Merger(path).merge()
     assert list(read_metrics(path, "eval")) == [(1, "eval"), (2, "eval")] and read_metrics(path, "x") == read_metrics(tmp_path / "no") == {}
     line = read_metrics(path, "trainer", "a".__eq__)[2, "trainer"]
     assert {name for name in line if name != "time"} == {"step", "source", "a"} and line["a"] == 1
     size = path.stat().st_size
-    assert list(read_metrics(path, last_bytes=size // 2 - 9)) == [(2, "eval")] and len(read_metrics(path, last_bytes=size)) == 4
+    assert len(read_metrics(path, last_bytes=some)) == 1 and len(read_metrics(path, last_bytes=size)) == 4
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch):
@@ -114,6 +243,7 @@ def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch):
     log, reader = MetricsLog(path, "a"), MetricsReader(path)
     for step in range(1, 8):
         log.write(step, {"x": 1.0} if step != 4 else {f"long/{i}": 1.0 for i in range(50)})
+    Merger(path).merge()
     pieces = []
     while lines := reader.new():
         pieces.append([line["step"] for line in lines])
@@ -137,6 +267,7 @@ def test_a_quick_look_finds_what_must_be_cut(tmp_path, damage):
     with path.open("ab") as file:
         file.write(damage)
     MetricsLog(path, "a").write(1, {"x": 1})
+    Merger(path).merge()
     steps = [line["step"] for line in MetricsReader(path).new() if line["step"] <= 3]
     expected = [damage] if b"-1" not in damage else []
     assert cut_metrics(path, 3) == expected and [line["step"] for line in MetricsReader(path).new()] == steps

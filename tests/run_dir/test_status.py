@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.run_dir.status import LockOwner, Phase, RoleStatus, Status, describe, hold_role, read_json, read_status, write_status
+from rl.run_dir.lease import LockOwner, hold_role, this_process
+from rl.run_dir.status import Phase, RoleStatus, Status, describe, read_json, read_status, write_status
 from rl.system.errors import RESTART, RunError
+from rl.system.linux import place
 from tests.waiting import until
 
 
@@ -50,6 +52,7 @@ def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
         "process": "orchestrator",
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "place": place(),
         "phase": "filling_batch",
         "step": 13,
         "waiting_for": "inference",
@@ -146,7 +149,7 @@ def test_a_status_of_the_version_before_phases_has_none(tmp_path):
 
 def test_a_role_has_one_owner(tmp_path):
     path = tmp_path / "status" / "trainer.lock"
-    code = f"from rl.run_dir.status import *; fd = hold_role(Path({str(path)!r})); print('held', flush=True); input()"
+    code = f"from rl.run_dir.lease import *; held = hold_role(Path({str(path)!r})); print('held', flush=True); input()"
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout.readline() == "held\n"
     with pytest.raises(RunError, match=f"trainer of this run is already running \\(pid {owner.pid} on .*\\); stop it first") as caught:
@@ -154,20 +157,20 @@ def test_a_role_has_one_owner(tmp_path):
     assert caught.value.exit_code == RESTART
     owner.kill()
     owner.wait()
-    fd = hold_role(path)
-    assert read_json(path, LockOwner) == LockOwner(os.getpid(), socket.gethostname())
+    lease = hold_role(path)
+    assert read_json(path, LockOwner) == this_process()
     with pytest.raises(RunError):
         hold_role(path)
-    os.close(fd)
-    os.close(hold_role(path))
+    lease.close()
+    hold_role(path).close()
 
 
 def test_a_lock_of_the_version_before_has_no_owner_and_is_taken(tmp_path):
     path = tmp_path / "trainer.lock"
     path.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
     assert read_json(path, LockOwner) is None
-    os.close(hold_role(path))
-    assert read_json(path, LockOwner) == LockOwner(os.getpid(), socket.gethostname())
+    hold_role(path).close()
+    assert read_json(path, LockOwner) == this_process()
 
 
 def test_only_the_sentence_takes_the_detail():

@@ -52,13 +52,13 @@ def test_every_run_has_a_token_that_only_its_owner_reads(tmp_path):
 
 def test_it_survives_a_resume_and_not_a_new_start_and_is_nowhere_else(tmp_path):
     run = config(tmp_path)
-    os.close(prepare(run, resume=None, clean=False).lock)
+    prepare(run, resume=None, clean=False).lease.close()
     token = run_token(run)
-    os.close(prepare(run, resume=-1, clean=False).lock)
+    prepare(run, resume=-1, clean=False).lease.close()
     assert run_token(run) == token
     holding = [path for path in (tmp_path / "r").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert holding == [tmp_path / "r" / "status" / "token"]
-    os.close(prepare(run, resume=None, clean=True).lock)
+    prepare(run, resume=None, clean=True).lease.close()
     assert not holding[0].exists() and run_token(run) != token
 
 

@@ -14,6 +14,7 @@ from rl.run_dir import files
 from rl.run_dir.files import CorruptFileError, append_file, clean_leftovers, decode_records, encode_record, write_directory, write_file
 from rl.system import faults
 from rl.system.faults import Plan, kind_of, parse
+from rl.system.linux import place
 
 
 def write_things(root: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, 
     ).keys()
     assert {"weights.fill", "weights.fsync", "weights.rename", "weights.done", "weights.remove", "weights.removed"} <= dict(trace).keys()
     if not swaps:
-        monkeypatch.setattr(files, "exchange", lambda one, other: False)
+        monkeypatch.setattr(files, "rename_with", lambda path, target, flag: False)
         trace = [*trace, ("weights.replaced", 1)]
     for number, (name, count) in enumerate(trace):
         root = tmp_path / str(number)
@@ -76,7 +77,7 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, 
         written = number > trace.index(("weights.done", 1)) and number < trace.index(("weights.removed", 1))
         if swaps and written:
             assert version.exists(), f"{name} {count}: there is a moment without any version"
-        clean_leftovers(root, root / "batches", root / "weights")
+        clean_leftovers(root, root / "batches", root / "weights", ours="")
         assert names_below(root) <= {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}, name
         if name == "weights.replaced":
             assert (version / "a").read_text() == "old"
@@ -137,6 +138,9 @@ def test_names():
         "evals/best.json": "best",
         "config.toml": "config",
         "status/trainer.json": "trainer",
+        "status/trainer.000012.lease": "lease",
+        "metrics/trainer.jsonl": "metrics",
+        "metrics.jsonl": "merged",
     }
     assert {path: kind_of(Path("run") / path) for path in kinds} == kinds
 
@@ -158,12 +162,19 @@ def test_leftovers_of_others_stay(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / ".000003.batch.99999999-1.tmp").touch()
     (tmp_path / f".000004.quarantined.{os.getpid()}-1.tmp").touch()
-    assert len(clean_leftovers(tmp_path)) == 4
+    (tmp_path / f".000005.batch.{place()}-99999999-1.tmp").touch()
+    (tmp_path / f".000006.batch.{place()}-{os.getpid()}-1.tmp").touch()
+    (tmp_path / f".000007.batch.0123abcd-4026531836-{os.getpid()}-1.tmp").touch()
+    elsewhere = ".000008.batch.0123abcd-4026531836-99999999-1.tmp"
+    (tmp_path / elsewhere).touch()
+    assert [path.name for path in clean_leftovers(tmp_path)] == [f".000005.batch.{place()}-99999999-1.tmp"]
+    assert [path.name for path in clean_leftovers(tmp_path, ours="000008.batch")] == [elsewhere]
+    assert len(clean_leftovers(tmp_path, ours="")) == 6
     assert names_below(tmp_path) == {
         ".hidden.tmp",
         ".000001.partial",
         "000001",
         ".rl.lock",
         "000002",
-        f".000004.quarantined.{os.getpid()}-1.tmp",
+        f".000006.batch.{place()}-{os.getpid()}-1.tmp",
     }

@@ -17,9 +17,9 @@ from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
 from rl.run_dir.files import write_file
+from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import hold_role
 from rl.system.errors import DAMAGED, GIVE_UP
 from rl.trainer.model import load_policy
 from rl.trainer.optim import make_optimizer
@@ -228,7 +228,7 @@ def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
     config = make_config(tmp_path, tied_folder)
     lock = hold_role(config.run_dir.lock("trainer"))
     assert "trainer of this run is already running" in run_trainer(config, 1, "tests.trainer.test_main:wait_briefly")
-    os.close(lock)
+    lock.close()
 
 
 def test_sigterm_ends_it_with_143(tmp_path, tied_folder):
@@ -255,4 +255,4 @@ def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
     assert all(
         re.search(r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory [\d.]+ GiB$", s) for s in lines
     )
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["metrics.jsonl", "status"]
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["metrics", "metrics.jsonl", "status"]

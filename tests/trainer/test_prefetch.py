@@ -88,7 +88,7 @@ class Client:
 class Empty:
     """A version without tensors."""
 
-    def write(self, path, record):
+    def write(self, path, record, **_):
         path.mkdir(parents=True)
 
 
@@ -111,7 +111,7 @@ def test_versions_are_written_and_announced_one_after_another(tmp_path):
 
 def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
     class Full:
-        def write(self, path, record):
+        def write(self, path, record, **_):
             raise OSError(28, "No space left on device", str(path))
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
@@ -129,7 +129,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
     hangs = threading.Event()
 
     class Hangs:
-        def write(self, path, record):
+        def write(self, path, record, **_):
             hangs.wait(10)
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))

@@ -159,6 +159,7 @@ def test_another_batch_is_found_at_its_step(recorded, world, tmp_path):
     batch = decode_batch(run_dir.batch(4).read_bytes(), "").batch
     for sample in batch.samples:
         sample.advantages[:] = [-advantage for advantage in sample.advantages]
+    run_dir.batch(4).unlink()
     write_batch(run_dir.batch(4), batch, {})
     _, versions, checkpoints = replay(run_dir, config, tmp_path, world)
     assert [bool(line["tensor"]) for line in versions] == [False, False, False, True]

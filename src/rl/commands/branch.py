@@ -22,9 +22,9 @@ from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.tasks import TaskState
 from rl.run_dir.checksums import verify_checkpoint
 from rl.run_dir.files import link_tree, write_directory, write_file
+from rl.run_dir.lease import hold_role
 from rl.run_dir.origin import Change, Origin, first_step
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import hold_role
 from rl.system.errors import RunError
 from rl.system.machine import machine
 from rl.wire.batch_file import decode_batch, sound_batch, write_batch
@@ -161,13 +161,13 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
 def take_place(run_dir: RunDir, *, clean: bool) -> None:
     """Makes room for a new run. A branch that has trained nothing is replaced, as after a failed start. Raises RunError."""
     if is_run_or_free(run_dir.root):
-        lock = hold_role(run_dir.lock("rl"))
+        lease = hold_role(run_dir.lock("rl"))
         try:
             if not clean and run_dir.anything_made(after=first_step(run_dir)):
                 raise RunError(f"{run_dir.root} exists: {REMEDY}")
-            delete_run(run_dir)
+            delete_run(run_dir, lease)
         finally:
-            os.close(lock)
+            lease.close()
     if versions := numbered(run_dir.weights_dir):
         raise RunError(f"{run_dir.weights_dir} holds versions {ranges(versions)} of another run; choose another --name")
 

@@ -12,10 +12,12 @@ import psutil
 
 from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
+from rl.run_dir.lease import LockOwner
 from rl.run_dir.metrics import Lines, curve, read_metrics
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered, numbers
-from rl.run_dir.status import HEARTBEAT_S, LockOwner, Phase, RoleStatus, RunEnd, describe, read_json, read_status
+from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, describe, read_json, read_status
+from rl.system.linux import place
 
 SILENT_S = 5 * HEARTBEAT_S
 """Age from which a missing heartbeat is reported, seconds. (`rl` acts later: supervisor.silence_s.)"""
@@ -208,7 +210,7 @@ def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
     """A process as its status and the kernel show it. A pid that has gone to another process since is recognised by its start."""
     if status.phase is None:  # a version of rl before these statuses wrote it
         return Process(name, status, now, False)
-    if status.host != socket.gethostname():
+    if not is_here(status):
         return Process(name, status, now, None)
     try:
         process = psutil.Process(status.pid)
@@ -227,12 +229,17 @@ def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
     return Process(name, status, now, True, stopped, bool(states) and states[0][0] == psutil.STATUS_DISK_SLEEP)
 
 
+def is_here(process: RoleStatus | LockOwner) -> bool:
+    """Whether the pid that a file names can be looked at here. Of one that a version of rl before places wrote, the host must do."""
+    return process.host == socket.gethostname() and process.place in ("", place())
+
+
 def read_launcher(lock: Path, now: float) -> Process | None:
     """The process that wrote itself into the lock. The lock is not tried: that would get in the way of a start."""
     owner = read_json(lock, LockOwner)
-    if owner is None or owner.host != socket.gethostname():
+    if owner is None or not is_here(owner):
         return None
-    status = RoleStatus(process="rl", pid=owner.pid, host=owner.host, started=lock.stat().st_mtime, phase=Phase.STARTING)
+    status = RoleStatus(process="rl", pid=owner.pid, host=owner.host, place=owner.place, started=lock.stat().st_mtime, phase=Phase.STARTING)
     return inspect_process("rl", status, now)
 
 

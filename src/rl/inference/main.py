@@ -19,8 +19,9 @@ from rl.inference.server import Served, bind, common_environment, cpu_environmen
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import check_version
+from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import ROLE_WAIT_S, Phase, Status, forget_dead_servers, further_server, hold_role
+from rl.run_dir.status import Phase, Status, further_server
 from rl.run_dir.token import run_token
 from rl.system.credentials import redact
 from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
@@ -101,12 +102,12 @@ def newest_sound_version(run_dir: RunDir, claim: Callable[[int], None]) -> Weigh
     return None
 
 
-def take_role(config: RLConfig) -> tuple[str, int, socket.socket]:
-    """The server's name among the processes of the run, the file descriptor of its lock, and its bound socket. Raises RunError, OSError."""
+def take_role(config: RLConfig) -> tuple[str, Lease, socket.socket]:
+    """The server's name among the processes of the run, which it holds from now on, and its bound socket. Raises RunError, OSError."""
     run_dir, settings = config.run_dir, config.inference
     if MARKER in os.environ:  # `rl` has started it
-        lock = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)
-        return "inference", lock, bind(settings.host, settings.port)
+        lease = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)
+        return "inference", lease, bind(settings.host, settings.port)
     sock = bind(settings.host, settings.port)
     name = further_server(sock.getsockname()[1])
     forget_dead_servers(run_dir.status_dir)
@@ -123,20 +124,20 @@ def run(config: RLConfig) -> int:
         token = run_token(run_dir.status_dir)
     except RunError as error:  # its file cannot be used: as wrong a setting as an RL_TOKEN that cannot
         return report(error, WRONG_SETTINGS)
-    name, lock, sock = take_role(config)
+    name, lease, sock = take_role(config)
     status = Status(run_dir.status(name), name)
     try:
         newest = newest_sound_version(run_dir, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
         whole = newest if newest and not adapter else None
         model_path = whole.path if whole else resolve_model(config.model)
-        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lock, sock)
+        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lease.fd, sock)
         return serve(config, model_path, served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)
     finally:
         status.close()
-        os.close(lock)
+        lease.close()
 
 
 if __name__ == "__main__":

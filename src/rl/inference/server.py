@@ -22,6 +22,7 @@ from rl.run_dir.token import is_loopback
 from rl.system.credentials import resolve
 from rl.system.errors import ConfigError
 from rl.system.functions import Blame
+from rl.system.linux import place
 from rl.wire.messages import WeightVersion
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
@@ -181,7 +182,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     """All that comes between the start of the engine and the first request; returns the app."""
     engine.set_model(served.policy_version, read_tensors(Path(args.model)), served.status.advance)
     served.status.gauges["requests"] = engine.get_num_unfinished_requests
-    await engine.collective_rpc("begin", args=(os.getpid(),))
+    await engine.collective_rpc("begin", args=(os.getpid(), place()))
     if served.adapter:
         await engine.load_weights(served.adapter.policy_version, served.adapter.path)
     return await build_app(engine, args)

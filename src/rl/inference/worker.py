@@ -13,7 +13,7 @@ import torch
 
 from rl.inference.adapter import is_adapter, merge, read_adapter
 from rl.inference.weight_files import weight_files
-from rl.system.linux import end_with_parent
+from rl.system.linux import end_with_parent, place
 
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
@@ -58,11 +58,12 @@ class WeightLoader:
 
     _staged: "Future[Staged | Weights] | None" = None
 
-    def begin(self, server_pid: int) -> None:
-        """What has to be done once, before the first request."""
+    def begin(self, server_pid: int, server_place: str) -> None:
+        """What has to be done once, before the first request. A worker on another node than the server ends with its engine."""
         from vllm.platforms import current_platform
 
-        self.die_with(server_pid)
+        if server_place == place():
+            self.die_with(server_pid)
         if current_platform.is_cpu() and self.vllm_config.speculative_config is None:
             from rl.inference.seeds import Generators
 

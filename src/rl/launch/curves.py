@@ -90,8 +90,10 @@ def duration(seconds: float) -> str:
 
 def seconds_of(run_dir: RunDir, part: str) -> float:
     """Seconds that the trainer has spent on a part of its steps, those that it trained once more after a resume counted twice."""
-    lines = MetricsReader(run_dir.metrics).new()
-    return sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
+    reader, total_s = MetricsReader(run_dir.metrics), 0.0
+    while lines := reader.new():
+        total_s += sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
+    return total_s
 
 
 def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:

@@ -6,7 +6,6 @@ A run lives where its config.toml lies: it may be moved and renamed. A directory
 import contextlib
 import fnmatch
 import json
-import os
 import re
 import shutil
 import time
@@ -20,10 +19,11 @@ from rl.config.command_line import from_toml, read_toml, without_none, write_con
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
-from rl.run_dir.metrics import cut_metrics
+from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
+from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
-from rl.run_dir.status import ROLE_WAIT_S, forget_dead_servers, hold_role, server_files
+from rl.run_dir.status import server_files
 from rl.system.errors import ConfigError, RunError
 
 MAY_CHANGE = (
@@ -82,8 +82,8 @@ class Prepared:
     run_dir: RunDir
     notes: list[str]
     """What was found and done, for the console."""
-    lock: int
-    """File descriptor that holds the role `rl` as long as this process lives."""
+    lease: Lease
+    """The role `rl`, which this process holds as long as it lives."""
 
 
 def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
@@ -97,18 +97,19 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     exists = is_run_or_free(run_dir.root)
     if resume is not None and not exists:
         raise RunError(no_run(run_dir.root))
-    lock = hold_role(run_dir.lock("rl"))
+    lease = hold_role(run_dir.lock("rl"))
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(os.close, lock)
+        on_failure.callback(lease.close)
         wait_for_survivors(run_dir, all_servers=clean)
-        clean_leftovers(*run_dir.folders)
+        clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
+        clean_leftovers(run_dir.status_dir, ours="" if clean else None)  # else further servers, on other hosts, write there
         notes, made = [], run_dir.anything_made()
         if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
             notes += continue_run(config, run_dir, resume)
         else:
             if clean:
                 origin = read_origin(run_dir)
-                delete_run(run_dir)
+                delete_run(run_dir, lease)
                 base = f", a {origin}: what starts now begins at the base model" if origin else ""
                 notes += [f"deleted the run in {run_dir.root}{base}"] if exists else []
             elif made:
@@ -123,7 +124,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
             path.unlink(missing_ok=True)
         on_failure.pop_all()
-    return Prepared(run_dir, notes, lock)
+    return Prepared(run_dir, notes, lease)
 
 
 def no_run(root: Path) -> str:
@@ -143,7 +144,7 @@ def use_again(run_dir: RunDir) -> list[str]:
 
     Returns notes for the console.
     """
-    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data):
+    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
         path.unlink(missing_ok=True)
@@ -163,18 +164,19 @@ def is_run_or_free(root: Path) -> bool:
 
 
 def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end.
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. One on another host that
+    was given up, and lives nevertheless, finds its role taken.
 
     Inference servers that `rl` has not started go on, unless `all_servers` are to have ended.
     """
     deadline = time.monotonic() + ROLE_WAIT_S
     further = set() if all_servers else {*run_dir.status_dir.glob("inference-*.lock")}
     for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further):
-        os.close(hold_role(path, max(0.0, deadline - time.monotonic())))
+        hold_role(path, max(0.0, deadline - time.monotonic())).close()
 
 
-def delete_run(run_dir: RunDir) -> None:
-    """Empties the run directory except for our lock. config.toml is deleted last, so that an interrupted deletion can be repeated."""
+def delete_run(run_dir: RunDir, lease: Lease) -> None:
+    """Empties the run directory except for our lock and lease. config.toml goes last, so that an interrupted deletion can be repeated."""
     stored = None
     with contextlib.suppress(RunError):  # no configuration, or one of another version of rl: then only the new one's weights are known
         stored = as_written(run_dir.root)
@@ -182,7 +184,7 @@ def delete_run(run_dir: RunDir) -> None:
         delete_weights(stored.run_dir.weights_dir)
     delete_weights(run_dir.weights_dir)
     for path in [*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()]:
-        if path in (run_dir.config, run_dir.lock("rl"), run_dir.status_dir):
+        if path in (run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

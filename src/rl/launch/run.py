@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
+from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
-from rl.run_dir.metrics import MetricsReader, read_metrics
+from rl.run_dir.metrics import Merger, MetricsReader, read_metrics, sources_dir
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -49,11 +51,15 @@ class Watch:
         from rl.launch.console import Console
 
         self.config, self.run_dir = config, prepared.run_dir
+        self.merger: Merger | None = Merger(self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl")))
+        self.merger.merge()
         self.console = Console(config, prepared.run_dir)
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
         self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.wandb = None
+        self.not_merged = False
+        """Whether it was said that metrics.jsonl cannot be written."""
         self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
@@ -73,13 +79,25 @@ class Watch:
             time.sleep(POLL_S)
 
     def show(self) -> list[dict[str, Any]]:
-        """Shows and sends what is new, and returns it."""
+        """Merges, shows and sends what is new, and returns it. Raises RunError when another `rl` has taken the run over."""
+        self._merge()
         lines = self.reader.new()
         self.console.update(lines)
         self.picture.poll(len(lines))
         if self.wandb:
             self.wandb.send(lines)
         return lines
+
+    def _merge(self) -> None:
+        merger, self.merger = self.merger, None
+        try:
+            if merger:
+                merger.merge()
+        except OSError as error:
+            if not self.not_merged:
+                self.console.say(f"warning: {error}; until it can be written, the numbers wait in {sources_dir(self.run_dir.metrics)}")
+            self.not_merged = True
+        self.merger = merger  # unless this process is not to write any more
 
     def tell_disk(self, config: RLConfig) -> None:
         """Says what the run will use on disk. The model's folder is what the process that found it printed."""
@@ -163,6 +181,7 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     code = run(config, prepared, division, children, again)
+    prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         print(f"verdict   {verdict(read_state(prepared.run_dir, config))}", flush=True)
     return code

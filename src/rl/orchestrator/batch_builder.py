@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rl.config.run import RLConfig
 from rl.orchestrator import batches
@@ -20,6 +21,7 @@ from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
@@ -89,7 +91,8 @@ class BatchBuilder:
         self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
         self.warnings = GroupWarnings()
-        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator")
+        self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
+        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
 
     async def restore(self) -> None:
         """Continues from the newest batch and pending.log. What was written for a batch that was never committed is made again."""
@@ -126,9 +129,10 @@ class BatchBuilder:
     async def add(self, finished: list[Group | Members]) -> None:
         """Makes finished groups, and members of others, durable with one write, then judges and counts the groups.
 
-        Raises RunError for what a user's function does wrong. That costs no group: `restore` judges them again, once it is mended.
+        Raises RunError when another process is the orchestrator now, and for what a user's function does wrong. That costs no group:
+        `restore` judges them again, once it is mended.
         """
-        await asyncio.to_thread(self.pending.append, finished)
+        await asyncio.to_thread(self._keep, finished)
         groups = [group for group in finished if isinstance(group, Group)]
         if not groups:
             return
@@ -140,6 +144,10 @@ class BatchBuilder:
             self.admission.in_flight.pop(group.group_id, None)
             self._count(group)
             self.warnings.failed(group)
+
+    def _keep(self, finished: list[Group | Members]) -> None:
+        self.fence()
+        self.pending.append(finished)
 
     def members(self, group_id: int, oldest: int) -> list[Rollout]:
         """The finished rollouts of a group that is not finished, of episodes of which no version before `oldest` sampled a token."""

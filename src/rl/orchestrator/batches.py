@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from rl.orchestrator.judge import Rules, normalise
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.lease import check_fence
+from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import ENCODER, encode_samples, joined, write_rollouts
 from rl.wire.messages import UNREADABLE
@@ -78,9 +81,16 @@ def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str,
 
 
 def commit(run_dir: RunDir, batch: FormedBatch, state: OrchestratorState) -> None:
-    """Writes the rollouts, then the batch with the state after it: its rename is the commit."""
-    write_rollouts(run_dir.rollouts(batch.step), batch.lines)
-    write_file(run_dir.batch(batch.step), encode_samples(batch.step, batch.samples, state))
+    """Writes the rollouts, then the batch with the state after it: the moment in which that gets its name is the commit.
+
+    Raises RunError if there is such a batch, or another process has taken the role over.
+    """
+    fence, path = partial(check_fence, run_dir.lock("orchestrator")), run_dir.batch(batch.step)
+    if path.exists():
+        fence()
+        raise TakenError(path)  # before anything is written about it
+    write_rollouts(run_dir.rollouts(batch.step), batch.lines, fence)
+    write_file(path, encode_samples(batch.step, batch.samples, state), new=True, fence=fence)
 
 
 def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:

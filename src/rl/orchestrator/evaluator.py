@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
@@ -14,6 +15,7 @@ from rl.orchestrator.pool import EnvLostError, WorkerPool
 from rl.orchestrator.setups import EvalEnv
 from rl.orchestrator.step_clock import StepClock
 from rl.run_dir.files import write_file
+from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.wire.inference_client import InferenceLostError
@@ -34,7 +36,7 @@ class Evaluator:
         self.pool = pool
         self.envs = envs
         self.clock = clock
-        self.metrics = MetricsLog(self.run_dir.metrics, "eval")
+        self.metrics = MetricsLog(self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator")))
         self.best: dict[str, tuple[float, int]] = {}
         """By label: (mean reward, policy version); of equal ones the first."""
         self.skipped: set[int] = set()

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 import time
+from functools import partial
 
 import msgspec
 
@@ -24,10 +26,12 @@ from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_sou
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
 from rl.run_dir.files import clean_leftovers, write_file
-from rl.run_dir.status import ROLE_WAIT_S, Phase, RunEnd, Status, forget_dead_servers, hold_role
+from rl.run_dir.lease import ROLE_WAIT_S, check_fence, forget_dead_servers, hold_role
+from rl.run_dir.metrics import merging
+from rl.run_dir.status import Phase, RunEnd, Status
 from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
-from rl.system.linux import die_with_parent, raise_open_files
+from rl.system.linux import LAUNCHER, die_with_parent, raise_open_files
 from rl.system.warm_start import leave
 from rl.wire.inference_client import Expected, InferenceServers
 from rl.wire.transport import TrainerServer
@@ -91,19 +95,21 @@ def main() -> None:
     gc.freeze()  # and stays: a collection that walked through it would hold the event loop
     config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    code, status = 0, None
+    code, status, lease = 0, None, None
     try:
         check_environments(config.orchestrator)
         load_functions(config)
         run_dir = config.run_dir
-        _lock = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
+        lease = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)  # another run's server may answer at the port of one
-        clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
+        clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)
         status = Status(run_dir.status("orchestrator"), "orchestrator")
-        reason = asyncio.run(run(config, status, resolve_model(config.model)))
+        alone = LAUNCHER not in os.environ  # no `rl` above, which would do it
+        with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
+            reason = asyncio.run(run(config, status, resolve_model(config.model)))
         log.info("ended: %s", reason)
         with contextlib.suppress(OSError):  # an account for others
             write_file(run_dir.run_end, msgspec.json.encode(RunEnd(reason, time.time())))
@@ -120,6 +126,8 @@ def main() -> None:
     finally:
         if status is not None:
             status.close()
+        if lease is not None:
+            lease.close()
     raise SystemExit(code)
 
 

@@ -29,7 +29,7 @@ END_NOTICE_S = 120.0
 """How long the trainer may take to ask for the batch after an early end: it may still write its checkpoint."""
 POLL_S = 0.2
 DEAD_S = 60.0
-"""Without a heartbeat for so long, a trainer whose last checkpoint is there is not waited for."""
+"""A trainer whose last checkpoint is there, and whose heartbeat is the same for so long by this process's clock, is not waited for."""
 SEND_S = 0.5
 """Time for the last answer to leave."""
 
@@ -46,6 +46,8 @@ class TrainerRequests:
         self.end_delivered = asyncio.Event()
         self.has_trainer = False
         """Whether a trainer with a status file was there; others (tests) are not waited for."""
+        self.heartbeat: tuple[float | None, float] | None = None
+        """The trainer's heartbeat, and when that was first seen here (time.monotonic): its host may have another clock."""
 
     async def serve(self, server: TrainerServer, group: asyncio.TaskGroup) -> None:
         """Loop. Consumes the trainer's requests. Produces answers; one that has to wait is made by a task of its own."""
@@ -122,4 +124,8 @@ class TrainerRequests:
         if max(numbers(self.run_dir.checkpoints), default=0) < final:  # later ones: max_steps was lowered
             return False
         status = read_status(self.run_dir.status("trainer"))
-        return status is None or time.time() - (status.heartbeat or 0.0) > DEAD_S
+        if status is None:
+            return True
+        if self.heartbeat is None or self.heartbeat[0] != status.heartbeat:
+            self.heartbeat = status.heartbeat, time.monotonic()
+        return time.monotonic() - self.heartbeat[1] > DEAD_S

@@ -1,14 +1,16 @@
 """Durable files: atomic writes, and records with a checksum.
 
 A process may die between any two system calls here, and still what has a final name is whole: the old content or the new one. What a dead
-process leaves half done has a name with a leading dot, which nobody reads and `clean_leftovers` removes.
+process leaves half done has a name with a leading dot, which nobody reads and `clean_leftovers` removes. That name says whose it is.
 
-Only this module fsyncs and renames, with three exceptions: `status.write_status` renames without fsync, because a heartbeat is worthless
-after a power cut; `token.kept_token` links instead of renaming, because a token must never be replaced; `rl doctor` measures the disk.
+What must be made once (`new=True`) gets its name only if that is free (`naming`), so of two writers, even on two hosts, one learns that it
+lost.
+
+Only this module fsyncs, and only it and `naming` link and rename, with two exceptions: `status.write_status` renames without fsync, because
+a heartbeat is worthless after a power cut; `rl doctor` measures the disk.
 """
 
 import contextlib
-import ctypes
 import errno
 import itertools
 import os
@@ -21,24 +23,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl.run_dir.hashes import blake2b
-from rl.system import faults
+from rl.run_dir.naming import NO_LINK, RENAME_EXCHANGE, link_new, rename_new, rename_with
+from rl.system import faults, process_table
 from rl.system.errors import DAMAGED, RunError
-from rl.system.linux import LIBC
+from rl.system.linux import place
 
 MAGIC = b"rl1\n"
 HEADER = struct.Struct("<4sQ16s")
 """Magic, payload length in bytes, BLAKE2b-128 of the payload."""
 
-LEFTOVER = re.compile(r"\.(?P<name>\d{6}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?P<pid>\d+)-\d+\.tmp")
-"""Temporary names of this module and no others: a weights directory may lie among files that are not ours."""
+LEFTOVER = re.compile(r"\.(?P<name>\d{6}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?:(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)|\d+)-\d+\.tmp")
+"""Temporary names of this module and no others: a weights directory may lie among files that are not ours. Those without a place are of
+versions of rl before it stood there."""
 SERIAL = itertools.count(1)
 PIECE_BYTES = 1 << 24
 """Of a file of lines, in memory at once."""
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP)
-"""Errors of file systems that cannot swap two names: NFS, some FUSE ones."""
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, *NO_EXCHANGE)
-"""Errors of hard links to another file system, or on one that has none."""
 
 
 class CorruptFileError(RunError):
@@ -95,24 +94,41 @@ def with_path(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, str(path))
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes `data` so that `path` either has all of it or is as before, even after a power cut. Raises OSError that names the path."""
+def temporary_name(path: Path) -> Path:
+    """A new name beside `path` for what will become it; it says where and by which process it is written."""
+    return path.with_name(f".{path.name}.{place()}-{os.getpid()}-{next(SERIAL)}.tmp")
+
+
+def write_file(path: Path, data: bytes, *, new: bool = False, fence: Callable[[], None] | None = None, mode: int = 0o666) -> None:
+    """Writes `data` so that `path` either has all of it or is as before, even after a power cut. Raises OSError that names the path.
+
+    new: the file must not be there yet; raises TakenError if it is, whoever made it in the meantime.
+    fence: called at the last moment before the file gets its name; what it raises keeps the write from happening.
+    mode: permissions of the file, less the umask.
+    """
     kind = faults.kind_of(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(SERIAL)}.tmp")
+    temporary = temporary_name(path)
     try:
         make_directory(path.parent)
-        with temporary.open("wb", buffering=0) as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
             write_all(file.fileno(), data, kind)
             faults.point(f"{kind}.fsync")
             os.fsync(file.fileno())
+        if fence:
+            fence()
         faults.point(f"{kind}.rename")
-        temporary.rename(path)
+        if new:
+            link_new(temporary, path)
+        else:
+            temporary.rename(path)
         faults.point(f"{kind}.fsync_dir")
         fsync_path(path.parent)
-    except OSError as error:
+    except (OSError, RunError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise with_path(error, path) from None
+        if fence:
+            fence()  # who has lost its role may lose its temporary file, too: that is no fault of the disk
+        raise with_path(error, path) if isinstance(error, OSError) else error from None
     faults.point(f"{kind}.done")
 
 
@@ -179,32 +195,43 @@ def append_file(path: Path, data: bytes) -> None:
     faults.point(f"{kind}.done")
 
 
-def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
-    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing."""
+def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
+    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing.
+
+    new, fence: see `write_file`.
+    """
     kind = faults.kind_of(path)
     make_directory(path.parent)
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_name(path)
     temporary.mkdir()
     try:
         faults.point(f"{kind}.fill")
         fill(temporary)
-        commit_directory(temporary, path)
+        commit_directory(temporary, path, new=new, fence=fence)
+    except (OSError, RunError):
+        if fence:
+            fence()
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def commit_directory(temporary: Path, path: Path) -> None:
-    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced in one step where the kernel can."""
+def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
+    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced in one step where the kernel can.
+
+    new, fence: see `write_file`.
+    """
     kind = faults.kind_of(path)
     share(temporary)
     for file in [*temporary.rglob("*"), temporary]:
         faults.point(f"{kind}.fsync")
         fsync_path(file)
+    if fence:
+        fence()
     faults.point(f"{kind}.rename")
-    if not path.exists():
-        temporary.rename(path)
-    elif not exchange(temporary, path):
+    if new or not path.exists():
+        rename_new(temporary, path)
+    elif not rename_with(temporary, path, RENAME_EXCHANGE):
         replace_in_two_steps(temporary, path)
     faults.point(f"{kind}.fsync_dir")
     fsync_path(path.parent)
@@ -220,16 +247,6 @@ def share(folder: Path) -> None:
         if stat.S_ISREG(there.st_mode) and there.st_nlink == 1 and stat.S_IMODE(there.st_mode) != mode:
             with contextlib.suppress(PermissionError):  # a file system that has no permissions
                 file.chmod(mode)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swaps two names in one step. Returns False if kernel or file system cannot."""
-    if LIBC.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number not in NO_EXCHANGE:
-        raise OSError(number, os.strerror(number), str(other))
-    return False
 
 
 def replace_in_two_steps(temporary: Path, path: Path) -> None:
@@ -289,8 +306,12 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-def clean_leftovers(*directories: Path) -> list[Path]:
-    """Removes what killed processes left half done, and returns its paths. Only the process that is about to write there may call it."""
+def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
+    """Removes what processes that are dead now left half done, and returns its paths.
+
+    That a process is dead is known of this host and pid namespace alone. ours: what begins with this name ("": everything there) is only
+    written by the holder of a role that this process holds now, so that what another host's process left is nobody's.
+    """
     found = []
     for directory in directories:
         hidden = sorted(name for name in os.listdir(directory) if name[0] == ".") if directory.is_dir() else []
@@ -298,8 +319,9 @@ def clean_leftovers(*directories: Path) -> list[Path]:
             if not (match := LEFTOVER.fullmatch(name)):
                 continue
             path = directory / name
-            if match["pid"] and os.path.exists(f"/proc/{match['pid']}"):
-                continue  # a live process is writing it
+            known = match["place"] == place()
+            if process_table.entry(int(match["pid"])) if known else ours is None or not name.startswith(f".{ours}"):
+                continue  # a live process is writing it, or one of which we know nothing
             found.append(path)
             if match["kind"] == "replaced" and not (final := path.with_name(match["name"])).exists():
                 path.rename(final)

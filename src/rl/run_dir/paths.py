@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from rl.run_dir.files import move, write_file
-from rl.run_dir.metrics import cut_metrics
+from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
 
 PENDING_ROLLOUTS = "pending.jsonl"
@@ -71,7 +71,7 @@ class RunDir:
     def folders(self) -> list[Path]:
         """All directories that the run writes to."""
         kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.evals, self.status_dir]
-        return [self.root, self.weights_dir, *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
+        return [self.root, self.weights_dir, sources_dir(self.metrics), *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
 
     def batch(self, step: int) -> Path:
         return self.batches / f"{step:06d}.batch"
@@ -112,8 +112,11 @@ class RunDir:
         return self.status_dir / f"{process}.lock"
 
     def newest_batch(self) -> int:
-        """Number of the newest batch, 0 if there is none."""
-        return max(numbers(self.batches, ".batch"), default=0)
+        """Number of the newest batch, 0 if there is none. A network's file system may list a directory as it was some time ago."""
+        newest = max(numbers(self.batches, ".batch"), default=0)
+        while self.batch(newest + 1).exists():
+            newest += 1
+        return newest
 
     def newest_weights(self) -> tuple[int, Path] | None:
         """Number and folder of the newest complete policy version above 0, or None while there is only the base model."""

@@ -1,11 +1,9 @@
-"""`status/<process>.json`: who runs where, its heartbeat, and what it does or waits for, as typed fields. Beside it the lock
-that fences a role, and why a run ended.
+"""`status/<process>.json`: who runs where, its heartbeat, and what it does or waits for, as typed fields. Beside it, why a run ended.
 
 Programs read the fields of RoleStatus. The sentence that people read is made of them by `describe`, where it is shown; nobody parses it.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import threading
@@ -17,10 +15,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rl.run_dir.files import clean_leftovers
+from rl.run_dir.files import clean_leftovers, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
-from rl.system.errors import RESTART, RunError
+from rl.system.linux import place
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
@@ -97,6 +95,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     `data`."""
     pid: int | None = None
     host: str = ""
+    place: str = ""
+    """Where the pid means something, see rl.system.linux.place."""
     started: float | None = None
     phase: Phase | None = None
     step: int | None = None
@@ -142,8 +142,8 @@ class Status:
 
     def __init__(self, path: Path, process: str):
         self.path = path
-        clean_leftovers(path.parent)  # of a beat that a predecessor did not finish
-        self.current = RoleStatus(process=process, pid=os.getpid(), host=socket.gethostname(), started=time.time())
+        clean_leftovers(path.parent, ours=path.name)  # of a beat that a predecessor did not finish
+        self.current = RoleStatus(process=process, pid=os.getpid(), host=socket.gethostname(), place=place(), started=time.time())
         self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
         self.progress, self.progressed = 0, (0, time.time())
         """The count, and its value when it was last seen to have grown, with the time of that."""
@@ -197,7 +197,7 @@ def reachable(host: str) -> str:
 def write_status(path: Path, status: RoleStatus) -> None:
     """Replaces a status file without fsync: it has no worth after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = temporary_name(path)
     temporary.write_bytes(msgspec.json.encode(status))
     faults.point("status.rename")
     temporary.rename(path)
@@ -240,19 +240,6 @@ def further_server(port: int) -> str:
     return f"inference-{socket.gethostname()}-{port}"
 
 
-def forget_dead_servers(status_dir: Path) -> None:
-    """Deletes what further servers that have ended left here: the files of those whose lock nobody holds.
-
-    The lock itself goes, too: only a server that has bound the port of its name asks for it.
-    """
-    for path in {path.with_suffix(".lock") for path in status_dir.glob("inference-*.*")}:
-        with contextlib.suppress(RunError):
-            lock = hold_role(path)
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            os.close(lock)
-
-
 LOG_LINES = 6
 """Log lines quoted in a timeout error."""
 
@@ -273,45 +260,6 @@ def last_seen(status_path: Path) -> str:
         return text
     lines = last_lines(log, LOG_LINES)
     return "\n".join([f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])])
-
-
-ROLE_WAIT_S = 60.0
-"""How long a predecessor may take to end."""
-
-
-class LockOwner(msgspec.Struct, frozen=True):
-    """The content of a lock file: the process that last took it."""
-
-    pid: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host}"
-
-
-def hold_role(path: Path, wait_s: float = 0.0) -> int:
-    """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError when it is still taken after `wait_s`.
-
-    Returns the file descriptor that holds the lock.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            os.close(fd)
-            owner = read_json(path, LockOwner) or "unknown"
-            text = f"{path.parent.parent}: {path.stem} of this run is already running ({owner}); stop it first"
-            raise RunError(text, RESTART) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, msgspec.json.encode(LockOwner(os.getpid(), socket.gethostname())), 0)
-    return fd
 
 
 class RunEnd(msgspec.Struct, frozen=True):

@@ -13,6 +13,8 @@ import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rl.run_dir.files import write_file
+from rl.run_dir.naming import TakenError
 from rl.system.errors import RunError
 
 VARIABLE = "RL_TOKEN"
@@ -73,20 +75,10 @@ def read_token(status_dir: Path) -> str | None:
 
 def kept_token(status_dir: Path) -> str:
     """The run's own token, made if there is none. Of processes that start together, even on several nodes, one makes it."""
-    status_dir.mkdir(parents=True, exist_ok=True)
     path = token_file(status_dir)
     if not path.exists():
-        temporary = path.with_name(f".token.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(fd, "w") as file:
-                file.write(secrets.token_urlsafe(32))
-                file.flush()
-                os.fsync(fd)
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)  # unlike a rename it never replaces the token that another process has just made
-        finally:
-            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(TakenError):  # another process has just made it
+            write_file(path, secrets.token_urlsafe(32).encode(), new=True, mode=0o600)
     token = read_token(status_dir)
     assert token is not None
     return token

@@ -6,7 +6,8 @@ each fault happens once: it is noted there just before, and a process that start
 (`RL_FAULT=a:x:1,a:y:1`). Without these variables a point costs the test of one variable.
 
 `kind.write` comes before a write, `kind.torn` in its middle, `kind.fsync`, `kind.rename` and `kind.fsync_dir` before the call of that name,
-`kind.done` after the last. The kind of a file follows from its place in the run directory: batch, pending, weights, checkpoint ...
+`kind.done` after the last. Where the name must be free `kind.rename` comes before a link, and `kind.linked` after it. The kind of a file
+follows from its place in the run directory: batch, pending, weights, checkpoint ...
 """
 
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 
 KINDS = {"batches": "batch", "checkpoints": "checkpoint", "evals": "eval"}
 """Directory -> kind of its entries, where the two names differ."""
-NAMES = {"pending.jsonl": "waiting"}
+NAMES = {"pending.jsonl": "waiting", "metrics.jsonl": "merged"}
 """File -> its kind, where that is not its name without ending."""
 
 
@@ -98,8 +99,10 @@ def point(name: str) -> None:
 def kind_of(path: Path) -> str:
     """The kind of a file of the run directory, for names of points: `batches/000012.batch` is a batch, `config.toml` is config."""
     stem, folder = path.name.split(".")[0], path.parent.name
-    if path.suffix == ".quarantined":
-        return "quarantined"
+    if path.suffix in (".quarantined", ".lease"):
+        return path.suffix[1:]
+    if folder == "metrics":
+        return folder
     if stem.isdigit():
         return KINDS.get(folder, folder)
     return "eval" if folder.isdigit() else NAMES.get(path.name, stem)

@@ -5,6 +5,8 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
 
 from rl.system import process_table
 
@@ -37,6 +39,15 @@ def raise_open_files() -> None:
     """Raises this process's limit of open files as far as it may: a rollout has a connection of its own, and the usual limit is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def place() -> str:
+    """Where the process ids of this process mean something: this start of this machine, and the pid namespace (a container has its own).
+
+    A file that names a process names its place, too: elsewhere the same pid is another process. `0123abcd-4026531836`.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return f"{blake2b(boot, digest_size=4).hexdigest()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def ancestors() -> Iterator[int]:

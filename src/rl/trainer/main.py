@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,11 +17,12 @@ from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import clean_leftovers
-from rl.run_dir.metrics import read_metrics
+from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
+from rl.run_dir.metrics import merging, read_metrics
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import ROLE_WAIT_S, Phase, Status, hold_role
+from rl.run_dir.status import Phase, Status
 from rl.system.errors import CANNOT_WRITE, GIVE_UP, RunError
-from rl.system.linux import end_with_parent
+from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.warm_start import leave
 from rl.trainer.store.background import Background
 
@@ -59,9 +61,10 @@ def run(config: RLConfig, rank: int) -> None:
     """Holds the role, brings the ranks up, trains, and takes everything down again."""
     name = f"trainer-{rank}" if rank else "trainer"
     checkpoints = Background()
+    lease = None
     if rank == 0:
-        hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
-        clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests(0).parent)
+        lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
+        clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, ours="")
         # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
         checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
     status = Status(config.run_dir.status(name), name)
@@ -92,9 +95,14 @@ def run(config: RLConfig, rank: int) -> None:
     status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
     what = f"{config.run_dir.checkpoints} to be read: does that disk answer?"
     found = checkpoints.result(what, settings.rank_timeout_s)
-    train(start(config, world, base, status, source, found))
+    alone = settings.data.replay or settings.data.fake or (config.sft and LAUNCHER not in os.environ)  # neither `rl` nor an orchestrator
+    merges = merging(config.run_dir.metrics, partial(check_fence, config.run_dir.lock("trainer")))
+    with merges if alone and rank == 0 else contextlib.nullcontext():
+        train(start(config, world, base, status, source, found))
     dist.destroy_process_group()
     status.close()
+    if lease:
+        lease.close()
     if rank == 0 and settings.data.fake:
         print(summary(read_metrics(config.run_dir.metrics).values()))
 

@@ -12,6 +12,7 @@ from rl.config.loss import CustomConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.files import move
+from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
@@ -202,7 +203,7 @@ def start(
     publisher, saver = Publisher(run_dir, settings.weights, client, waits[1]), Saver(run_dir, settings, world, step)
     if replay:
         publisher, saver = Comparer(run_dir, settings.weights, waits[1], log), StateComparer(run_dir, settings, world, step, log)
-    metrics = MetricsLog(run_dir.metrics, "trainer") if world.is_main else None
+    metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
     learner = Learner(model, optimizer, settings, world, reference, parity, status)
     return Trainer(config, Path(base), learner, step, batches, publisher, saver, work_of(model), metrics, status)
 

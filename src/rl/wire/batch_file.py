@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,9 +78,9 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
 
 
-def write_batch(path: Path, batch: TrainBatch, state: Any) -> None:
-    """Commits a batch."""
-    write_file(path, encode_batch(batch, state))
+def write_batch(path: Path, batch: TrainBatch, state: Any, fence: Callable[[], None] | None = None) -> None:
+    """Commits a batch. Raises TakenError if there is one of that step, and what `fence` raises, see write_file."""
+    write_file(path, encode_batch(batch, state), new=True, fence=fence)
 
 
 def sound_batch(path: Path) -> bytes:
@@ -126,10 +126,10 @@ def batch_part(path: Path, offset: int) -> bytes:
         raise CorruptFileError(f"{path}: missing") from None
 
 
-def write_rollouts(path: Path, data: bytes) -> None:
-    """Writes a step's rollouts and their checksum."""
-    write_file(path, data)
-    write_file(sum_path(path), f"{sha256(data)}  {path.name}\n".encode())
+def write_rollouts(path: Path, data: bytes, fence: Callable[[], None] | None = None) -> None:
+    """Writes a step's rollouts and their checksum. fence: see write_file."""
+    write_file(path, data, fence=fence)
+    write_file(sum_path(path), f"{sha256(data)}  {path.name}\n".encode(), fence=fence)
 
 
 def sum_path(path: Path) -> Path:
@@ -174,4 +174,4 @@ def remove_rollouts(run_dir: RunDir, *, after: int) -> None:
     for suffix in ROLLOUT_SUFFIXES:
         for number in numbers(run_dir.rollouts_dir, suffix):
             if number > after:
-                (run_dir.rollouts_dir / f"{number:06d}{suffix}").unlink()
+                (run_dir.rollouts_dir / f"{number:06d}{suffix}").unlink(missing_ok=True)

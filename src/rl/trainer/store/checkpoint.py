@@ -5,9 +5,9 @@ read, because DCP's own metadata is a pickle.
 """
 
 import json
-import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, newest_sound_checkpoint, read_manifest
-from rl.run_dir.files import CorruptFileError, commit_directory, require_space
+from rl.run_dir.files import CorruptFileError, commit_directory, require_space, temporary_name
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
 from rl.system.errors import RunError
@@ -55,15 +55,23 @@ def snapshot(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict
     return {name: value.to("cpu", copy=True) for name, value in tensors_of(model, optimizer, world).items()}
 
 
-def write(path: Path, step: int, state: dict[str, Tensor], model: str, world: World, group: dist.ProcessGroup | None = None) -> None:
+def write(
+    path: Path,
+    step: int,
+    state: dict[str, Tensor],
+    model: str,
+    world: World,
+    group: dist.ProcessGroup | None = None,
+    fence: Callable[[], None] | None = None,
+) -> None:
     """Writes a state, of the model with the fingerprint `model`, as the checkpoint of `step`. Every rank calls this with its part, and
     returns when the checkpoint is complete under its final name.
 
-    `group`: the ranks' own for the purpose, when this runs in a thread beside the training. Raises OSError for a full disk.
+    `group`: the ranks' own for the purpose, when this runs in a thread beside the training. `fence`: see write_file. Raises OSError for a
+    full disk, TakenError when there is a checkpoint of that step.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(world.broadcast_bytes(temporary_name(path).name.encode(), group).decode())
     if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         require_space(temporary, state.values())
     world.barrier(group)
@@ -79,7 +87,7 @@ def write(path: Path, step: int, state: dict[str, Tensor], model: str, world: Wo
     if world.is_main:
         write_manifest(temporary, step, model, world)
         faults.point("checkpoint.manifest")
-        commit_directory(temporary, path)
+        commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
 
 

@@ -3,11 +3,13 @@
 import sys
 import time
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from rl.config.trainer import WeightsConfig
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase
@@ -45,7 +47,9 @@ class Publisher:
         path = self.run_dir.weights(number).absolute()
         self.wait.about(Phase.PUBLISHING, number, "writing it")
         if not self._is_there(number, path, version):
-            version.write(path, self.run_dir.digests(number))
+            fence = partial(check_fence, self.run_dir.lock("trainer"))
+            # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
+            version.write(path, self.run_dir.digests(number), new=not path.exists(), fence=fence)
         needed = Acknowledged(number)
         if self.client:
             needed = self.client.published(WeightVersion(number, str(path)), self.wait)

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig
+from rl.run_dir.lease import check_fence
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
@@ -75,7 +77,8 @@ class Saver:
 
     def _write(self, step: int, state: dict[str, Tensor], model: str, began: float, before: float) -> None:
         """`began`, `before`: when this checkpoint and the one before it were begun."""
-        checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group)
+        fence = partial(check_fence, self.run_dir.lock("trainer"))
+        checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence)
         self.since = time.monotonic()
         self.cost_s = self.since - began
         self.fraction = self.cost_s / max(began - before, self.cost_s)

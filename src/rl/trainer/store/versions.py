@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,10 +50,11 @@ class Version:
         """SHA-256 of each tensor's bytes by its name in the file. Takes about a second for each GB."""
         return {name: sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())) for name, tensor in self.named.items()}
 
-    def write(self, path: Path, record: Path) -> None:
+    def write(self, path: Path, record: Path, *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
         """Writes the version's folder, complete by rename. Its digests are in the file `record` before it appears, and after it is gone.
 
-        Adapters are written as peft does, without the files of their base, which they name.
+        new, fence: see write_file. Without `new` an older folder is replaced. Adapters are written as peft does, without the files of their
+        base, which they name.
         """
         content = {"tensors": self.digests, "made_by": self.made_by}
 
@@ -67,9 +69,9 @@ class Version:
                 write_config(self.base, folder, self.model, self.dtype)
             small = {file.name: sha256_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
             (folder / DIGESTS).write_text(json.dumps(content | {"files": small}, indent=1))
-            write_file(record, json.dumps(content, indent=1).encode())
+            write_file(record, json.dumps(content, indent=1).encode(), fence=fence)
 
-        write_directory(path, fill)
+        write_directory(path, fill, new=new, fence=fence)
 
 
 @torch.no_grad()

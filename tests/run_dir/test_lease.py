@@ -1,0 +1,147 @@
+"""The lease of a role: who holds it where the lock says nothing, and how one that was given up learns it."""
+
+import errno
+import os
+import time
+
+import msgspec
+import pytest
+
+from rl.run_dir import lease
+from rl.run_dir.lease import LockOwner, check_fence, hold_role, lease_path, newest_lease, this_process
+from rl.run_dir.status import read_json
+from rl.system.errors import GIVE_UP, RESTART, RunError
+
+FAR = LockOwner(os.getpid(), "far", "0123abcd-4026531836", "1")
+"""A process on another host, whose pid is that of a live one here."""
+
+
+@pytest.fixture
+def lock(tmp_path):
+    path = tmp_path / "r" / "status" / "orchestrator.lock"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 0.02)
+    monkeypatch.setattr(lease, "LEASE_S", 0.3)
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, None], ids=["ENOSYS", "ENOLCK", "EOPNOTSUPP", "this host alone"])
+def no_locks(request, monkeypatch):
+    """flock fails, or tells nothing of other hosts."""
+
+    def flock(_fd, _how):
+        if request.param:
+            raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+def write_lease(lock, number: int, owner: LockOwner) -> None:
+    lease_path(lock, number).write_bytes(msgspec.json.encode(owner))
+
+
+def test_a_file_system_without_locks_has_one_holder_all_the_same(lock, no_locks):
+    held = hold_role(lock)
+    assert (held.number, read_json(held.path, LockOwner)) == (1, this_process())
+    with pytest.raises(
+        RunError, match=f"orchestrator of this run is already running \\(pid {os.getpid()} on .*\\); stop it first"
+    ) as caught:
+        hold_role(lock, 0.1)
+    assert caught.value.exit_code == RESTART
+    held.close()
+    again = hold_role(lock)
+    assert again.number == 2 and [path.stat().st_size > 0 for path in sorted(lock.parent.glob("*.lease"))] == [False, True]
+    again.close()
+
+
+def test_a_dead_process_of_this_host_is_followed_at_once(lock, no_locks):
+    dead = msgspec.structs.replace(this_process(), started="1")  # another process has its pid now
+    write_lease(lock, 7, dead)
+    before = time.monotonic()
+    held = hold_role(lock)
+    assert held.number == 8 and time.monotonic() - before < 0.2
+    held.close()
+
+
+def test_another_hosts_lease_counts_as_long_as_it_changes(lock, no_locks):
+    """Whatever its times say: they may lie in the future, or long ago."""
+    write_lease(lock, 3, FAR)
+    stop, changes = time.monotonic() + 1.0, 0
+    attempt = lease.Attempt(lock)
+    while time.monotonic() < stop:
+        changes += 1
+        os.utime(lease_path(lock, 3), (1e9 - changes, 4e9 - changes))
+        assert attempt.take() is None
+        time.sleep(0.05)
+    os.close(attempt.fd)
+    before = time.monotonic()
+    held = hold_role(lock)  # it is waited for in any case
+    assert held.number == 4 and 0.3 <= time.monotonic() - before < 2
+    held.close()
+
+
+def test_another_hosts_live_lease_is_refused_as_soon_as_it_changes(lock, no_locks, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_S", 30.0)
+    monkeypatch.setattr(lease.time, "sleep", lambda _s: os.utime(lease_path(lock, 3), (5, 5)))
+    write_lease(lock, 3, FAR)
+    before = time.monotonic()
+    with pytest.raises(RunError, match=f"already running \\(pid {os.getpid()} on far\\)"):
+        hold_role(lock)
+    assert time.monotonic() - before < 5
+
+
+def test_a_lease_that_was_given_back_is_taken_at_once(lock, no_locks):
+    lease_path(lock, 3).touch()
+    held = hold_role(lock)
+    assert held.number == 4
+    held.close()
+
+
+def test_who_sees_a_listing_of_long_ago_gets_no_lease(lock, no_locks, monkeypatch):
+    for number in range(1, 31):
+        held = hold_role(lock)
+        assert held.number == number
+        if number < 30:
+            held.close()
+    assert sorted(lease.lease_numbers(lock)) == list(range(15, 31))
+    for seen in range(15, 30):
+        monkeypatch.setattr(lease, "lease_numbers", lambda path, seen=seen: [seen])
+        assert lease.Attempt(lock).take() is None
+    held.check()
+    held.close()
+
+
+@pytest.mark.parametrize("how", ["next", "emptied", "gone", "another run's"])
+def test_who_was_given_up_learns_it_before_its_next_commit(lock, how):
+    held = hold_role(lock)
+    check_fence(lock)
+    if how == "next":
+        write_lease(lock, 2, FAR)
+    elif how == "emptied":  # and the next one's name is not seen yet
+        held.path.write_bytes(b"")
+        write_lease(lock, 9, FAR)
+    else:
+        held.path.unlink()
+        write_lease(lock, 9 if how == "gone" else held.number, FAR)
+    with pytest.raises(RunError, match=r"on far.* has taken over as orchestrator of this run") as caught:
+        check_fence(lock)
+    assert caught.value.exit_code == GIVE_UP
+    held.close()
+    assert newest_lease(lock) and read_json(lease_path(lock, newest_lease(lock)), LockOwner) == FAR
+    check_fence(lock)  # what holds no role, a tool, is not asked
+
+
+def test_the_holder_renews_its_lease(lock):
+    held = hold_role(lock)
+    before = held.path.stat().st_mtime_ns
+    deadline = time.monotonic() + 10
+    while held.path.stat().st_mtime_ns == before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert held.path.stat().st_mtime_ns != before
+    held.close()
+    assert held.path.stat().st_size == 0
