@@ -68,7 +68,7 @@ def main() -> int:
     args = parser.parse_args()
     report = Report(args.output)
     sys.path.insert(0, str(Path(__file__).parent))
-    os.environ |= {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
     from benchmarks.gpu_bench import Bench, in_fork, told
     from benchmarks.gpu_parts import PARTS  # seconds, once for all of them
 

@@ -60,6 +60,7 @@ def world():
     torch.distributed.destroy_process_group()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Processes that run tests: one for each core, and none beside the first for single files, which end before another has started."""
     folders = all(Path(argument.partition("::")[0]).is_dir() for argument in config.args)

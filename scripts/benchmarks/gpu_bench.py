@@ -122,7 +122,11 @@ def in_process(bench: Bench, function: Callable[[], None], name: str) -> dict[st
 
 def told(log: Path) -> list[dict[str, Any]]:
     """The JSON objects that a process printed."""
-    return [json.loads(text) for text in Path(f"{log}.out").read_text().splitlines() if text.startswith("{") and text.endswith("}")]
+    found = []
+    for text in Path(f"{log}.out").read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            found += [json.loads(text)] if text.startswith("{") and text.endswith("}") else []
+    return found
 
 
 def in_fork(function: Callable[[], None], log: Path, limit_s: float | None, session: bool = True) -> int | None:

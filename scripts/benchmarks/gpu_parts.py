@@ -110,8 +110,9 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, wind
 def gradients(bench: Bench) -> None:
     """Loss and gradients of one batch in float32 on the device, and on the CPU."""
     expected = in_process(bench, partial(gradients_once, replace(bench, place="cpu")), "cpu")
-    for kind in ("auto", "blocks"):
-        found = in_process(bench, partial(gradients_once, bench, kind), kind)
+    # All of them first: a fork of a process that has computed hangs in its first parallel operation on the CPU.
+    results = {kind: in_process(bench, partial(gradients_once, bench, kind), kind) for kind in ("auto", "blocks")}
+    for kind, found in results.items():
         tensors, there = load_file(found["file"]), load_file(expected["file"])
         worst = max((apart(tensor, there[name]), name) for name, tensor in tensors.items())
         loss = abs(found["loss"] - expected["loss"]) / abs(expected["loss"])
@@ -270,7 +271,9 @@ def offload(bench: Bench) -> None:
         return say("offload", note="needs a GPU")
     found, world = {}, bench.world()
     for kind in (False, True):
-        config, learner = ready(bench, "0.6B", world, optim={"offload": kind, "lr": 1e-3}, deterministic=True, micro_batch_tokens=8192)
+        settings = {"optim": {"offload": kind, "lr": 1e-3}, "deterministic": True, "micro_batch_tokens": 8192}
+        determinism.apply(RLConfig.model_validate({"trainer": settings}).trainer, bench.device)
+        config, learner = ready(bench, "0.6B", world, **settings)
         packed = batch_for(config, learner, FakeDataConfig(samples=4, group_size=2, prompt_tokens=512, completion_tokens=512))
         seconds = []
         for _ in range(3):

@@ -143,6 +143,11 @@ class Worker:
             return await self.env.play(order, num_episodes)
         except RolloutError as error:
             failed = Rollout(stop="error", cause=error.cause, error=str(error))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise
+            text = "the environment's own code was cancelled: it awaits a task that it has cancelled itself"
+            failed = Rollout(stop="error", cause="environment", error=text)
         except (Exception, SystemExit) as error:  # an environment's exit() must not end the others' rollouts
             text = "".join(traceback.format_exception(error))
             failed = Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")

@@ -196,10 +196,11 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     from rl.inference.gate import Gate
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    host, port = reachable(served.sock.getsockname()[0]), served.sock.getsockname()[1]
+    bound, port = served.sock.getsockname()[:2]
+    host, is_local = reachable(bound), is_loopback(bound)
     # For strangers the slower parser: the other one has no limit on lines and headers.
-    parser = "auto" if is_loopback(host) else "h11"
-    gate = Gate(app, served.token, loopback=is_loopback(host))
+    parser = "auto" if is_local else "h11"
+    gate = Gate(app, served.token, loopback=is_local)
     config = uvicorn.Config(gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = NoSignalServer(config)
     app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine

@@ -141,7 +141,8 @@ class Admission:
             self.source.again.append(self.in_flight.pop(play.ref.group_id).ref)
         return stale
 
-    def quarantine(self, env: str) -> None:
-        """Leaves an environment out until the next start; its share goes to the others."""
-        self.source.quarantine(env, [play.ref for play in self.in_flight.values()])
-        self.in_flight = {group_id: play for group_id, play in self.in_flight.items() if play.ref.env != env}
+    def quarantine(self, env: str, arrived: Iterable[Group]) -> None:
+        """Leaves an environment out until the next start, with its groups in flight that have not `arrived`; its share goes to the others."""
+        played = {group.group_id for group in arrived}
+        lost = [group_id for group_id, play in self.in_flight.items() if play.ref.env == env and group_id not in played]
+        self.source.quarantine(env, [self.in_flight.pop(group_id).ref for group_id in lost])

@@ -102,7 +102,8 @@ class BatchBuilder:
         if newest:
             state = self._state_of(newest)
             settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
-            state.tasks.in_flight += state.pending  # of which those in pending.log are done
+            in_flight = [*state.tasks.in_flight, *state.pending]  # of which those in pending.log are done
+            state.tasks.in_flight = [ref for ref in in_flight if ref.group_id not in settled]
             self.history = state.history
             if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
                 self.metrics.write(newest, state.metrics)
@@ -150,9 +151,12 @@ class BatchBuilder:
         self.pending.append(finished)
 
     def members(self, group_id: int, oldest: int) -> list[Rollout]:
-        """The finished rollouts of a group that is not finished, of episodes of which no version before `oldest` sampled a token."""
+        """The finished rollouts of a group that is not finished, of episodes that have not failed and of which no version before `oldest`
+        sampled a token."""
         found = self.pending.members.get(group_id)
-        return without_episodes(found, lambda rollout: min(rollout.versions, default=oldest) < oldest).members if found else []
+        if found is None:
+            return []
+        return without_episodes(found, lambda rollout: rollout.error is not None or min(rollout.versions, default=oldest) < oldest).members
 
     def _judge(self, groups: list[Group]) -> None:
         for group in groups:

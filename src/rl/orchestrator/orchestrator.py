@@ -109,7 +109,9 @@ class Orchestrator:
     def start_group(self, ref: TaskRef, num_episodes: int) -> None:
         """Starts a group with those of its members that an earlier process, or a play that was cancelled, has finished."""
         loaded = self.policy.loaded
-        members = self.builder.members(ref.group_id, loaded - (self.config.orchestrator.max_off_policy_steps if self.config.max_lag else 0))
+        # Of half the window: older ones would have the group cancelled as stale before it is finished, and again.
+        window = self.config.orchestrator.max_off_policy_steps // 2 if self.config.max_lag else 0
+        members = self.builder.members(ref.group_id, loaded - window)
         start_version = min([loaded, *(version for rollout in members for version in rollout.versions)])
         task = self.group.create_task(self.play_group(ref, num_episodes, members))
         self.admission.in_flight[ref.group_id] = InFlight(ref, num_episodes, start_version, time.monotonic(), task)
@@ -158,7 +160,7 @@ class Orchestrator:
         if len(self.source.shares) == 1:
             raise RunError(f"environment {env} cannot be played: {why}")
         log.error("environment %s is left out until the next start, its share goes to the others: %s", env, why)
-        self.admission.quarantine(env)
+        self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])
 
     async def fail_with_pool(self) -> None:
         """Loop. Consumes the loss of what the run cannot go on without. Produces the end of the run. Unblocked by the pool."""

@@ -290,7 +290,8 @@ class WorkerPool:
         worker.waiting.append(play)
         await self._pump(worker)
         try:
-            rollouts = await play.done
+            # Copies: what is added to them must not get into the members that are kept.
+            rollouts = [msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)) for rollout in await play.done]
             if self.add_metrics:
                 self.add_metrics(rollouts)
             return rollouts

@@ -136,22 +136,28 @@ class ServedPolicy:
         Raises CorruptFileError for damaged weights, RefusedError for what inference refuses otherwise, InferenceLostError.
         """
         async with self.load_lock:
-            try:
-                pause_s = await self._level(version)
-            except RefusedError as error:
-                if not Path(version.path).exists():
-                    log.warning("version %d was taken away while inference read it", version.policy_version)
-                    await asyncio.sleep(RETRY_S)
-                    return 0.0
-                refusal = f"{version.path}: inference refused version {version.policy_version}: {error}"
-                if error.status == 422 and version.policy_version:
-                    try:
-                        await asyncio.to_thread(verify_version, Path(version.path))
-                    except CorruptFileError as damage:  # a sound version just does not fit that server
-                        raise CorruptFileError(f"{damage}; {refusal}") from None
-                raise RefusedError(error.status, refusal) from None
+            pause_s = await self._load(version)
+            if pause_s is None:
+                return 0.0
             await self._take_over(version.policy_version)
             return pause_s
+
+    async def _load(self, version: WeightVersion) -> float | None:
+        """Does what `load` does, but for `loaded`; None if the version's folder went away."""
+        try:
+            return await self._level(version)
+        except RefusedError as error:
+            if not Path(version.path).exists():
+                log.warning("version %d was taken away while inference read it", version.policy_version)
+                await asyncio.sleep(RETRY_S)
+                return None
+            refusal = f"{version.path}: inference refused version {version.policy_version}: {error}"
+            if error.status == 422 and version.policy_version:
+                try:
+                    await asyncio.to_thread(verify_version, Path(version.path))
+                except CorruptFileError as damage:  # a sound version just does not fit that server
+                    raise CorruptFileError(f"{damage}; {refusal}") from None
+            raise RefusedError(error.status, refusal) from None
 
     async def _level(self, version: WeightVersion) -> float:
         """Brings every server to a version, each on its own, until all that are there hold it, or only late ones do not.
@@ -205,7 +211,10 @@ class ServedPolicy:
         try:
             self.pauses[url] = await self.servers.load(url, version)
         except (AwayError, OSError, InferenceLostError, RefusedError) as error:
+            before = self.failures.get(url)
             self.failures[url] = Failure(time.monotonic(), version.policy_version, error)
+            if before is None or (before.version, str(before.error)) != (version.policy_version, str(error)):
+                log.warning("inference at %s does not load version %d: %s", url, version.policy_version, error)
             if not isinstance(error, RefusedError):
                 self.servers.known.pop(url, None)  # until it is looked at
         finally:
@@ -255,7 +264,7 @@ class ServedPolicy:
                     self._order(url, self.versions[self.loaded])
         else:
             log.warning("inference came back with version %d: it gets version %d again", oldest, self.loaded)
-            await self._level(self.versions[self.loaded])
+            await self._load(self.versions[self.loaded])
 
     async def _take_over(self, version: int) -> None:
         """Makes a version the loaded one; no group counts on it before all workers know who holds it."""

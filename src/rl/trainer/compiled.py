@@ -22,6 +22,7 @@ def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] 
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     config.fail_on_recompile_limit_hit = True
+    config.specialize_float = True  # a cap on scores is a number of the graph: as a symbol inductor does not compile it
     inner = torch.compile(function, dynamic=True, options=options)
 
     @functools.wraps(function)

@@ -17,13 +17,14 @@ from rl.trainer.flex import padded, whole_blocks
 from rl.trainer.prefix_tree import Line, Piece, lay_out, make_line
 from rl.wire.messages import TrainBatch
 
-MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Of one pass on one rank, by its device: a GPU has less to do in a smaller one than its calls cost."""
+MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_GPU = 4096, 16384
+"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost; it has the memory where activations are recomputed."""
 
 
 def micro_batch_tokens(settings: TrainerConfig, device: torch.device) -> int:
     """The most tokens of one pass on one rank; a sample that is longer goes alone."""
-    return settings.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
+    large = device.type == "cuda" and settings.activation_checkpointing != "none"
+    return settings.micro_batch_tokens or (MICRO_BATCH_TOKENS_GPU if large else MICRO_BATCH_TOKENS)
 
 
 @dataclass

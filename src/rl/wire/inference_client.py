@@ -222,7 +222,9 @@ class InferenceServers:
 
     def last_seen(self) -> str:
         """What our own server last reported; of others only their addresses are known."""
-        return f"Servers: {', '.join(self.fixed)}" if self.fixed else f"Inference: {last_seen(self.status_path)}"
+        if self.fixed:
+            return f"Servers: {', '.join(self.fixed)}"
+        return "\n".join(f"{path.stem}: {last_seen(path)}" for path in server_files(self.status_path.parent) or [self.status_path])
 
     # What they are asked ------------------------------------------------------------------------------------------------
 
@@ -237,12 +239,12 @@ class InferenceServers:
             if not self.balancer.usable() and self.fleet is None:
                 self.balancer.update(self.find())
             server, oldest = self.balancer.choose(session), self.oldest
+            if (server is None or problem) and time.monotonic() - since > self.timeout_s:
+                raise self._lost("/generate", problem or self._problems())
             if server is None:
-                if time.monotonic() - since > self.timeout_s:
-                    raise self._lost("/generate", problem or self._problems())
                 await asyncio.sleep(RETRY_S)
                 continue
-            began = time.monotonic()
+            began, first = time.monotonic(), not problem
             try:
                 status, content = await self._fly(server, "/generate", body)
                 if status == 200:
@@ -255,11 +257,12 @@ class InferenceServers:
                 if not self.balancer.usable():
                     raise
                 log.warning("inference at %s: %s", server.url, error)
+                problem = str(error)
                 continue
             else:
                 kind = PromptTooLongError if fault.type == "prompt_too_long" else ValueError
                 raise kind(fault.message or f"inference answered {status}: {content[:200]!r}")
-            if not problem or time.monotonic() - began > self.timeout_s:
+            if first or time.monotonic() - began > self.timeout_s:
                 since = time.monotonic()  # until then a server was at work
             server.failed()
 
@@ -323,7 +326,9 @@ class InferenceServers:
                 raise InferenceLostError(str(error), GIVE_UP) from None
             status, content = await self.http.request(method, url + path, body, shown)
             faults.point(f"http{path}.answered")
-            if status not in (401, 403):
+            if status == 403:  # not for want of a token: the server says why
+                raise InferenceLostError(f"{url} refuses: {content[:500].decode(errors='replace')}", GIVE_UP)
+            if status != 401:
                 return status, content
             with suppress(RunError):
                 self.authorization = authorization(self.status_path)

@@ -272,7 +272,7 @@ def as_rollout(play: Play) -> Rollout:
         turns=turns,
         messages=messages_of(state) if state else client.messages() if client else [],
         stop=state.get("stop_condition") or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
-        truncated=bool(state.get("is_truncated")) or any(turn.finish_reason == "length" for turn in turns),
+        truncated=bool(state.get("is_truncated")) or any(answer.finish_reason == "length" for answer in getattr(turns, "answers", turns)),
         overlong=play.overlong,
     )
     if state and not client:

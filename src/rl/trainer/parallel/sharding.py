@@ -71,6 +71,8 @@ class ReduceInPlace(GatherInPlace):
             self.input = super().allocate(size, dtype=dtype, device=device)
             return self.input
         output, self.input = self.input, None
+        if output.is_cuda:  # FSDP adds it to the gradient on this stream, and frees it on another
+            output.record_stream(torch.cuda.current_stream())
         return output
 
 

@@ -41,6 +41,9 @@ class Background:
         Waits for: the thread. Raises TimeoutError, naming `what` is waited for, after `deadline_s` seconds.
         """
         deadline = time.monotonic() + deadline_s
+        others = list(others)
+        for other in others:  # also where nothing has to be waited for
+            other.raise_errors()
         while self._work and not self._work.ready():
             for other in others:
                 other.raise_errors()

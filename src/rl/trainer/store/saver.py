@@ -57,7 +57,11 @@ class Saver:
             self.since = self.last_began = time.monotonic()
 
     def due(self, step: int, last: int) -> bool:
-        """Whether the state after `step` is to be saved. Every rank calls this; rank 0's clock decides for all."""
+        """Whether the state after `step` is to be saved. Every rank calls this; rank 0's clock decides for all.
+
+        Raises what the checkpoint that is being written has failed with.
+        """
+        self.background.raise_errors()
         if self.never_due:
             return False
         if self.config.interval is not None:
