@@ -112,7 +112,7 @@ class Inference(WebServer):
         return web.json_response({"policy_version": self.version})
 
     async def status(self, _: web.Request) -> web.Response:
-        return web.json_response({"policy_version": self.version, "max_model_len": 128, "served_model": "model"} | {"protocol": PROTOCOL})
+        return web.json_response({"policy_version": self.version, "max_model_len": 128, "served_model": "tiny"} | {"protocol": PROTOCOL})
 
 
 def train(config) -> None:

@@ -143,10 +143,11 @@ def start_server(checkout: Path, model: Path, work: Path, dtype: str) -> tuple[s
     with (work / "log").open("wb") as log:
         environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "RL_TOKEN": TOKEN}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    status, deadline = work / "run/status/inference.json", time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
-        if status.exists() and (address := json.loads(status.read_text()).get("address")):
-            return process, address
+        for status in (work / "run/status").glob("inference*.json"):
+            if address := json.loads(status.read_text()).get("address"):
+                return process, address
         time.sleep(0.2)
     raise SystemExit(f"the server of {checkout} did not start:\n{(work / 'log').read_text()[-2000:]}")
 

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.config.trainer import TrainerConfig
 from rl.trainer.attention import TreeMask
 from rl.trainer.balance import Layout, piece_cost, piece_tokens, plan
-from rl.trainer.packing import pack
+from rl.trainer.packing import micro_batch_tokens, pack
 from rl.trainer.prefix_tree import Line, lay_out, make_line
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.trainer.samples import make_batch, make_sample
@@ -186,3 +187,9 @@ def test_lay_out_of_a_piece_from_the_middle_begins_with_a_whole_sample():
     token_ids, positions, ends, paths = lay_out(Line(line.items, line.lengths, line.shared), (1, 3))
     assert token_ids.tolist() == [A, B, C + 1, C + 2] and positions.tolist() == [0, 1, 2, 2] and ends.tolist() == [4, 4, 3, 4]
     assert [path.tolist() for path in paths] == [[0, 1, 2], [0, 1, 3]]
+
+
+def test_a_pass_on_a_gpu_is_larger_by_default():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [micro_batch_tokens(TrainerConfig(), device) for device in (cpu, gpu)] == [4096, 16384]
+    assert [micro_batch_tokens(TrainerConfig(micro_batch_tokens=100), device) for device in (cpu, gpu)] == [100, 100]

@@ -117,14 +117,18 @@ def write_text(path: str, text: str) -> None:
 def isolate(libc: ctypes.CDLL) -> list[str]:
     """Goes on in a child that sees no network, no other process and no other's shared memory, if the system lets it. Returns what worked.
 
-    This process waits for the child, and ends as it does.
+    This process waits for the child, and ends as it does; told to end it ends the child first, or whoever adopts that had to bury it.
     """
+    import signal
+
     spaces, uid, gid = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC, os.getuid(), os.getgid()
     alone = libc.unshare(spaces) == 0
     if not alone and libc.unshare(CLONE_NEWUSER | spaces) == 0:
         alone = True
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):  # keeps the right to chroot
             attempt(write_text, f"/proc/self/{name}", text)
+    child = 0
+    signal.signal(signal.SIGTERM, lambda *_: child and os.kill(child, signal.SIGKILL))
     child = os.fork()  # a process namespace is its creator's children's
     if child:
         os.close(0)

@@ -33,6 +33,8 @@ NO_FILTER = 77
 """The exit code of jail.py where it could not confine itself, and has run nothing."""
 JAIL = str(Path(__file__).with_name("jail.py"))
 MAX_READ = 64_000
+END_S = 2.0
+"""How long a process may take to end when it is told to."""
 
 
 @dataclass
@@ -76,12 +78,22 @@ class Sandbox:
             except TimeoutError:
                 return Ended(None, f"timeout: longer than wall_s = {self.wall_s}")
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await end(process)
         if process.returncode == NO_FILTER:
             raise RuntimeError("this kernel filters no system calls (seccomp), or this is no x86_64 or aarch64: model code is not run here")
         return read_answer(answer, len(inputs), process.returncode)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process with its child: it ends that itself, if it can."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+                await process.stdout.read()  # what nobody wants would keep the pipe open
+                return
 
 
 async def exchange(process: asyncio.subprocess.Process, request: bytes) -> bytes:

@@ -125,8 +125,9 @@ class TrainerConfig(Settings):
     lora: Annotated[LoraConfig | None, BeforeValidator(switch)] = None
     """Low-rank adapters are trained instead of the whole model; `--trainer.lora` switches them on."""
     data: DataConfig = DataConfig()
-    micro_batch_tokens: int = Field(4096, ge=1)
-    """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out. Default: 4,096 on CPUs, 16,384 on
+    GPUs."""
     minibatches: int = Field(1, ge=1)
     """Parts of a batch, each of whole groups and with an optimizer step of its own. A clipped loss then compares the policy with the one
     that the batch began with."""

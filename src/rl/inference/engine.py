@@ -19,7 +19,7 @@ from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir.checksums import check_version
 from rl.system.errors import RunError
-from rl.wire.inference_client import Generation, HeldVersion
+from rl.wire.inference_client import Generation, LoadedVersion
 from rl.wire.messages import VersionSpan
 
 SLOT_POLL_S = 0.05
@@ -115,14 +115,14 @@ class VersionedEngine(AsyncLLM):
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
         return Generation(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
-    async def load_weights(self, policy_version: int, path: str) -> HeldVersion:
+    async def load_weights(self, policy_version: int, path: str) -> LoadedVersion:
         """Loads a version under running requests. Raises RunError with the old version still served.
 
         Loading what is loaded does nothing.
         """
         async with self.load_lock:
             if policy_version == self.policy_version:
-                return HeldVersion(policy_version)
+                return LoadedVersion(policy_version)
             self.loading = policy_version
             try:
                 return await self._load_weights(policy_version, path)
@@ -133,17 +133,17 @@ class VersionedEngine(AsyncLLM):
             finally:
                 self.loading = None
 
-    async def _load_weights(self, policy_version: int, path: str) -> HeldVersion:
+    async def _load_weights(self, policy_version: int, path: str) -> LoadedVersion:
         start = time.perf_counter()
         await asyncio.to_thread(self.check, Path(path))
         verified = time.perf_counter()
         if self.slots:
             await self.add_adapter(policy_version, path)
-            return HeldVersion(policy_version, verified - start, time.perf_counter() - verified)
+            return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
         await self.stage(path)
         staged = time.perf_counter()
         drain_s, pause_s = await self.swap(policy_version)
-        return HeldVersion(policy_version, verified - start, staged - verified, drain_s, pause_s)
+        return LoadedVersion(policy_version, verified - start, staged - verified, drain_s, pause_s)
 
     def check(self, folder: Path) -> None:
         """Raises RunError unless a version's files are whole, what the trainer wrote, and fit the model."""

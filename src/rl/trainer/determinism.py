@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rl.config.trainer import TrainerConfig
+from rl.trainer.packing import micro_batch_tokens
 from rl.trainer.parallel.world import World
 
 
@@ -36,7 +37,7 @@ def conditions(settings: TrainerConfig, world: World) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(world.device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "ranks": world.size,
-        "micro_batch_tokens": settings.micro_batch_tokens,
+        "micro_batch_tokens": micro_batch_tokens(settings, world.device),
         "deterministic": is_deterministic(settings, world.device),
     }
 

@@ -11,10 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.config.trainer import TrainerConfig
 from rl.trainer.balance import Layout, piece_tokens, plan
 from rl.trainer.flex import padded, whole_blocks
 from rl.trainer.prefix_tree import Line, Piece, lay_out, make_line
 from rl.wire.messages import TrainBatch
+
+MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Of one pass on one rank, by its device: a GPU has less to do in a smaller one than its calls cost."""
+
+
+def micro_batch_tokens(settings: TrainerConfig, device: torch.device) -> int:
+    """The most tokens of one pass on one rank; a sample that is longer goes alone."""
+    return settings.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from rl.config.run import RLConfig
 from rl.trainer.balance import Layout
 from rl.trainer.batch_sources import BatchSource
 from rl.trainer.minibatches import cut, minibatch_weights
-from rl.trainer.packing import Packed, fill_blocks, pack
+from rl.trainer.packing import Packed, fill_blocks, micro_batch_tokens, pack
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
 from rl.trainer.store.background import Background
@@ -66,7 +66,7 @@ def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int,
     """
     settings = config.trainer
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
-    max_tokens = settings.micro_batch_tokens * world.context_size * several  # of a row, which that many ranks share
+    max_tokens = micro_batch_tokens(settings, world.device) * world.context_size * several  # of a row, which that many ranks share
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
     packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)

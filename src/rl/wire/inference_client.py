@@ -75,8 +75,8 @@ class Refusal(msgspec.Struct):
     error: Fault = msgspec.field(default_factory=Fault)
 
 
-class HeldVersion(msgspec.Struct):
-    """A server's answer to `/status`: what it serves. To `/load_weights` it answers the version and the seconds of loading it."""
+class LoadedVersion(msgspec.Struct):
+    """The server's answer to `/load_weights`: the version that it holds now, and the seconds of loading it."""
 
     policy_version: int
     verify_s: float = 0.0
@@ -87,6 +87,11 @@ class HeldVersion(msgspec.Struct):
     """From the order to stop until the step that ran was done; its tokens count."""
     pause_s: float = 0.0
     """From that end until the scheduler may start the next step."""
+
+
+class HeldVersion(LoadedVersion):
+    """The server's answer to `/status`: what it serves."""
+
     served_model: str = ""
     max_model_len: int = 0
     protocol: int = 0

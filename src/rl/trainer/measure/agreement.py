@@ -24,7 +24,7 @@ from rl.trainer.balance import Layout
 from rl.trainer.kl import MAX_LOG_RATIO, k3
 from rl.trainer.model import is_packed, load_policy, score
 from rl.trainer.modes import layer_windows
-from rl.trainer.packing import MicroBatch, Packed, fill_blocks, pack
+from rl.trainer.packing import MicroBatch, Packed, fill_blocks, micro_batch_tokens, pack
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.agreement import Agreement, Limit
 from rl.wire.batch_file import decode_batch
@@ -119,7 +119,7 @@ def main() -> None:
 
 def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: World) -> list[tuple[int, float, float]]:
     """(position, temperature, difference) of every sampled token of the batch."""
-    row_tokens = config.trainer.micro_batch_tokens * is_packed(model)
+    row_tokens = micro_batch_tokens(config.trainer, world.device) * is_packed(model)
     layout = Layout(world.data_rank, world.data_size, row_tokens, model.config.get_text_config().hidden_size)
     found: list[tuple[int, float, float]] = []
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:

@@ -16,7 +16,7 @@ from rl.trainer.fake import full_batch
 from rl.trainer.logprobs import CHUNK_ELEMENTS, SLICE_BYTES
 from rl.trainer.measure.performance import layer_matrices
 from rl.trainer.model import DTYPES, score
-from rl.trainer.packing import MicroBatch, Packed
+from rl.trainer.packing import MicroBatch, Packed, micro_batch_tokens
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
 
@@ -160,7 +160,10 @@ def try_largest(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, pack: Callable[[TrainBatch], Packed], config: RLConfig, world: World
 ) -> None:
     """Trains a full row of random tokens and drops the gradients, so that a GPU is out of memory now and not at some later step."""
-    row_tokens, vocab_size = config.trainer.micro_batch_tokens * world.context_size, model.config.get_text_config().vocab_size
+    row_tokens, vocab_size = (
+        micro_batch_tokens(config.trainer, world.device) * world.context_size,
+        model.config.get_text_config().vocab_size,
+    )
     rows = pack(full_batch(world.data_size, row_tokens, config.model.max_model_len, vocab_size)).micro_batches
     with explain_out_of_memory(model, rows, config, world):
         score(model, rows[0].to(world.device), world).logprobs.sum().backward()
@@ -184,5 +187,5 @@ def explain_out_of_memory(model: PreTrainedModel, batches: list[MicroBatch], con
         first_line = str(error).partition("\n")[0]
         raise RunError(
             f"out of memory on rank {world.rank} with a micro batch of {case.tokens} tokens, its longest sequence {case.longest} "
-            f"({first_line}). " + advice(sizes_of(model), case, config.trainer.micro_batch_tokens)
+            f"({first_line}). " + advice(sizes_of(model), case, micro_batch_tokens(config.trainer, world.device))
         ) from error
