@@ -390,8 +390,10 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
     for name in (lives, dead):
         place.run_dir.status(name).write_text("{}")
     lease = hold_role(place.run_dir.lock(lives))
+    beat = place.run_dir.status_dir / f".{lives}.json.0123abcd-1-{os.getpid()}-7.tmp"  # that a server on another host is writing
+    beat.touch()
     place(resume=-1)
-    assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists()
+    assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists() and beat.exists()
     assert f"{lives} of this run is already running" in place.fails(clean=True)  # it holds the run's token
     lease.close()
     place(clean=True)

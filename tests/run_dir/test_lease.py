@@ -2,13 +2,14 @@
 
 import errno
 import os
+import threading
 import time
 
 import msgspec
 import pytest
 
 from rl.run_dir import lease
-from rl.run_dir.lease import LockOwner, check_fence, hold_role, lease_path, newest_lease, this_process
+from rl.run_dir.lease import LockOwner, check_fence, forget_dead_servers, hold_role, lease_path, newest_lease, this_process
 from rl.run_dir.status import read_json
 from rl.system.errors import GIVE_UP, RESTART, RunError
 
@@ -145,3 +146,26 @@ def test_the_holder_renews_its_lease(lock):
     assert held.path.stat().st_mtime_ns != before
     held.close()
     assert held.path.stat().st_size == 0
+
+
+def test_what_dead_servers_left_goes_and_a_live_one_stays(tmp_path, monkeypatch):
+    """Those on other hosts, which only time can judge, are watched together."""
+    monkeypatch.setattr(lease, "LEASE_S", 1.0)
+    live = hold_role(tmp_path / "inference-a.example.org-1.lock")
+    for name in ("inference-a.example.org-2", "inference-b.example.org-1", "inference-b.example.org-2", "inference-b.example.org-3"):
+        (tmp_path / f"{name}.json").write_text("{}")
+        if name.startswith("inference-b"):
+            (tmp_path / f"{name}.000007.lease").write_bytes(msgspec.json.encode(FAR))
+    renewed = tmp_path / "inference-b.example.org-3.000007.lease"
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: [os.utime(renewed) for _ in iter(lambda: over.wait(0.05), True)])
+    thread.start()
+    began = time.monotonic()
+    forget_dead_servers(tmp_path)
+    took_s = time.monotonic() - began
+    over.set()
+    thread.join()
+    assert lease.LEASE_S <= took_s < 1.9 * lease.LEASE_S
+    stays = {"inference-b.example.org-3.000007.lease", "inference-b.example.org-3.json", "inference-b.example.org-3.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {live.lock.name, live.path.name} | stays
+    live.close()
