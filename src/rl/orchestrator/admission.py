@@ -142,7 +142,7 @@ class Admission:
         return stale
 
     def quarantine(self, env: str, arrived: Iterable[Group]) -> None:
-        """Leaves an environment out until the next start, with its groups in flight that have not `arrived`; its share goes to the others."""
+        """Leaves an environment out until the next start, and its groups that have not `arrived`; its share goes to the others."""
         played = {group.group_id for group in arrived}
         lost = [group_id for group_id, play in self.in_flight.items() if play.ref.env == env and group_id not in played]
         self.source.quarantine(env, [self.in_flight.pop(group_id).ref for group_id in lost])

@@ -18,7 +18,7 @@ from rl.trainer.prefix_tree import Line, Piece, lay_out, make_line
 from rl.wire.messages import TrainBatch
 
 MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_GPU = 4096, 16384
-"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost; it has the memory where activations are recomputed."""
+"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost, and the memory where activations are recomputed."""
 
 
 def micro_batch_tokens(settings: TrainerConfig, device: torch.device) -> int:
