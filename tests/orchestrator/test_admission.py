@@ -1,6 +1,8 @@
 from collections import Counter
+from types import SimpleNamespace
 
-from rl.orchestrator.admission import Pace, Places, eligible
+from rl.orchestrator.admission import Admission, InFlight, Pace, Places, eligible
+from rl.orchestrator.tasks import TaskRef
 
 ONE = {"a": 1.0}
 TWO = {"a": 0.5, "b": 0.5}
@@ -55,3 +57,14 @@ def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():
     major.add("fast", 1.0)
     major.add("slow", 60.0)
     assert major.typical_s() == 60.0
+
+
+def test_a_lost_environment_leaves_the_groups_that_are_played_to_their_batch():
+    """To issue one again would train it twice."""
+    parked = []
+    admission = Admission.__new__(Admission)
+    admission.source = SimpleNamespace(quarantine=lambda env, refs: parked.extend(refs))
+    refs = [TaskRef(group_id, env, 3) for group_id, env in enumerate("aab")]
+    admission.in_flight = {ref.group_id: InFlight(ref, 4, 0, 0.0, None) for ref in refs}
+    admission.quarantine("a", [SimpleNamespace(group_id=0)])
+    assert parked == [refs[1]] and list(admission.in_flight) == [0, 2]

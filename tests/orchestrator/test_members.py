@@ -22,6 +22,7 @@ from rl.wire.rollouts import Group, Members, Rollout, Turn
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests.orchestrator import light_worker
 from tests.orchestrator.stub_inference import StubInference
+from tests.orchestrator.test_loop_lag import builder
 
 SECONDS = [0.0, 0.0, 3.0, 3.0]
 
@@ -125,6 +126,52 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path,
     assert sorted(played) == sorted(f"{task} {episode}" for task in tasks for episode in range(4))
     samples = decode_batch(config.run_dir.batch(1).read_bytes(), "1").batch.samples
     assert sorted((sample.group_id, sample.token_ids) for sample in samples) == [(group, [1, 2 + i]) for group in (0, 1) for i in range(4)]
+
+
+def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, monkeypatch):
+    """They may be played to the end again: the same metric would come twice, which is a fault of the user's."""
+
+    async def main():
+        pool, kept = WorkerPool(tmp_path / "logs"), []
+        pool.add_metrics = lambda rollouts: [rollout.metrics.update(added=1.0) for rollout in rollouts]
+        try:
+            light_worker.start(pool, monkeypatch)
+            await pool.sizes(20.0)
+            old = Rollout(episode=1, metrics={"own": 2.0})
+            return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
+        finally:
+            await pool.close()
+
+    rollouts, kept = asyncio.run(main())
+    assert [rollout.metrics for rollout in rollouts] == [{"added": 1.0}, {"own": 2.0, "added": 1.0}, {"added": 1.0}]
+    assert {key for members in kept for rollout in members for key in rollout.metrics} == {"own"}
+
+
+class CancelsItself:
+    """An environment that awaits a task that it has cancelled, in its first episode."""
+
+    scores_groups, num_plays = False, 0
+
+    async def play(self, order, num_episodes):
+        self.num_plays += 1
+        if self.num_plays == 1:
+            mine = asyncio.create_task(asyncio.sleep(9))
+            mine.cancel()
+            await mine
+        return [[Rollout(reward=1.0)]]
+
+
+def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
+    """Not a group that never answers."""
+    answers = sent(CancelsItself(), PlayGroup(1, "train", 0, 2, {}, 0))
+    assert answers == [([0, 1], 0)]
+
+
+def test_a_failed_member_is_played_again(tmp_path):
+    sound, failed = Rollout(episode=0), Rollout(episode=1, error="inference was away", cause="inference")
+    made = builder(tmp_path, 1)
+    made.pending.members[5] = Members(group_id=5, env="e", task=3, members=[sound, failed])
+    assert made.members(5, oldest=0) == [sound] and made.members(6, oldest=0) == []
 
 
 def member(group_id, episode, version=0, reward=0.5):
