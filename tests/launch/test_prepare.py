@@ -261,7 +261,7 @@ def test_another_configuration_is_refused_with_every_difference(place):
         ("inference.port", "8000", 0, 8000),
         ("trainer.checkpoint.interval", "5", None, 5),
         ("trainer.weights.keep_last", "5", 3, 5),
-        ("trainer.micro_batch_tokens", "512", 4096, 512),
+        ("trainer.micro_batch_tokens", "512", None, 512),
         ("trainer.activation_checkpointing", "full", "none", "full"),
         ("trainer.gpus", "2", None, 2),
         ("orchestrator.rollout_timeout_s", "5", 600.0, 5.0),

@@ -130,7 +130,7 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
     assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
     lags = [batch.step - 1 - sample.policy_versions[0].policy_version for batch in given for sample in batch.samples]
-    assert sum(lags) / len(lags) <= 1.2 and max(lags) <= config.orchestrator.max_off_policy_steps
+    assert sum(lags) / len(lags) <= 1.3 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
 def test_resume_plays_no_finished_group_again(tmp_path, model):
