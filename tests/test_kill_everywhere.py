@@ -20,7 +20,7 @@ from rl.run_dir.files import CorruptFileError, decode_records, write_directory, 
 from rl.run_dir.metrics import Merger, MetricsLog, read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import RoleStatus, write_status
-from rl.wire.batch_file import decode_batch, write_batch
+from rl.wire.batch_file import decode_batch, open_rollouts, write_batch
 from rl.wire.inference_client import PROTOCOL
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.rollouts import Group, Members
@@ -175,7 +175,8 @@ def check_exactly_once(config, finished: dict[int, Group], members: dict[tuple[i
     """Every group in one place with the members that it had, every batch complete, nothing half left."""
     run_dir, steps = config.run_dir, range(1, config.max_steps + 1)
     assert list(numbered(run_dir.batches, ".batch")) == list(steps)
-    rollouts = {step: [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()] for step in steps}
+    rollouts = {step: [json.loads(line) for line in open_rollouts(path)] for step, path in run_dir.rollout_files().items()}
+    assert list(rollouts) == list(steps)
     places = Counter(group for lines in rollouts.values() for group in {line["group_id"] for line in lines})
     assert set(places.values()) == {1}, "a group stands in two batches"
     waiting = pending_groups(run_dir.pending)
