@@ -1,4 +1,5 @@
-"""The other side of the sandbox: started by `sandbox.py` as `python -I -S jail.py`, never imported by it. See there what it is worth.
+"""The other side of the sandbox: started by `sandbox.py`, which imports an exit code alone, as `python -I -S jail.py`. See there what it
+is worth.
 
 It reads one JSON request from stdin, goes into namespaces of its own, gives up every right it can, has the kernel refuse every system call
 that computing does not take, calls the code, and writes one JSON answer to stdout.

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NO_FILTER = 77
-"""The exit code of jail.py where it could not confine itself, and has run nothing."""
+from write_function.jail import NO_FILTER
+
 JAIL = str(Path(__file__).with_name("jail.py"))
 MAX_READ = 64_000
 END_S = 2.0

@@ -258,7 +258,6 @@ class InferenceServers:
                     raise
                 log.warning("inference at %s: %s", server.url, error)
                 problem = str(error)
-                continue
             else:
                 kind = PromptTooLongError if fault.type == "prompt_too_long" else ValueError
                 raise kind(fault.message or f"inference answered {status}: {content[:200]!r}")
@@ -293,7 +292,7 @@ class InferenceServers:
             ) from None
         if status != 200:
             raise RefusedError(status, content[:2000].decode(errors="replace"))
-        held = read(content, HeldVersion)
+        held = read(content, LoadedVersion)
         if held.policy_version != version.policy_version:
             raise InferenceLostError(f"inference at {url} was to load version {version.policy_version}, and says {held.policy_version}")
         if asked := self.asking.pop(url, None):  # before the load, perhaps
