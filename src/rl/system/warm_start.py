@@ -104,4 +104,6 @@ def take_over(orders: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.environ.update(order["env"])
+    if order["arguments"] is not None:
+        sys.argv[1:] = order["arguments"]
     tempfile.tempdir = None  # another TMPDIR
