@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1 import errors
 
 from rl.envs.policy import Conversation, RolloutError
 from rl.models.chat import Answer, Message, assistant_message
@@ -14,6 +15,8 @@ from rl.wire.rollouts import Cause, Turn
 
 OVERLONG = "context_length"
 """Stop condition of a trace whose prompt leaves no room for an answer: verifiers 0.3 names it so, 0.4 has none."""
+OverlongPromptError: type[vf.ProviderError] = getattr(errors, "OverlongPromptError", vf.ProviderError)
+"""What ends a rollout of verifiers 0.3 as a limit does; 0.4 takes no error amiss once the trace is stopped."""
 
 
 @dataclass
@@ -33,8 +36,9 @@ class ActiveTrace:
         try:
             return await self.conversation.answer(messages, body.get("tools"), overrides)
         except PromptTooLongError as error:
-            self.trace.stop(OVERLONG)  # ends the rollout as a limit does: what was said before is scored, and no error
-            raise vf.ProviderError(str(error), status_code=400) from error
+            self.trace.stop(OVERLONG)
+            # Over HTTP verifiers 0.3 knows it by the words in front.
+            raise OverlongPromptError(f"context length exceeded: {error}", status_code=400) from error
         except RolloutError as error:
             raise self.fail(error) from error
 
