@@ -21,6 +21,7 @@ from rl.orchestrator.probe import Prompt, add_prompt
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
+from rl.run_dir import spans
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
@@ -222,9 +223,10 @@ class BatchBuilder:
         self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]
     ) -> dict[int, Prompt]:
         """Writes a batch, with its metrics in its state, and returns its prompts. In a thread: of a large batch it takes seconds."""
-        batch = batches.form(step, used, dropped, self.rules)
-        state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
-        batches.commit(self.run_dir, batch, state)
+        with spans.span("commit", "batches", step):
+            batch = batches.form(step, used, dropped, self.rules)
+            state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
+            batches.commit(self.run_dir, batch, state)
         return batch.prompts
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
