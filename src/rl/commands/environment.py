@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from rl.commands.arena import Arena, Job, arena, run
+from rl.commands.arena import Arena, Job, arena, run, say
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, take, usage
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
-from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import messages_text, plain, rollout_text
+from rl.homes.settle import homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
@@ -69,7 +69,7 @@ async def show_environment(config: RLConfig, values: dict[str, Any], children: C
     """Prints the description of the environment, then exports and plays its tasks if asked to."""
     env = config.orchestrator.environment[0]
     env.workers = 1
-    check_environments(config.orchestrator)
+    homes_of(config, say, recorded=True)  # before anything is asked of the policy
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"]) if values["rollouts"] else None
     split, timeout_s = values["split"], config.orchestrator.worker_timeout_s
     work = Path(tempfile.mkdtemp(prefix=f"rl-env-{env.label}-"))  # what fails names a log in it; else nobody needs it

@@ -2,7 +2,8 @@
 
 import importlib
 
-from rl.config.installed import check_installed, comes_with_verifiers, module_name
+from rl.config.environment_id import module_name
+from rl.config.installed import check_installed, comes_with_verifiers
 from rl.envs.environment import Environment, v1_exports
 from rl.envs.policy import Policy
 from rl.system.errors import RunError
@@ -16,7 +17,7 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.nemo_gym.environment import NemoGymEnvironment
 
         return NemoGymEnvironment(spec, policy)
-    if spec.id and is_v1(spec.id):
+    if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id))):
         from rl.envs.v1.environment import V1Environment
 
         return V1Environment(spec, policy)

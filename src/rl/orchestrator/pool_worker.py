@@ -130,8 +130,11 @@ def start_worker(setup: WorkerSetup, setup_path: Path, log_path: Path, marker: s
     command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
     if setup.python:
         command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
+    env = dict(os.environ)
+    if setup.python:  # what the environment calls by name is what is installed with it
+        env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     try:
-        return Worker(setup, start(setup.worker_id, command, dict(os.environ), log_path, new_session=False, marker=marker))
+        return Worker(setup, start(setup.worker_id, command, env, log_path, new_session=False, marker=marker))
     except OSError as error:
         raise RunError(f"environment {setup.env.name}: {setup.python} does not start: {error.strerror}") from None
 
