@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from rl.commands import homes
 from rl.commands.arena import Arena, Job, arena, run, say
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, take, usage
 from rl.commands.policy_spec import resolve
@@ -35,8 +36,9 @@ OPTIONS = (
 )
 HELP = usage(
     "usage: rl env ID [--args JSON] [--split train|eval] [--rollouts N] [--export FILE] [--KEY VALUE] ...\n\n"
-    "Shows kind, arguments, sizes, an example, reward functions and tools of an environment: name, owner/name, or ./folder.\n"
-    "Without an ID the first environment of the configuration. Neither model nor server is needed unless rollouts are asked for.",
+    "Shows kind, arguments, sizes, an example, reward functions and tools of an environment: owner/name, pypi:name, ./folder, or a name.\n"
+    "Without an ID the first environment of the configuration. Neither model nor server is needed unless rollouts are asked for.\n\n"
+    + "\n".join(f"  {line}" for verb in homes.VERBS.values() for line in verb.splitlines()),
     OPTIONS,
     POLICY_SPECS,
 )
@@ -56,6 +58,8 @@ def environment_given(args: list[str]) -> tuple[Spelled, list[str]]:
 
 
 def main(args: list[str], children: Children) -> int:
+    if args and args[0] in homes.VERBS:
+        return homes.main(args[0], args[1:], children)
     given, rest = environment_given(args)
     config, _, values = load("rl env", rest, OPTIONS, HELP, given=given, optional=("orchestrator.environment",))
     if not config.orchestrator.environment:

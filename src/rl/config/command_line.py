@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from rl.config.check import check, warnings_of
-from rl.config.environment_id import id_faults
+from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, raise_all, setting_text, without_value
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import PROCESS_USAGE, USAGE, print_help
@@ -344,6 +344,9 @@ def load_config(
     for warning in warnings_of(config):
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
+        ids = config.orchestrator.env_ids
+        for text in id_faults(ids) or fetched(ids):
+            print(f"{program}: {text}", file=sys.stderr)
         print(to_toml(config), end="")
         raise SystemExit(0)
     return config, line

@@ -134,6 +134,13 @@ def installed_as(name: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def fetched(ids: list[str]) -> list[str]:
+    """Which of these ids stand for packages that a start may fetch, a sentence each."""
+    places = {"hub": "the Environments Hub", "index": "the package index"}
+    sources = [read_id(env_id) for env_id in dict.fromkeys(ids)]
+    return [f"{one.text}: a start installs it from {places[one.kind]}, unless it is there" for one in sources if one.kind in places]
+
+
 def id_faults(ids: list[str]) -> list[str]:
     """Which of these ids mean nothing that is here or can be fetched, a sentence each."""
     faults = []

@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 from packaging.specifiers import SpecifierSet
 
-from rl.config.environment_id import Source, homes_root, module_name, module_place
+from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
 from rl.homes import hub
 from rl.homes.build import Plan, built, packages, python_version, site_packages, version_of
 from rl.homes.entry import api_of, find_module
 from rl.homes.home import FILE, Home, Pointer, delete, digest, read, read_pointer, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
 from rl.homes.probe import lacking, probe
+from rl.homes.records import Record
 from rl.homes.uv import PROGRESS_S, Say, UvError, run_uv
 from rl.run_dir.files import clean_leftovers, make_directory, move
 from rl.system.errors import RunError
@@ -186,7 +187,7 @@ def make(request: Request, say: Say, deadline: float) -> Home:
                     home = keep(place, replace_why(found, why), plan)
                     say(f"{what}: {summary(home)}; its home {home.place} was made in {time.monotonic() - began:.0f} s")
                     return home
-                verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], reason
+                verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], why if forced else reason
         except UvError as error:
             if error.python and not plan.python:
                 plan = replace(plan, python=other_python(error.python, log, what, say, deadline))
@@ -304,6 +305,15 @@ def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
     say(f"{what}: making its home as it was recorded ({recorded.why})")
     with built(plan, log, say, deadline) as place:
         return keep(place, recorded, plan)
+
+
+def install_record(record: Record, say: Say) -> Home:
+    """The home of a record, and from now on that of the id that it was made for. Raises RunError."""
+    id = record.home.id
+    request = Request(id, None if id in VERIFIERS else read_id(id))
+    home = ensure(request, say, recorded=record.home)
+    write_pointer(request.pointer.with_name(f"{request.name}-{record.key}.json"), Pointer(id=id, home=home.digest, made=time.time()))
+    return home
 
 
 def summary(home: Home) -> str:

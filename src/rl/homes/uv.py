@@ -19,7 +19,7 @@ HIDDEN = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PYTHON"
 """Variables of the shell's own environment that mean another one than the home."""
 NO_SPACE, OTHER_PYTHON = (
     re.compile(r"os error (28|122)\b|No space left|quota"),
-    re.compile(r"does not satisfy Python((?:[<>=!~]=?[\d.*]+,?\s*)+)"),
+    re.compile(r"(?:does not satisfy|requires) Python *((?:[<>=!~]=?[\d.*]+,?\s*)+)"),
 )
 OFFLINE = re.compile(r"error sending request|Failed to fetch|[Nn]etwork|dns error|Connection refused|timed out|Could not connect")
 
