@@ -68,15 +68,13 @@ def test_a_package_of_the_hub(index, said):
         ("verifiers==0.1.9", CLASSIC, "0.3.1", "in place of the versions that it asks for, which cannot be played here"),
     ],
 )
-def test_which_verifiers(index, said, monkeypatch, requires, code, version, why):
-    monkeypatch.setitem(make.VERIFIERS, "v1", "verifiers>=0.3.1,<0.5")
+def test_which_verifiers(index, said, requires, code, version, why):
     make_wheel(index.folder / "simple", "two-words", "1.0", {"two_words/__init__.py": code}, [requires])
     home = made("pypi:two-words", said)
     assert f"verifiers=={version}" in home.packages and home.why == f"{home.api}, verifiers {version}" + (f" ({why})" if why else "")
 
 
-def test_both_apis_in_one_package_and_the_switch_between_them(index, said, monkeypatch):
-    monkeypatch.setitem(make.VERIFIERS, "v1", "verifiers>=0.3.1,<0.5")
+def test_both_apis_in_one_package_and_the_switch_between_them(index, said):
     make_wheel(index.folder / "simple", "both", "1.0", {"both.py": CLASSIC + V1}, ["verifiers"])
     assert made("pypi:both", said).api == "v1"
     classic = made("pypi:both", said, api="classic")

@@ -296,8 +296,7 @@ async def arena(
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
         pool.add_metrics = add_metrics
         homes = homes_of(config, say, recorded=True)
-        for setup in worker_setups(in_homes(config, homes), policy, pool.address):
-            pool.start(setup)
+        await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
         if server and wanted and wanted(ready):
             server.start()

@@ -21,5 +21,5 @@ WORKER = (
     "uvloop>=0.21",
 )
 """The packages that modules of `rl.envs`, and all that those import, are written for."""
-VERIFIERS: dict[Api, str] = {"classic": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.3.1,<0.4"}
+VERIFIERS: dict[Api, str] = {"classic": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.3.1,<0.5"}
 """By API: 0.4 has no classic one any more."""

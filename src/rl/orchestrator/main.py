@@ -52,8 +52,7 @@ async def run(config: RLConfig, homes: Homes, status: Status, model_path: str) -
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
-        for setup in worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address):
-            pool.start(setup)
+        await pool.start_all(worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
         if faults := task_faults(config, ready):

@@ -67,6 +67,7 @@ class NemoGymEnvironment:
     """The rows of a data set, each played by the agent that it names."""
 
     kind = "nemo_gym"
+    notice = ""
     scores_groups = False
 
     def __init__(self, spec: EnvSpec, policy: Policy):
