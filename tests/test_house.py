@@ -15,7 +15,7 @@ FLOORS = [
     ["system"],
     ["run_dir"],
     ["config", "wire"],
-    ["models", "diagnosis"],
+    ["models", "diagnosis", "homes"],
     ["launch", "inference", "envs", "orchestrator", "trainer"],
     ["commands"],
     ["main"],

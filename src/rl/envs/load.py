@@ -5,7 +5,8 @@ import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
-from rl.config.installed import check_installed, comes_with_verifiers, module_name
+from rl.config.environment_id import module_name
+from rl.config.installed import check_installed, comes_with_verifiers
 from rl.envs.environment import Environment, v1_exports
 from rl.envs.policy import Policy
 from rl.system.errors import RunError
@@ -19,7 +20,7 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.nemo_gym.environment import NemoGymEnvironment
 
         return NemoGymEnvironment(spec, policy)
-    if spec.id and is_v1(spec.id):
+    if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id))):
         from rl.envs.v1.environment import V1Environment
 
         return V1Environment(spec, policy)
@@ -36,7 +37,8 @@ def library(spec: EnvSpec) -> str:
     """The module of the adapter that an environment probably needs, judged by its source text alone: importing it is for `load`."""
     if spec.head_server:
         return "rl.envs.nemo_gym.environment"
-    return f"rl.envs.{'v1' if spec.id and mentions_v1(spec.id) else 'classic'}.environment"
+    is_v1 = spec.kind == "v1" or (spec.kind is None and spec.id and mentions_v1(spec.id))
+    return f"rl.envs.{'v1' if is_v1 else 'classic'}.environment"
 
 
 def mentions_v1(env_id: str) -> bool:

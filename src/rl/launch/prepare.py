@@ -144,7 +144,8 @@ def use_again(run_dir: RunDir) -> list[str]:
 
     Returns notes for the console.
     """
-    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data, sources_dir(run_dir.metrics)):
+    kinds = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data, run_dir.environments)
+    for path in (*kinds, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
         path.unlink(missing_ok=True)

@@ -59,6 +59,8 @@ class RunDir:
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
         self.evals = root / "evals"
+        self.environments = root / "environments"
+        """What each environment was played with: a text file of packages."""
         self.logs = root / "logs"
         self.data = root / "data"
         """The examples of supervised fine-tuning as token ids."""
