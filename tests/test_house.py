@@ -15,9 +15,8 @@ FLOORS = [
     ["system"],
     ["run_dir"],
     ["config", "wire"],
-    ["models", "diagnosis"],
-    ["records"],
-    ["launch", "inference", "envs", "orchestrator", "trainer"],
+    ["models", "diagnosis", "homes"],
+    ["launch", "inference", "envs", "orchestrator", "trainer", "records"],
     ["commands"],
     ["main", "api"],
 ]

@@ -57,6 +57,8 @@ class Nursery:
         if setup.python:
             command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
         env = dict(os.environ) | standby.environment
+        if setup.python:  # what the environment calls by name is what is installed with it
+            env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         try:
             return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
         except OSError as error:

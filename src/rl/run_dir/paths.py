@@ -63,6 +63,8 @@ class RunDir:
         self.spans = root / "spans"
         """What each process did from when to when, see rl.run_dir.spans."""
         self.evals = root / "evals"
+        self.environments = root / "environments"
+        """What each environment was played with: a text file of packages."""
         self.logs = root / "logs"
         self.data = root / "data"
         """The examples of supervised fine-tuning as token ids."""

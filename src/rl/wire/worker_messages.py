@@ -1,6 +1,6 @@
 """What the orchestrator sends to an environment worker, and what the worker answers."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ class EnvSpec(msgspec.Struct, kw_only=True):
 
     name: str
     id: str | None = None
+    kind: Literal["classic", "v1"] | None = None
+    """The API that a package is played by; None: the one that it has."""
     dataset: str | None = None
     eval_dataset: str | None = None
     reward: str | None = None
