@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from importlib.metadata import version
 from pathlib import Path
 
 from rl.config.environment_id import module_name
@@ -23,7 +24,11 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.v1.environment import V1Environment
 
         return V1Environment(spec, policy)
-    from rl.envs.classic.environment import ClassicEnvironment
+    try:
+        from rl.envs.classic.environment import ClassicEnvironment
+    except ImportError as error:
+        have = f"this interpreter has verifiers {version('verifiers')}"
+        raise RunError(f"environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}") from None
 
     return ClassicEnvironment(spec, policy)
 

@@ -17,7 +17,6 @@ WORKER = (
     "pyzmq>=26",
     "renderers>=0.1.10,<0.2",
     "tokenizers>=0.21",
-    "transformers>=5.17,<6",
     "uvloop>=0.21",
 )
 """The packages that modules of `rl.envs`, and all that those import, are written for."""

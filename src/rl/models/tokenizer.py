@@ -209,7 +209,7 @@ def load_tokenizer(model_path: str, slim: str, *, trust_remote_code: bool = Fals
         from transformers import AutoTokenizer
     except ImportError:
         reason = reason or "this model's tokenizer needs transformers, and this interpreter has none"
-        raise RunError(f"{reason}; install transformers into the environment's interpreter") from None
+        raise RunError(f'{reason}; add it: orchestrator.environment.requirements = ["transformers"]') from None
     if reason:
         print(f"{reason}; transformers loads it instead", flush=True)
     return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)

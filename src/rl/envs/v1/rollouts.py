@@ -55,8 +55,9 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     )
     if not trace.ok:
         fail(rollout, trace_failure(trace, active))
-    elif getattr(trace, "is_timeout", False):  # since 0.4 a limit, after which what there is is scored: a reward of less than was asked
-        fail(rollout, ("timeout", f"a deadline of the agent or task expired: {trace.stop_condition}"))
+    elif getattr(trace, "is_timeout", False):  # a limit since 0.4, which scores what there is: a reward for less than was asked
+        stage = (trace.stop_condition or "").removesuffix("_timeout")
+        fail(rollout, ("timeout", f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}"))
     elif wrong := [name for name, value in {"the reward": trace.reward, **metrics}.items() if not math.isfinite(value)]:
         fail(rollout, ("reward", f"{', '.join(wrong)}: not a finite number"))
     return rollout
