@@ -294,8 +294,7 @@ async def arena(
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
         pool.add_metrics = add_metrics
-        for setup in worker_setups(config, policy, pool.address):
-            pool.start(setup)
+        await pool.start_all(worker_setups(config, policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
         if server and wanted and wanted(ready):
             server.start()

@@ -1,6 +1,8 @@
 """Loads an environment of whichever kind it is: the one place that chooses its class."""
 
 import importlib
+import importlib.util
+from pathlib import Path
 
 from rl.config.installed import check_installed, comes_with_verifiers, module_name
 from rl.envs.environment import Environment, v1_exports
@@ -23,6 +25,21 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
     from rl.envs.classic.environment import ClassicEnvironment
 
     return ClassicEnvironment(spec, policy)
+
+
+def library(spec: EnvSpec) -> str:
+    """The module of the adapter that an environment probably needs, judged by its source text alone: importing it is for `load`."""
+    if spec.head_server:
+        return "rl.envs.nemo_gym.environment"
+    return f"rl.envs.{'v1' if spec.id and mentions_v1(spec.id) else 'classic'}.environment"
+
+
+def mentions_v1(env_id: str) -> bool:
+    module = module_name(check_installed(env_id))
+    found = importlib.util.find_spec(module)
+    folders = (found.submodule_search_locations if found else None) or []
+    files = [file for folder in folders for file in Path(folder).rglob("*.py")] or [Path(found.origin)] if found and found.origin else []
+    return comes_with_verifiers(module) or any("verifiers.v1" in file.read_text(errors="replace") for file in files)
 
 
 def is_v1(env_id: str) -> bool:

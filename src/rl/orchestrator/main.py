@@ -53,9 +53,10 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
-        for setup in worker_setups(config, policy_spec(config, model_path), pool.address):
+        setups = worker_setups(config, policy_spec(config, model_path), pool.address)
+        for setup in setups:
             setup.spans = str(config.run_dir.spans.absolute())
-            pool.start(setup)
+        await pool.start_all(setups)
         ready = await pool.sizes(settings.worker_timeout_s)
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
         if faults := task_faults(config, ready):

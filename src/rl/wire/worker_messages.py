@@ -40,6 +40,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """What environments sample from: our servers, token ids in and out, or `endpoint`."""
 
     model_path: str = ""
+    tokenizer: str = ""
+    """Folder of the model's tokenizer for workers without transformers; empty: transformers loads it."""
     max_model_len: int = 2048
     trust_remote_code: bool = False
     renderer: dict[str, Any] = {}
@@ -121,6 +123,8 @@ class Ready(msgspec.Struct, tag=True):
     num_eval: int | None
     scores_groups: bool = False
     """Whether the episodes of a task are scored together, and so finish together."""
+    notice: str = ""
+    """What the user is to know about how the environment is played."""
 
 
 class LoadFailed(msgspec.Struct, tag=True):
