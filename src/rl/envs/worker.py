@@ -93,7 +93,7 @@ class Worker:
         """Shows that the event loop runs, which a thread could not."""
         while True:
             await socket.send(ENCODER.encode(Heartbeat()))
-            spans.sample(playing=len(self.plays))
+            spans.gauges(playing=len(self.plays))
             spans.flush()
             await asyncio.sleep(HEARTBEAT_S)
 
