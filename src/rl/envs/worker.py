@@ -117,7 +117,7 @@ class Worker:
             now = Clocks.now()
             await socket.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
             before = now
-            spans.sample(playing=len(self.plays))
+            spans.gauges(playing=len(self.plays))
             spans.flush()
             await asyncio.sleep(HEARTBEAT_S)
 
