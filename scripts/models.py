@@ -206,8 +206,9 @@ text models are families of their own.
 
 "vLLM" is of those whose architecture vLLM {vllm} has: the largest difference of a log-probability (nats), and the mean KL, at 144 tokens
 that it has sampled from the same float32 weights behind prompts of 5, 40 and 200 tokens, at temperatures 1 and 0.7, or why there is none:
-what its build for CPUs lacks, one for GPUs may have. Where that has no kernel for float32, both compute in bfloat16. Windows are of 64 tokens.
-"not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_agreement.py` has Llama, Qwen3, Qwen3-MoE and others.
+what its build for CPUs lacks, one for GPUs may have. Where that has no kernel for float32, both compute in bfloat16. Windows are of 64
+tokens. "not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_agreement.py` has Llama, Qwen3, Qwen3-MoE
+and others.
 {agreement}
 Every run compares the two on what it samples (`parity/*`).
 
