@@ -51,11 +51,13 @@ MOST_DIFFERENCE = 1e-3
 """Nats, and relative norm of a gradient, beyond which a model would be trained wrong in silence."""
 MOST_KL = {"float32": 1e-5, "bfloat16": 0.05}
 """Mean KL to vLLM beyond which it is another model. These weights magnify what rounding does."""
+LATENT_ROPE = "vLLM on CPUs alone: its rotary kernel turns only a part of the queries of latent attention; with yarn it is not used"
 APART = {
-    "deepseek_v2": "with `rope_type` default, from the second token on; with yarn, as DeepSeek's own models, the same: see below",
+    "deepseek_v2": LATENT_ROPE,
     "deepseek_v3": "as deepseek_v2",
-    "ernie4_5_moe": "not explained",
-    "hrm_text": "not explained",
+    "ernie4_5_moe": "vLLM on CPUs alone: its choice of experts leaves out their correction bias",
+    "hrm_text": "in vLLM a token of the prompt sees the whole prompt; here, and in Hugging Face without token types, what is before it",
+    "ministral3": "vLLM leaves out yarn's `mscale` and `mscale_all_dim`, so attention is sharper",
 }
 """Families that vLLM computes differently from Hugging Face and us, by more than rounding: what is known of it."""
 NO_FLOAT32 = ("not implemented for 'Float'", "expected scalar type BFloat16 but found Float")
@@ -234,8 +236,7 @@ def page(found: "Found") -> str:
     counts, lines = Counter(row.mode for row in rows), []
     for row in rows:
         numbers = ["" if value is None else f"{value:.0e}" for value in (row.logprobs, row.gradient)]
-        reason = " ".join(row.reason.split()).replace("|", "/")[:160]
-        lines.append("| " + " | ".join([row.family, row.mode, *numbers, against_vllm(row), row.targets, reason]) + " |\n")
+        lines.append("| " + " | ".join([row.family, row.mode, *numbers, against_vllm(row), row.targets, brief(row.reason, 160)]) + " |\n")
     summary = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "-")
     text = f"{len(rows) - counts['-']} families measured: {summary}; {counts['-']} not measured; trained wrong without a word: none."
     compared = [row for row in rows if row.vllm is not None]
@@ -247,10 +248,15 @@ def page(found: "Found") -> str:
     return text + ROPE_HEAD.format(longer=MAX_LEN, trained=TRAINED_LEN) + "".join(lines)
 
 
+def brief(text: str, most: int) -> str:
+    """The beginning of an error's text, without what a cell of Markdown would read as its own: a cut may fall between two backticks."""
+    return " ".join(text.split()).replace("|", "/").replace("`", "'")[:most]
+
+
 def against_vllm(row: Row) -> str:
     """The cell of the page."""
     if row.vllm is None:
-        return f"not compared: {row.vllm_fault}"[:120].replace("|", "/") if row.vllm_fault else "not compared yet" * row.served
+        return brief(f"not compared: {row.vllm_fault}", 120) if row.vllm_fault else "not compared yet" * row.served
     return f"{row.vllm:.0e}, KL {row.vllm_kl:.0e}" + (" (bfloat16)" if row.vllm_dtype != "float32" else "")
 
 
