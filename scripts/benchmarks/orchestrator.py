@@ -119,6 +119,7 @@ class Probe:
 async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, delay_s: float, folder: Path, model: Path) -> dict[str, float]:
     """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
     from rl.config.command_line import build, parse_args
+    from rl.homes.settle import homes_of
     from rl.orchestrator.main import run
     from rl.run_dir.metrics import read_metrics
     from rl.run_dir.status import Status
@@ -128,6 +129,7 @@ async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, del
     flags = ["--name", "bench", "--output_dir", str(folder), "--orchestrator.environment.id", "bench-env", "--max_steps", str(steps)]
     flags += ["--orchestrator.batch_size", str(in_flight // 2), "--orchestrator.sampling.max_tokens", str(num_tokens), "--max_lag", "1"]
     config = build(parse_args([*flags, "--orchestrator.environment.workers", str(workers)]))
+    homes = homes_of(config, print, recorded=False)
     status_path = config.run_dir.status("inference")
     status_path.parent.mkdir(parents=True)
     stub = [sys.executable, __file__, "stub-server", str(status_path), str(num_tokens), str(delay_s)]
@@ -138,7 +140,7 @@ async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, del
     task = asyncio.create_task(probe.run())
     gc.freeze()  # as the orchestrator's own process does
     try:
-        await run(config, status, str(model))
+        await run(config, homes, status, str(model))
     finally:
         task.cancel()
         status.close()
