@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands.policy_spec import run_dir_of
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
-from rl.launch.prepare import Prepared, prepare, ranges, stored_config
+from rl.config.stored import run_dir_of, stored_config
+from rl.launch.prepare import Prepared, prepare, ranges
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.system.errors import RunError

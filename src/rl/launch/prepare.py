@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import from_toml, read_toml, without_none, write_config
+from rl.config.command_line import without_none, write_config
 from rl.config.run import RLConfig
+from rl.config.stored import as_written
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
@@ -24,7 +25,7 @@ from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import server_files
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import RunError
 
 MAY_CHANGE = (
     "name",
@@ -229,21 +230,6 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
-
-
-def stored_config(root: Path) -> RLConfig:
-    """The configuration that a run was last started with, and where it lies now. Raises RunError."""
-    path = root / "config.toml"
-    try:
-        return from_toml(path)
-    except ConfigError as error:
-        raise RunError(f"{path} was not written by this version of rl:\n{error}") from None
-
-
-def as_written(root: Path) -> RLConfig:
-    """The same, and where it lay then. Raises RunError."""
-    config, table = stored_config(root), read_toml(str(root / "config.toml"))
-    return config.model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:

@@ -58,6 +58,8 @@ class RunDir:
         """What is in pending.log, for people."""
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
+        self.tokens_dir = root / "tokens"
+        self.spans = root / "spans"
         self.evals = root / "evals"
         self.logs = root / "logs"
         self.data = root / "data"
@@ -83,6 +85,10 @@ class RunDir:
     def digests(self, policy_version: int) -> Path:
         """SHA-256 of each tensor of a version; stays when the version is deleted."""
         return self.digests_dir / f"{policy_version:06d}.json"
+
+    def tokens(self, step: int) -> Path:
+        """What the trainer computed at each token of a batch, see rl.run_dir.token_log."""
+        return self.tokens_dir / f"{step:06d}.safetensors"
 
     def rollouts(self, step: int) -> Path:
         return self.rollouts_dir / f"{step:06d}.jsonl"
@@ -150,6 +156,7 @@ class RunDir:
             (self.checkpoints, ""),
             (self.weights_dir, ""),
             (self.digests_dir, ".json"),
+            (self.tokens_dir, ".safetensors"),
             (self.batches, ".quarantined"),
             (self.batches, ".batch"),
             (self.rollouts_dir, ".jsonl"),
