@@ -17,7 +17,7 @@ FLOORS = [
     ["config", "wire"],
     ["models", "diagnosis"],
     ["records"],
-    ["launch", "inference", "envs", "orchestrator", "trainer"],
+    ["launch", "inference", "envs", "orchestrator", "trainer", "view"],
     ["commands"],
     ["main", "api"],
 ]
