@@ -128,9 +128,9 @@ def state_of(run: Run, config: RLConfig) -> tuple[State, str]:
     return ("stopped" if stopped else "died"), why
 
 
-def last_mean(values: np.ndarray, count: int = 5) -> float | None:
-    """Mean of the newest values; None without any."""
-    return float(values[-count:].mean()) if len(values) else None
+def last_mean(values: np.ndarray) -> float | None:
+    """Mean of the newest values, five at most and no more than a tenth; None without any."""
+    return float(values[-max(1, min(5, len(values) // 10)) :].mean()) if len(values) else None
 
 
 def stretches(values: np.ndarray) -> list[float | None]:

@@ -114,7 +114,7 @@ function options(now, width, height, setAt) {
     scales: { x: { time: false }, y: { range: (/** @type {any} */ _u, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
       { stroke: ink, grid, ticks: grid, font, size: 26, space: 60, values: format, incrs: axis === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000] : undefined },
-      { stroke: ink, grid, ticks: grid, font, size: 48, space: 30, values: (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map(number) },
+      { stroke: ink, grid, ticks: grid, font, size: axisWidth, space: 30, values: (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map(number) },
     ],
     series: [{}, ...lines.flatMap((/** @type {Line} */ line) => {
       const stroke = colour(line.colour), few = line.values.length < 40;
@@ -129,6 +129,11 @@ function options(now, width, height, setAt) {
     hooks: { drawClear: [(/** @type {any} */ u) => drawMarks(u, now.current.marks)], setSelect: [(/** @type {any} */ u) => select(u, now.current.setZoom)],
       setCursor: [(/** @type {any} */ u) => setAt(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null)], init: [(/** @type {any} */ u) => listen(u, now)] },
   };
+}
+
+/** Room for the longest number of the axis, px. @param {any} u @param {string[] | null} texts */
+function axisWidth(u, texts) {
+  return Math.max(40, ...(texts ?? []).map((text) => 16 + text.length * 6.2));
 }
 
 /** @param {number} low @param {number} high @returns {[number, number]} */

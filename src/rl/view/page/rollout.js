@@ -5,7 +5,7 @@ import { useAnswer } from "./api.js";
 import { Conversation, Text } from "./conversation.js";
 import { number, reward, signed } from "./format.js";
 import { change, here, link } from "./router.js";
-import { asked, Fate, identity, level } from "./rollouts.js";
+import { asked, Fate, identity, level } from "./rows.js";
 import { TokenView } from "./tokens.js";
 import { Fault, Tabs } from "./ui.js";
 

@@ -2,9 +2,10 @@
 
 import { html, useEffect, useRef } from "./core.js";
 import { useAnswer } from "./api.js";
-import { number, plural, reward, signed } from "./format.js";
+import { number, plural, reward } from "./format.js";
 import { change, go, here, link } from "./router.js";
 import { Detail } from "./rollout.js";
+import { Fate, identity, level } from "./rows.js";
 import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
@@ -13,19 +14,6 @@ const LIMIT = 50;
 const KINDS = /** @type {[string, string][]} */ ([["train", "training"], ["pending", "pending"], ["eval", "evaluations"]]);
 const FILTERS = ["begin", "end", "env", "task", "group", "outcome", "why", "lowest", "highest", "shortest", "longest", "tool_errors", "q"];
 const NAMES = /** @type {Record<string, string>} */ ({ begin: "from", end: "to", env: "environment", lowest: "reward ≥", highest: "reward ≤", shortest: "tokens ≥", longest: "tokens ≤", tool_errors: "tool errors", q: "text" });
-
-/** What names a rollout in an address. @param {RolloutRow} row */
-export function identity(row) {
-  return row.kind === "eval" ? `${row.version}/${row.env}/${row.task}/${row.rollout}/${row.agent}` : `${row.group}/${row.rollout}`;
-}
-
-/** The parameters by which the server finds it. @param {string} run @param {string} kind @param {string} id */
-export function asked(run, kind, id) {
-  const parts = id.split("/");
-  if (kind !== "eval") return { run, kind, group: parts[0], rollout: parts[1] };
-  const [agent, rollout, task] = [parts.pop(), parts.pop(), parts.pop()];
-  return { run, kind, version: parts.shift(), env: parts.join("/"), task, rollout, agent };
-}
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Rollouts({ run, values, live }) {
@@ -101,21 +89,9 @@ function Row({ row, chosen }) {
   const place = row.kind === "eval" ? `version ${row.version}` : row.step === null ? "pending" : `step ${row.step}`;
   return html`<li><a href=${address} aria-current=${chosen ? "true" : null} onClick=${(/** @type {MouseEvent} */ e) => { if (!e.ctrlKey && !e.metaKey && !e.shiftKey) { e.preventDefault(); go(address, !!now.values.at); } }}>
     <span class="score" data-level=${level(row)}>${row.failed ? "failed" : reward(row.reward)}</span>
-    <span class="about"><span>${place} · ${row.env} <span class="nowrap">task ${row.task}</span>${row.agent !== "agent" ? ` · ${row.agent}` : ""}</span>
-      <span class="faint">${row.group !== null ? `group ${row.group} #${row.rollout}` : `sample ${row.rollout}`} · ${number(row.tokens)} tokens${row.turns > 1 ? ` · ${row.turns} turns` : ""}</span></span>
+    <span class="about"><span>task ${row.task} · ${place}${row.agent !== "agent" ? ` · ${row.agent}` : ""}</span>
+      <span class="faint">${row.group !== null ? `group ${row.group} #${row.rollout}` : `sample ${row.rollout}`} · ${number(row.tokens)} tokens${row.turns > 1 ? ` · ${row.turns} turns` : ""} · ${row.env}</span></span>
     <span class="fate"><${Fate} row=${row} /></span></a></li>`;
-}
-
-/** What became of it. @param {{row: RolloutRow}} props */
-export function Fate({ row }) {
-  return html`${row.why && html`<span class=${`tag ${row.why === "trained" ? "good" : "dull"}`}>${row.why === "trained" && row.advantage !== null ? `${signed(row.advantage)}` : row.why.replaceAll("_", " ")}</span>`}
-    ${row.outcome !== "finished" && html`<span class="tag warn">${row.outcome}</span>`}`;
-}
-
-/** How good a reward is, for a colour: 0 to 4. @param {RolloutRow} row */
-export function level(row) {
-  if (row.failed || row.reward === null) return "none";
-  return Math.round(Math.max(0, Math.min(1, row.reward)) * 4);
 }
 
 /** Values of a field with how many have it. @param {{label: string, name: string, value: string | undefined, counts: Record<string, number> | undefined}} props */

@@ -6,7 +6,7 @@ import { Conversation } from "./conversation.js";
 import { diff } from "./diff.js";
 import { number, plural, reward, signed } from "./format.js";
 import { change, link } from "./router.js";
-import { asked, Fate, identity, level } from "./rollouts.js";
+import { asked, Fate, identity, level } from "./rows.js";
 import { Choice, Fault, Pager, Tabs } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
@@ -19,6 +19,7 @@ const SORTS = /** @type {[string, string][]} */ ([["", "largest change"], ["chan
 export function Tasks({ run, values, live }) {
   const kind = values.kind ?? "train", offset = Number(values.offset ?? 0);
   const { data, error } = useAnswer("tasks", { run, kind, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
+  const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
   const chosen = values.task !== undefined && values.env;
   return html`<div class=${`two${chosen ? " chosen" : ""}`}>
     <section class="list" aria-label="Tasks">
@@ -29,7 +30,7 @@ export function Tasks({ run, values, live }) {
       ${data && !data.total && html`<p class="empty">No rollout has been scored yet.</p>`}
       ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right">First</th><th class="right">Last</th><th class="right">Change</th></tr></thead><tbody>
         ${data.rows.map((row) => html`<tr key=${`${row.env}/${row.task}`} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
-          <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>${row.env} ${row.task}</a></td>
+          <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
           <td class=${`right ${(row.change ?? 0) > 0 ? "good" : (row.change ?? 0) < 0 ? "bad" : "faint"}`}>${signed(row.change)}</td></tr>`)}</tbody></table>`}
       ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}

@@ -11,6 +11,7 @@ import { Fault } from "./ui.js";
 const ROW = 26, LEFT = 0, WIDTH = 1000;
 const WAITS = /wait|idle|pause|starting/;
 const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", version: "V", batch: "B", eval: "E" });
+const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3" });
 const QUIET = ["version", "batch", "eval"];
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
@@ -40,9 +41,10 @@ export function Timeline({ run, values, live }) {
 /** A colour for each kind of span: waits are grey. @param {string} name */
 function kind(name) {
   if (WAITS.test(name)) return "wait";
+  if (name in KINDS) return KINDS[name];
   let sum = 0;
   for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) % 997;
-  return `k${sum % 7}`;
+  return `k${sum % 6}`;
 }
 
 /** @param {{data: import("./types").Timeline, look: (begin: number, end: number) => void, chosen: {span: Span} | null, setChosen: (chosen: any) => void}} props */
@@ -97,7 +99,7 @@ function Shares({ data }) {
     return [...sums].sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, seconds], i) => ({ lane: i ? "" : lane.name, name, seconds }));
   });
   return html`<table><tbody>${rows.map((row, i) => html`<tr key=${i}><th scope="row">${row.lane}</th><td><i class=${`swatch ${kind(row.name)}`}></i>${row.name.replaceAll("_", " ")}</td>
-    <td class="right">${duration(row.seconds)}</td><td class="right">${((row.seconds / length) * 100).toFixed(0)}%</td></tr>`)}</tbody></table>`;
+    <td class="right nowrap">${duration(row.seconds)}</td><td class="right">${((row.seconds / length) * 100).toFixed(0)}%</td></tr>`)}</tbody></table>`;
 }
 
 /** @param {{data: import("./types").Timeline, run: string}} props */
