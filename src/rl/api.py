@@ -94,8 +94,10 @@ def flag_text(value: Any) -> str:
     """A value as a flag has it. Raises ConfigError for one that no setting can have."""
     if isinstance(value, Settings):
         value = value.model_dump(exclude_none=True)
-    text = str(value) if isinstance(value, (str, Path)) else toml_value(value)
-    if not isinstance(value, (str, Path)) and parse_value(text) != value:
+    value = str(value) if isinstance(value, Path) else value
+    plain = isinstance(value, str) and parse_value(value) == value
+    text = value if plain else toml_value(value)
+    if parse_value(text) != value:
         raise ConfigError(f"{value!r}: is no value of a setting; give a number, text, list or table")
     return text
 

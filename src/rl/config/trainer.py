@@ -59,6 +59,14 @@ class WeightsConfig(Settings):
     """Versions whose number is a multiple of this one are kept as well."""
 
 
+class TokenLogConfig(Settings):
+    """What the trainer computed at each trained token, a file a step under tokens/: log-probability, entropy, whether a clip or mask
+    acted. 7 bytes a token."""
+
+    max_gib: Unbounded = Field(1.0, ge=0)
+    """Size of all these files together, GiB; the oldest are deleted. 0: none are written; `inf`: all are kept."""
+
+
 def parse_targets(value: object) -> object:
     """`all-linear` as it is, anything else as a list of names."""
     return value if value == "all-linear" else parse_names(value)
@@ -153,6 +161,7 @@ class TrainerConfig(Settings):
     """Whether the run ends, instead of warning, when trainer and inference disagree on tokens of the same policy version."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
+    token_log: TokenLogConfig = TokenLogConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Seconds that the trainer waits for one batch before it ends with a diagnosis."""
 

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "trainer.compile",
     "trainer.strict_parity",
     "trainer.checkpoint",
+    "trainer.token_log",
     "trainer.weights.keep_last",
     "trainer.weights.keep_every",
     "sft.epochs",
@@ -146,7 +147,8 @@ def use_again(run_dir: RunDir) -> list[str]:
 
     Returns notes for the console.
     """
-    for path in (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data, sources_dir(run_dir.metrics)):
+    made = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.tokens_dir, run_dir.spans, run_dir.evals, run_dir.data)
+    for path in (*made, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
         path.unlink(missing_ok=True)

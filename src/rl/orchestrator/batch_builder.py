@@ -20,6 +20,7 @@ from rl.orchestrator.pending import PendingLog, PendingRollouts, without_episode
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
+from rl.run_dir import spans
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
@@ -215,9 +216,10 @@ class BatchBuilder:
 
     def _write_batch(self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]) -> None:
         """Writes a batch, with its metrics in its state. In a thread: of a large batch it takes seconds."""
-        batch = batches.form(step, used, dropped, self.rules)
-        state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
-        batches.commit(self.run_dir, batch, state)
+        with spans.span("commit", "batches", step):
+            batch = batches.form(step, used, dropped, self.rules)
+            state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
+            batches.commit(self.run_dir, batch, state)
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
         """Writes what follows from a batch and a start would make again."""

@@ -5,7 +5,7 @@
     run.config                                     # RLConfig
     run.metrics(source=None, kind=None)            # pandas or polars table, or dict of numpy columns (kind="columns")
     run.curve("reward/mean")                       # (steps, values)
-    run.rollouts(kind="train", step=range(1, 9), env="sums", why="no_signal", reward=(0.5, None))   # Rollouts: lazy, sliced for pages
+    run.rollouts(kind=None, step=range(1, 9), env="sums", why="no_signal", reward=(0.5, None))   # Rollouts: lazy, sliced for pages
         len(r); r[0]; r[20:40]; r.where(...); r.sorted("reward", descending=True); r.counts("why"); r.by("version"); r.column("reward")
         r.containing("text"); r.frame(); r.fields
         r[0].reward, .step, .version, .env, .task, .group_id, .metrics, ...      # from the index
@@ -16,6 +16,7 @@
     run.batch(step).fault                          # why there is no token log of it; empty if there is
     run.tokenizer, run.load_model("best")          # of transformers
     run.versions                                   # [Version]: weights, checkpoint, evaluations, which is best
+    run.timeline(begin=None, end=None)             # Timeline: .spans, .samples, .marks (wall time); .trace() for Perfetto
     run.events, run.status, run.end, run.origin    # as their files say it
     run.logs, run.log("trainer", lines=50)         # {process: {attempt: path}}, last lines
     run.diagnosis(), run.problems                  # what `rl doctor RUN` says; [Problem] with metrics, files and rollouts that show it

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rl.records.columns import DTYPES, WORDS, Columns, Words
+from rl.records.columns import DTYPES, WORDS, Columns, Kind, Words
 
 FORMAT = "1"
 MAX_BYTES = 1 << 30
@@ -29,7 +29,7 @@ def cache_file(root: Path) -> Path:
 
 def save(path: Path, columns: Columns, files: Mapping[Key, tuple[int, int]]) -> None:
     """Writes an index, if the cache can be written, and makes room for it."""
-    kept = columns.only(columns["gone"] == 0)
+    kept = columns.only((columns["gone"] == 0) & (columns["kind"] != Kind.PENDING))
     tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
     tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
     tensors["identities"] = np.array([*files.values()], np.int64).reshape(-1, 2)

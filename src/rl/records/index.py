@@ -61,7 +61,7 @@ class RolloutIndex:
     def __init__(self, run_dir: RunDir, cache_file: Path | None = None):
         """cache_file: where the index outlives this process; None: nowhere."""
         self.run_dir, self.cache_file = run_dir, cache_file
-        self.columns, self.pending = Columns(), Columns()
+        self.columns = Columns()
         self.files: dict[Source, Identity] = {}
         self.damaged: dict[Path, str] = {}
         """Files that could not be read, with what is wrong; their rollouts are missing."""
@@ -76,16 +76,19 @@ class RolloutIndex:
 
     def refresh(self) -> None:
         """Reads what is new, and forgets what is gone."""
+        began = time.monotonic()
         self._read_pending()  # first: what a batch settles meanwhile is then seen twice, not never
-        began, before = time.monotonic(), self.columns.size
         there = self._files_there()
         if there is not None:
             self._forget([source for source, identity in self.files.items() if there.get(source) != identity])
             self._read_files([source for source in sorted(there) if source not in self.files])
-        if self.columns.size > before:
-            settled = np.unique(self.columns["group_id"][before:])
-            waits = ~np.isin(self.pending["group_id"], settled)
-            self.pending = self.pending if waits.all() else self.pending.only(waits)
+        waits = (self.columns["kind"] == Kind.PENDING) & (self.columns["gone"] == 0)
+        if waits.any():
+            newest = max((source.number for source in self.files if source.kind is Kind.STEP), default=0)
+            recent = (self.columns["kind"] == Kind.STEP) & (self.columns["step"] > newest - SUSPECTS) & (self.columns["gone"] == 0)
+            self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
+        if self.gone > GONE_SHARE * self.columns.size:
+            self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
         if self.cache_file and time.monotonic() - began > CACHE_S:
             cache.save(self.cache_file, self.columns, self.files)
 
@@ -124,11 +127,13 @@ class RolloutIndex:
             if source.kind is Kind.EVAL:
                 of_env = self.columns["env"] == self.columns.code("env", source.name)
                 gone |= (kinds == Kind.EVAL) & (self.columns["version"] == source.number) & of_env
-        if gone.any():
-            self.columns.arrays["gone"][: self.columns.size][gone] = 1
+        self._drop(gone)
+
+    def _drop(self, rows: np.ndarray) -> None:
+        """Marks rows as gone. rows: [size] bool."""
+        if rows.any():
+            self.columns["gone"][rows] = 1
             self.gone = int(self.columns["gone"].sum())
-        if self.gone > GONE_SHARE * self.columns.size:
-            self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
 
     def _read_files(self, sources: list[Source]) -> None:
         lines, places, kind = list[Line](), list[tuple[int, int]](), Kind.STEP
@@ -156,17 +161,19 @@ class RolloutIndex:
             with reading(path), path.open("rb") as file:
                 there, end = os.fstat(file.fileno()).st_ino, end_of_last_line(file)
                 if there != inode or end < offset:  # made anew, as at every commit
-                    self.pending, offset = Columns(), 0
+                    self._drop(self.columns["kind"] == Kind.PENDING)
+                    offset = 0
                 file.seek(offset)
                 found = [(line, (at + offset, length)) for line, (at, length) in decoded(path, file.read(end - offset))]
         except FileNotFoundError:
-            self.pending, self.pending_as_read = Columns(), (0, 0)
+            self._drop(self.columns["kind"] == Kind.PENDING)
+            self.pending_as_read = (0, 0)
             return
         except CorruptFileError as error:
             self.damaged[path] = str(error)
             return
         self.damaged.pop(path, None)
-        self.pending.add(Kind.PENDING, [line for line, _ in found], [place for _, place in found])
+        self.columns.add(Kind.PENDING, [line for line, _ in found], [place for _, place in found])
         self.pending_as_read = (there, end)
 
 

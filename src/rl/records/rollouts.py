@@ -20,6 +20,8 @@ KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
 """Words for the kinds."""
 Bounds = Mapping[str, tuple[float | None, float | None]]
 """Least and greatest value of a number, both included; None: any."""
+LAST = 2**31 - 1
+"""In place of the step of what no batch has settled."""
 MAX_TEXT_BYTES = 64 << 20
 """Of decompressed files, in memory at once."""
 
@@ -265,12 +267,10 @@ class Rollouts(Sequence[Rollout]):
 
 def all_rollouts(index: RolloutIndex, texts: Texts, kinds: set[Kind]) -> Rollouts:
     """The rollouts of these kinds, as the index has them now: by step and place in the file, pending ones last, evaluations by version."""
-    if kinds == {Kind.PENDING}:
-        return Rollouts(index.pending, np.arange(index.pending.size), texts)
     columns = index.columns
-    kept = (columns["gone"] == 0) & np.isin(columns["kind"], [*kinds])
-    places = np.flatnonzero(kept)
-    order = np.where(columns["kind"][places] == Kind.EVAL, columns["version"][places], columns["step"][places])
+    places = np.flatnonzero((columns["gone"] == 0) & np.isin(columns["kind"], [*kinds]))
+    of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))
+    order = np.where(of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places]))
     if len(order) and (np.diff(order) < 0).any():
         places = places[np.argsort(order, kind="stable")]
     return Rollouts(columns, places, texts)

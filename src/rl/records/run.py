@@ -12,11 +12,13 @@ from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import read_json, resolve_model
 from rl.records.cache import cache_file
+from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
 from rl.records.problems import Problem, found_problems
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
+from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.logs import attempts, last_lines
@@ -115,13 +117,13 @@ class Run:
     def _texts(self) -> Texts:
         return Texts(self._index)
 
-    def rollouts(self, kind: str = "train", **wanted: Any) -> Rollouts:
+    def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
         """Rollouts by their fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
 
-        kind: `train` of a batch's file, trained or not; `pending`, which no batch has settled; `eval`.
+        kind: `train` of a step's file, trained or not; `pending`, which no batch has settled; `eval`. None: the first two, in this order.
         wanted: see Rollouts.where: `step=range(10, 20), env="sums", why=["trained", "no_signal"], reward=(0.5, None)`.
         """
-        kinds = {number for number, word in KINDS.items() if word == kind}
+        kinds = {number for number, word in KINDS.items() if word == kind or (kind is None and number is not Kind.EVAL)}
         if not kinds:
             raise RunError(f"kind = {kind!r}: give {', '.join(KINDS.values())}")
         with self._lock:
@@ -130,12 +132,11 @@ class Run:
 
     def group(self, group_id: int) -> Rollouts:
         """The rollouts of a group, settled or pending, by their places in it. Raises RunError if there is none."""
-        for kind in ("train", "pending"):
-            if found := self.rollouts(kind, group_id=group_id):
-                return found.sorted("rollout_id")
+        if found := self.rollouts(group_id=group_id):
+            return found.sorted("rollout_id")
         raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
 
-    def task(self, env: str, task: int, kind: str = "train") -> dict[int, Rollouts]:
+    def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
         """One task over the run: its rollouts by the newest policy version that sampled them, ascending."""
         return self.rollouts(kind, env=env, task=task).by("version")
 
@@ -239,6 +240,10 @@ class Run:
     def events(self) -> list[Event]:
         """Starts, deaths, restarts and repairs, oldest first."""
         return read_events(self.run_dir.events)
+
+    def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
+        """What each process did between two moments, seconds since the epoch; None: all that is kept."""
+        return read_timeline(self.run_dir.spans, self.numbers, self.events, begin, end)
 
     @property
     def status(self) -> dict[str, RoleStatus]:

@@ -60,6 +60,7 @@ class RunDir:
         self.digests_dir = root / "digests"
         self.tokens_dir = root / "tokens"
         self.spans = root / "spans"
+        """What each process did from when to when, see rl.run_dir.spans."""
         self.evals = root / "evals"
         self.logs = root / "logs"
         self.data = root / "data"
@@ -72,7 +73,7 @@ class RunDir:
     @property
     def folders(self) -> list[Path]:
         """All directories that the run writes to."""
-        kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.evals, self.status_dir]
+        kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.tokens_dir, self.evals, self.status_dir]
         return [self.root, self.weights_dir, sources_dir(self.metrics), *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
 
     def batch(self, step: int) -> Path:

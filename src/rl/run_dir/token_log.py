@@ -5,7 +5,7 @@ nats), `flags` (uint8: the bits CLIPPED, MASKED, LATER), and with a reference mo
 gave stands in the batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,10 @@ CLIPPED, MASKED, LATER = 1, 2, 4
 """The loss's own clip left the token without gradient; a mask on the ratio left it out; either did in a later epoch."""
 
 
-def write_token_log(path: Path, columns: Mapping[str, np.ndarray]) -> int:
-    """Writes a step's columns, and returns the size of the file, bytes."""
+def write_token_log(path: Path, columns: Mapping[str, np.ndarray], fence: Callable[[], None] | None = None) -> int:
+    """Writes a step's columns, and returns the size of the file, bytes. fence: see write_file."""
     data = save(dict(columns))
-    write_file(path, data)
+    write_file(path, data, fence=fence)
     return len(data)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from rl.config.run import RLConfig
+from rl.run_dir import spans
 from rl.trainer.balance import Layout
 from rl.trainer.batch_sources import BatchSource
 from rl.trainer.minibatches import cut, minibatch_weights
@@ -45,8 +46,10 @@ class Prefetch:
     def _make(self, step: int) -> Packed | Skipped | None:
         if step in self.quarantined:
             return Skipped()
-        batch = self.source.receive(step)
-        return None if batch is None else self.pack(batch)
+        with spans.span("fetch_batch", "prefetch", step):
+            batch = self.source.receive(step)
+        with spans.span("pack", "prefetch", step):
+            return None if batch is None else self.pack(batch)
 
     def take(self, step: int, others: Iterable[Background] = ()) -> Packed | Skipped | None:
         """The batch of `step`, or None when the run has ended. An error of `others` ends the wait.

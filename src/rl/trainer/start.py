@@ -34,8 +34,10 @@ from rl.trainer.reference import load_reference
 from rl.trainer.replay import Comparer, StateComparer, origin
 from rl.trainer.sft.source import validate
 from rl.trainer.store import checkpoint, versions
+from rl.trainer.store.background import Background
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
+from rl.trainer.store.token_files import TokenFiles
 from rl.wire.agreement import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
 
@@ -54,6 +56,13 @@ class Learner:
     """Compares trainer and inference; None where nothing is sampled."""
     status: Status | None = None
     """Counts the micro batches of a step, where somebody reads them."""
+    token_files: TokenFiles | None = None
+    """Writes what was computed at each token; None where there is no batch of the run's to read it with, or nothing is to be written."""
+
+    @property
+    def writers(self) -> tuple[Background, ...]:
+        """Its threads, whose errors end a wait."""
+        return (self.token_files.background,) if self.token_files else ()
 
     def advance(self) -> None:
         """Counts a micro batch."""
@@ -105,7 +114,7 @@ class Trainer:
 
     def receive(self, step: int) -> Packed | Skipped | None:
         """The batch of `step`, None when the run has ended; the one after it is asked for. Raises the errors of all threads."""
-        ready = self.batches.take(step, (self.publisher.background, self.saver.background))
+        ready = self.batches.take(step, (self.publisher.background, self.saver.background, *self.learner.writers))
         if ready is not None and step < self.last:
             self.batches.ask(step + 1)
         self.saver.start_clock()
@@ -166,6 +175,8 @@ class Trainer:
         if self.step > self.saver.began and not self.config.trainer.data.fake:
             self.save_checkpoint()
         self.publisher.finish()
+        if self.learner.token_files:
+            self.learner.token_files.finish()
         self.status.enter(Phase.CHECKPOINTING, self.saver.began)
         self.saver.finish()
 
@@ -204,7 +215,8 @@ def start(
     if replay:
         publisher, saver = Comparer(run_dir, settings.weights, waits[1], log), StateComparer(run_dir, settings, world, step, log)
     metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
-    learner = Learner(model, optimizer, settings, world, reference, parity, status)
+    token_files = None if replay or config.sft or not settings.token_log.max_gib else TokenFiles(run_dir, settings.token_log)
+    learner = Learner(model, optimizer, settings, world, reference, parity, status, token_files)
     return Trainer(config, Path(base), learner, step, batches, publisher, saver, work_of(model), metrics, status)
 
 

@@ -66,6 +66,8 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     """How often a failed episode is played again with fresh state."""
     python: str = ""
     """Interpreter of a virtual environment of its own; empty: ours."""
+    spans: str = ""
+    """Folder for its spans, see rl.run_dir.spans; empty: it notes none."""
 
 
 class PlayGroup(msgspec.Struct, tag=True):
