@@ -56,7 +56,11 @@ def place_of(spec: str) -> Path:
     for found in (path, Path("outputs") / spec):
         if found.is_dir():
             return found
-    remedy = "there is no run yet; start one, or name a folder with runs" if spec == "outputs" else "name a run's directory, or a folder with runs"
+    remedy = (
+        "there is no run yet; start one, or name a folder with runs"
+        if spec == "outputs"
+        else "name a run's directory, or a folder with runs"
+    )
     raise RunError(f"{spec}: there is no such folder; {remedy}")
 
 
@@ -73,7 +77,9 @@ def show(library: Any, values: dict[str, Any]) -> int:
         count = len(library.keys())
         print(f"rl view: {count} run{'' if count == 1 else 's'} at {address}", flush=True)
         if not is_loopback(host):
-            print("rl view: others can read what goes over the network: there is no TLS; an ssh tunnel to loopback is safer", file=sys.stderr)
+            print(
+                "rl view: others can read what goes over the network: there is no TLS; an ssh tunnel to loopback is safer", file=sys.stderr
+            )
         if not values["no_browser"] and not values["beside"] and has_browser():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 

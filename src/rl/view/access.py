@@ -75,7 +75,10 @@ class PageGate(HttpGate):
         if not self.is_token(given.encode("utf-8", "replace")):
             return refusal(401, "unauthorized", "this is not the token that `rl view` printed when it was last started", CLOSE | HEADERS)
         # A page that leads on, no redirect: a strict cookie is not sent where a link of another site led to a redirect.
-        response = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>rl view</title><link rel="icon" href="data:,">', headers=HEADERS)
+        response = HTMLResponse(
+            '<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>rl view</title><link rel="icon" href="data:,">',
+            headers=HEADERS,
+        )
         response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
         return response
 

@@ -73,11 +73,13 @@ def document(page: Path, data: str, title: str) -> str:
     style = "\n".join((page / name).read_text() for name in ("vendor/uPlot.min.css", "style.css", "parts.css"))
     start = 'window.recorded = JSON.parse(document.getElementById("recorded").textContent);'
     script = "\n".join([(page / "vendor/uPlot.iife.min.js").read_text(), start, bundle(page)]).replace("</script", "<\\/script")
-    policy = f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="content-security-policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">\n'
-        f"<title>{title}</title>\n<style>{style}</style></head>\n<body><div id=\"app\"></div>\n"
+        f'<title>{title}</title>\n<style>{style}</style></head>\n<body><div id="app"></div>\n'
         f'<script type="application/json" id="recorded">{data.replace("<", chr(92) + "u003c")}</script>\n<script>{script}</script>\n</body></html>\n'
     )

@@ -26,7 +26,9 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     if is_run(folder):
         return [folder]
     try:
-        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "." and entry.name not in PASSED_OVER)
+        below = sorted(
+            entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "." and entry.name not in PASSED_OVER
+        )
     except OSError:
         return []
     return [run for path in below for run in find_runs(Path(path), depth - 1)] if depth else []

@@ -144,7 +144,9 @@ def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool
 
 def searchable(row: Row) -> str:
     """All text of a rollout."""
-    parts = [message.text + message.thinking + "".join(call.name + call.arguments for call in message.calls) for message in messages_of(row)]
+    parts = [
+        message.text + message.thinking + "".join(call.name + call.arguments for call in message.calls) for message in messages_of(row)
+    ]
     return "\n".join([*parts, str(row.get("error") or "")])
 
 
@@ -217,7 +219,10 @@ def detail(run: Run, found: Rollouts) -> RolloutDetail:
         error=visible(str(row.get("error") or "")),
         group=group,
         explanation=explanation(number, group, run),
-        has_tokens=number.kind == "train" and number.why == "trained" and number.step is not None and run.run_dir.batch(number.step).exists(),
+        has_tokens=number.kind == "train"
+        and number.why == "trained"
+        and number.step is not None
+        and run.run_dir.batch(number.step).exists(),
     )
 
 
@@ -274,5 +279,3 @@ def bounded(text: str) -> tuple[str, int]:
         return text, 0
     half = MOST_CHARACTERS // 2
     return f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}", left_out
-
-

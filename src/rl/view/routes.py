@@ -131,7 +131,9 @@ class Desk:
 
     def rollout(self, given: RolloutParameters) -> answers.RolloutDetail:
         run = self.library.run(given.run)
-        return rollouts.detail(run, rollouts.find(run, given.kind, given.group, given.rollout, given.version, given.env, given.task, given.agent))
+        return rollouts.detail(
+            run, rollouts.find(run, given.kind, given.group, given.rollout, given.version, given.env, given.task, given.agent)
+        )
 
     def tokens(self, given: TokensParameters) -> answers.Tokens:
         return tokens.tokens(self.library.run(given.run), given.step, given.group, given.rollout)

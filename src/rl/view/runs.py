@@ -152,7 +152,11 @@ def eval_changes(run: Run) -> list[EvalChange]:
 def eval_names(run: Run) -> list[str]:
     """The evaluations that a run has results of."""
     ends = ("eval/", "/reward_mean")
-    return [name.removeprefix(ends[0]).removesuffix(ends[1]) for name in run.numbers.names if name.startswith(ends[0]) and name.endswith(ends[1])]
+    return [
+        name.removeprefix(ends[0]).removesuffix(ends[1])
+        for name in run.numbers.names
+        if name.startswith(ends[0]) and name.endswith(ends[1])
+    ]
 
 
 def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
@@ -186,7 +190,9 @@ def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
     means = [{(name, int(v)): float(x) for name in eval_names(run) for v, x in curve(run, name, "reward_mean")} for run in runs]
     errors = [{(name, int(v)): float(x) for name in eval_names(run) for v, x in curve(run, name, "reward_mean_stderr")} for run in runs]
     return [
-        EvalPoint(name=name, version=version, means=[m.get((name, version)) for m in means], errors=[e.get((name, version)) for e in errors])
+        EvalPoint(
+            name=name, version=version, means=[m.get((name, version)) for m in means], errors=[e.get((name, version)) for e in errors]
+        )
         for name, version in sorted({key for of in means for key in of})
     ]
 

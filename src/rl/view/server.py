@@ -12,7 +12,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Mount, Route as At
+from starlette.routing import Mount
+from starlette.routing import Route as At
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 

@@ -10,9 +10,9 @@ import { Fault } from "./ui.js";
 
 const ROW = 26, LEFT = 0, WIDTH = 1000;
 const WAITS = /wait|idle|pause|starting/;
-const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", version: "V", batch: "B", eval: "E" });
+const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
 const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3" });
-const QUIET = ["version", "batch", "eval"];
+const QUIET = ["step", "batch", "eval"];
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Timeline({ run, values, live }) {
@@ -107,7 +107,7 @@ function Moments({ data, run }) {
   const [quiet, setQuiet] = useState(false);
   const shown = data.moments.filter((moment) => quiet || !QUIET.includes(moment.kind));
   const where = (/** @type {import("./types").Moment} */ moment) => moment.kind === "batch" ? link("rollouts", { run: [run], begin: moment.step, end: moment.step }) : moment.kind === "eval" ? link("rollouts", { run: [run], kind: "eval", begin: moment.step, end: moment.step }) : "";
-  return html`<label class="check"><input type="checkbox" checked=${quiet} onChange=${(/** @type {any} */ e) => setQuiet(e.target.checked)} /> batches, versions and evaluations, too</label>
+  return html`<label class="check"><input type="checkbox" checked=${quiet} onChange=${(/** @type {any} */ e) => setQuiet(e.target.checked)} /> steps, batches and evaluations, too</label>
     <ol class="moments">${shown.slice(-200).reverse().map((moment, i) => html`<li key=${i}><time>${clock(moment.time)}</time> <b>${moment.process}</b> ${where(moment) ? html`<a href=${where(moment)}>${moment.text}</a>` : moment.text}</li>`)}</ol>
     ${!shown.length && html`<p class="faint">Nothing in this stretch of time.</p>`}`;
 }
