@@ -222,7 +222,9 @@ def test_a_task_over_time(ask):
 
 def test_time_health_logs_and_differences(ask):
     found = ask("timeline", run="first")
-    assert {lane.name for lane in found.lanes} == {"trainer step", "orchestrator step"} and len(found.lanes[0].spans) == 6
+    assert {(lane.process, lane.name) for lane in found.lanes} == {("trainer", "step"), ("orchestrator", "step")} and len(
+        found.lanes[0].spans
+    ) == 6
     assert ("death", "death: <b>killed</b>") in {(moment.kind, moment.text) for moment in found.moments}
     assert ask("health", run="first").state == "died" and "trainer" in ask("health", run="first").bottleneck
     assert ask("log", run="first", process="trainer").lines == ["<script>window.hacked = 1</script>", "ValueError: \\x1b[31mred"]

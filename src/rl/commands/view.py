@@ -1,5 +1,6 @@
 """`rl view`: what the model does, why the reward moves, where the time goes, in a browser; or as one file to send."""
 
+import contextlib
 import os
 import secrets
 import signal
@@ -84,10 +85,8 @@ def show(library: Any, values: dict[str, Any]) -> int:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         serve(library, token, host, port, ready)
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

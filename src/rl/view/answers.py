@@ -302,9 +302,11 @@ class Span(Answer):
 
 
 class Lane(Answer):
-    """A process, or a part of one, over time."""
+    """A part of a process over time."""
 
+    process: str
     name: str
+    """Which part; empty for the process itself."""
     spans: list[Span]
 
 

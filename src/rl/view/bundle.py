@@ -68,6 +68,11 @@ def digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+def within_element(data: str) -> str:
+    """JSON that no element which holds it ends with: `<` stands in its strings alone, where it can be written so."""
+    return data.replace("<", "\\u003c")
+
+
 def document(page: Path, data: str, title: str) -> str:
     """A self-contained page. data: JSON, which becomes `window.recorded`. Nothing of it can end the element that holds it."""
     style = "\n".join((page / name).read_text() for name in ("vendor/uPlot.min.css", "style.css", "parts.css"))
@@ -81,5 +86,5 @@ def document(page: Path, data: str, title: str) -> str:
         f'<meta http-equiv="content-security-policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">\n'
         f'<title>{title}</title>\n<style>{style}</style></head>\n<body><div id="app"></div>\n'
-        f'<script type="application/json" id="recorded">{data.replace("<", chr(92) + "u003c")}</script>\n<script>{script}</script>\n</body></html>\n'
+        f'<script type="application/json" id="recorded">{within_element(data)}</script>\n<script>{script}</script>\n</body></html>\n'
     )

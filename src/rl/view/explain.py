@@ -39,7 +39,8 @@ def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
         if row.advantage and row.reward is not None:
             side = "above" if row.reward > mean else "below" if row.reward < mean else "at"
             return f"Trained in step {row.step} with advantage {row.advantage:+.3f}: its reward is {side} its group's mean of {mean:.3f}."
-        return f"In the batch of step {row.step} with advantage 0: {credit(run)} gives it nothing to learn, and its tokens still count in the mean."
+        none = f"{credit(run)} gives it nothing to learn, and its tokens still count in the mean"
+        return f"In the batch of step {row.step} with advantage 0: {none}."
     reason = REASONS.get(row.why, row.why)
     return f"Not trained: {reason}." if row.why else ""
 

@@ -39,7 +39,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
     found = run.timeline(begin, end)
     lanes = recorded_lanes(found.spans)
-    if not any(lane.name.startswith("trainer") for lane in lanes):
+    if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, note = longest(lanes)
     return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), note=note)
@@ -66,7 +66,7 @@ def recorded_lanes(spans: list[Done]) -> list[Lane]:
         kind = (process, lane.rstrip("0123456789 "))
         kinds[kind] += 1
         if kinds[kind] <= LANES:
-            lanes.append(Lane(name=" ".join(filter(None, (process, lane))), spans=found[process, lane]))
+            lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
     return lanes
 
 
@@ -101,10 +101,9 @@ def metric_lanes(run: Run, begin: float, end: float) -> list[Lane]:
             orchestrator.append(Span(name="batch", begin=time - line["time/batch"], end=time, text=f"batch {step}"))
         elif source == "eval" and line.get("time/eval"):
             evals.append(Span(name="eval", begin=time - line["time/eval"], end=time, text=f"evaluation of version {step}"))
-    lanes = [Lane(name="trainer", spans=trainer), Lane(name="orchestrator", spans=orchestrator), Lane(name="evaluations", spans=evals)]
-    return [
-        Lane(name=lane.name, spans=[span for span in lane.spans if span.begin <= end and span.end >= begin]) for lane in lanes if lane.spans
-    ]
+    found = {"trainer": trainer, "orchestrator": orchestrator, "evaluations": evals}
+    inside = {name: [span for span in spans if span.begin <= end and span.end >= begin] for name, spans in found.items()}
+    return [Lane(process=name, name="", spans=spans) for name, spans in inside.items() if spans]
 
 
 def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
@@ -123,7 +122,9 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     if len(lengths) <= MOST_SPANS:
         return lanes, ""
     least = float(lengths[-MOST_SPANS])
-    kept = [Lane(name=lane.name, spans=[span for span in lane.spans if span.end - span.begin > least]) for lane in lanes]
+    kept = [
+        Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if span.end - span.begin > least]) for lane in lanes
+    ]
     return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out; look at less time"
 
 

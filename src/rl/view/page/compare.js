@@ -24,7 +24,7 @@ export function Compare({ runs, values, live }) {
       <section class="card"><h2>Evaluations</h2>
         ${data && (evals.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Evaluation</th><th scope="col" class="right">Version</th>${head}</tr></thead><tbody>
           ${evals.map((row) => html`<tr key=${row.name + row.version}><th scope="row">${row.name}</th><td class="right">${row.version}</td>
-            ${row.means.map((mean, i) => html`<td class=${mean !== null && mean === Math.max(...row.means.map((one) => one ?? -Infinity)) && row.means.filter((one) => one !== null).length > 1 ? "right best" : "right"}>
+            ${row.means.map((mean, i) => html`<td class=${mean !== null && mean === Math.max(...row.means.map((one) => one ?? -Infinity)) && new Set(row.means.filter((one) => one !== null)).size > 1 ? "right best" : "right"}>
               ${reward(mean)}${row.errors[i] !== null && html`<span class="faint"> ± ${(1.96 * /** @type {number} */ (row.errors[i])).toFixed(3)}</span>`}</td>`)}</tr>`)}
           </tbody></table></div><p class="faint">± is a 95% interval over examples.</p>` : html`<p class="faint">Neither has one.</p>`)}</section>
     </div>

@@ -9,9 +9,10 @@ import { Fault } from "./ui.js";
 /** @typedef {import("./types").Span} Span */
 
 const ROW = 26, LEFT = 0, WIDTH = 1000;
-const WAITS = /wait|idle|pause|starting/;
+const WAITS = /wait|idle|starting/;
 const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
-const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3" });
+const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3", training: "k0", publishing: "k2", checkpointing: "k4", copying_state: "k4", filling_batch: "k2", evaluating: "k3", loading_version: "k4", play: "k3", score: "k1",
+  fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4" });
 const QUIET = ["step", "batch", "eval"];
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
@@ -63,12 +64,12 @@ function Lanes({ data, look, chosen, setChosen }) {
     setDrag(null);
   };
   const loud = data.moments.filter((moment) => !QUIET.includes(moment.kind));
-  return html`<div class="lanes"><div class="names"><span></span>${lanes.map((lane) => html`<span key=${lane.name} title=${lane.name}>${lane.name}</span>`)}</div>
+  return html`<div class="lanes"><div class="names"><span></span><span></span>${lanes.map((lane, i) => html`<b key=${i} title=${lane.process}>${lane.process === lanes[i - 1]?.process ? "" : lane.process}</b><span>${lane.name}</span>`)}</div>
     <svg ref=${box} viewBox=${`0 0 ${WIDTH} ${height}`} preserveAspectRatio="none" style=${{ height: `${height}px` }} role="img" aria-label=${spoken(data)}
       onPointerDown=${(/** @type {any} */ e) => setDrag([time(e), time(e)])} onPointerMove=${(/** @type {any} */ e) => drag && setDrag([drag[0], time(e)])} onPointerUp=${up} onPointerLeave=${() => setDrag(null)}>
       ${ticks(data.begin, data.end).map((at) => html`<line key=${at} class="grid" x1=${x(at)} x2=${x(at)} y1=${ROW} y2=${height} vector-effect="non-scaling-stroke" />`)}
-      ${lanes.map((lane, row) => lane.spans.map((span) => html`<rect key=${`${lane.name}${span.begin}${span.name}`} class=${`${kind(span.name)}${chosen?.span.begin === span.begin && chosen.span.name === span.name ? " chosen" : ""}`} x=${Math.max(0, x(span.begin))} y=${(row + 1) * ROW + 3}
-        width=${Math.max(0.8, x(Math.min(span.end, data.end)) - Math.max(0, x(span.begin)))} height=${ROW - 6} onClick=${() => setChosen({ lane: lane.name, span })}><title>${lane.name}: ${span.text || span.name}, ${duration(span.end - span.begin)}</title></rect>`))}
+      ${lanes.map((lane, row) => lane.spans.map((span) => html`<rect key=${`${lane.process}${lane.name}${span.begin}${span.name}`} class=${`${kind(span.name)}${chosen?.span.begin === span.begin && chosen.span.name === span.name ? " chosen" : ""}`} x=${Math.max(0, x(span.begin))} y=${(row + 1) * ROW + 3}
+        width=${Math.max(0.8, x(Math.min(span.end, data.end)) - Math.max(0, x(span.begin)))} height=${ROW - 6} onClick=${() => setChosen({ lane: `${lane.process} ${lane.name}`, span })}><title>${lane.process} ${lane.name}: ${span.text || span.name}, ${duration(span.end - span.begin)}</title></rect>`))}
       ${loud.map((moment) => html`<line key=${moment.time + moment.kind} class=${`moment ${moment.kind}`} x1=${x(moment.time)} x2=${x(moment.time)} y1=${ROW - 6} y2=${height} vector-effect="non-scaling-stroke"><title>${clock(moment.time)} ${moment.process}: ${moment.text}</title></line>`)}
       ${drag && html`<rect class="drag" x=${Math.min(x(drag[0]), x(drag[1]))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${height} />`}
     </svg>
@@ -87,16 +88,17 @@ function ticks(begin, end) {
 
 /** @param {import("./types").Timeline} data */
 function spoken(data) {
-  return `Lanes of ${data.lanes.map((lane) => lane.name).join(", ")} from ${clock(data.begin)} to ${clock(data.end)}; the table below has their shares of the time`;
+  return `Lanes of ${[...new Set(data.lanes.map((lane) => lane.process))].join(", ")} from ${clock(data.begin)} to ${clock(data.end)}; the table below has their shares of the time`;
 }
 
 /** @param {{data: import("./types").Timeline}} props */
 function Shares({ data }) {
   const length = data.end - data.begin;
-  const rows = data.lanes.flatMap((lane) => {
+  const parts = data.lanes.filter((lane) => /^(step|phase|requests|)$/.test(lane.name) && (lane.name !== "phase" || !data.lanes.some((one) => one.process === lane.process && /step|requests/.test(one.name))));
+  const rows = parts.flatMap((lane) => {
     const sums = new Map();
     for (const span of lane.spans) sums.set(span.name, (sums.get(span.name) ?? 0) + Math.min(span.end, data.end) - Math.max(span.begin, data.begin));
-    return [...sums].sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, seconds], i) => ({ lane: i ? "" : lane.name, name, seconds }));
+    return [...sums].sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, seconds], i) => ({ lane: i ? "" : lane.process, name, seconds }));
   });
   return html`<table><tbody>${rows.map((row, i) => html`<tr key=${i}><th scope="row">${row.lane}</th><td><i class=${`swatch ${kind(row.name)}`}></i>${row.name.replaceAll("_", " ")}</td>
     <td class="right nowrap">${duration(row.seconds)}</td><td class="right">${((row.seconds / length) * 100).toFixed(0)}%</td></tr>`)}</tbody></table>`;

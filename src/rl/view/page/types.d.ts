@@ -200,6 +200,7 @@ export interface Timeline {
 }
 
 export interface Lane {
+  process: string;
   name: string;
   spans: Span[];
 }
