@@ -14,6 +14,7 @@ from rl.diagnosis.ending import ended_well, how_it_ended
 from rl.diagnosis.state import read_state
 from rl.diagnosis.waits import diagnose
 from rl.records.run import Run
+from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
 from rl.system.errors import RunError
 from rl.view.answers import Comparison, EvalChange, EvalPoint, RunRow, SettingDiff, State
@@ -65,7 +66,7 @@ def fingerprint(run: Run) -> tuple[float, ...]:
     """What changes with a run: when its files were last written."""
     files = run.run_dir
     paths = (files.config, files.metrics, files.events, files.run_end, files.status_dir, files.rollouts_dir, files.evals)
-    return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in paths)
+    return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in (*paths, *source_files(files.metrics)))
 
 
 def disk_bytes(root: Path) -> int:

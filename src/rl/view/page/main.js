@@ -27,7 +27,7 @@ const THEMES = ["auto", "light", "dark"];
 
 function App() {
   const place = usePlace();
-  const runs = useAnswer("runs", {}, 4000);
+  const runs = useAnswer("runs", {}, 2000);
   const [help, setHelp] = useState(false);
   const known = runs.data?.runs ?? [];
   const keys = place.run.length ? place.run : known.slice(0, 1).map((run) => run.key);

@@ -33,7 +33,7 @@ export function Timeline({ run, values, live }) {
       <button onClick=${() => change({ begin: null, end: null }, true)}>${live ? "Follow" : "The end"}</button></div>
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${length > 0 ? html`<${Lanes} data=${data} look=${look} chosen=${chosen} setChosen=${setChosen} />` : html`<p class="empty">Nothing was recorded yet.</p>`}
-    <p class="reader" aria-live="polite">${chosen ? html`<b>${chosen.lane}</b> ${chosen.span.text || chosen.span.name} <span class="faint">${clock(chosen.span.begin, true)} to ${clock(chosen.span.end, true)}, </span><b>${duration(chosen.span.end - chosen.span.begin)}</b>`
+    <p class="reader line" aria-live="polite">${chosen ? html`<b>${chosen.lane}</b> ${chosen.span.text || chosen.span.name} <span class="faint">${clock(chosen.span.begin, true)} to ${clock(chosen.span.end, true)}, </span><b>${duration(chosen.span.end - chosen.span.begin)}</b>`
       : html`<span class="faint">Drag over a stretch of time to look closer; choose a span for what it is.</span>`}</p>
     <div class="sides"><section class="card"><h2>Where the time went</h2><${Shares} data=${data} /></section>
       <section class="card"><h2>What happened</h2><${Moments} data=${data} run=${run} /></section></div>`;
