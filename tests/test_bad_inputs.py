@@ -263,7 +263,7 @@ COMBINATIONS = [
     args(
         "--orchestrator.environment.dataset",
         "d",
-        message="orchestrator.environment.0.id = 'e'\n    give either id (an installed environment)",
+        message="orchestrator.environment.0.id = 'e'\n    give either id (an environment's package)",
     ),
     args("--orchestrator.host", "", message="orchestrator.host = ''\n    is no address; give 127.0.0.1"),
     args("--inference.host", "http://a", message="inference.host = 'http://a'\n    is no address"),
@@ -354,7 +354,7 @@ FILES = [
     toml("", message="orchestrator.environment = []\n    name what to train on: --orchestrator.environment.id owner/name"),
     toml('[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
          message="orchestrator.environment.1.name = 'x'\n    is taken by another one"),
-    toml("[[orchestrator.environment]]\n", message="give either id (an installed environment), or dataset (rows)"),
+    toml("[[orchestrator.environment]]\n", message="give either id (an environment's package), or dataset (rows)"),
     toml('[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = "y"\n', "--orchestrator.environment.weight", "2",
          message="which of the 2 is meant? Put its number before `weight`: 0 to 1"),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ FLOORS = [
     ["system"],
     ["run_dir"],
     ["config", "wire"],
-    ["models", "diagnosis"],
+    ["models", "diagnosis", "homes"],
     ["records"],
     ["launch", "inference", "envs", "orchestrator", "trainer", "view"],
     ["commands"],

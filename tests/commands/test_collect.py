@@ -79,4 +79,4 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
 
 def test_faults(tmp_path):
     code, _, err = rl(tmp_path, "collect", "--orchestrator.environment.id", "nope", "--output", "x.jsonl")
-    assert code == 1 and "`uv pip install nope`" in err, err
+    assert code == 1 and "`rl env install owner/nope`" in err, err

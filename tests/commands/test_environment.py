@@ -74,7 +74,7 @@ def test_rollouts_in_full(tmp_path):
 
 def test_faults(tmp_path):
     for args, code, said in (
-        (("owner/nope",), 1, "`prime env install owner/nope`"),
+        (("nope",), 1, "`rl env install owner/nope`"),
         ((), 2, "which environment?"),
         (("say-digit", "--split", "test"), 2, "give train or eval"),
         (("say-digit", "--bogus", "1"), 2, "unknown key"),

@@ -134,7 +134,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("--orchestrator.environment.id", "owner/nope"), 1, "`prime env install owner/nope`"),
+        (("--orchestrator.environment.id", "nope"), 1, "`rl env install owner/nope`"),
         ((*SAY_DIGIT, "--policy", "outputs/x/y"), 2, "there is no such run and no such model folder"),
         ((*SAY_DIGIT, "--compare", "x.json"), 1, "not a report"),
         ((*SAY_DIGIT, "--policy", "http://127.0.0.1:9/v1"), 1, "nobody answers"),

@@ -54,14 +54,14 @@ def test_every_fault_is_listed_at_once(file):
 
 
 def test_a_missing_environment_is_listed_beside_other_faults(capsys):
-    environments = '[{id = "single-digit-addition"}, {id = "owner/nope"}, {id = "other", python = "python"}]'
+    environments = '[{id = "single-digit-addition"}, {id = "nope"}, {id = "owner/there"}, {id = "other", python = "python"}]'
     given = ["--orchestrator.environment", environments, "--orchestrator.eval.id", "gone"]
     for fault, count in (("--nope", "3 faults"), ("--orchestrator.group_size=99", "3 faults")):
         with pytest.raises(SystemExit):
             load_config([*given, fault], variables={})
         said = capsys.readouterr().err
         assert said.startswith(f"rl: {count} in the configuration") and said.count("is not installed") == 2
-        assert "`prime env install owner/nope`" in said and "`uv pip install gone`" in said
+        assert "`rl env install owner/nope`" in said and "`rl env install pypi:gone`" in said
     load_config(given, variables={})  # alone it is told when something is about to be played
 
 

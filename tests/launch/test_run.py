@@ -69,6 +69,7 @@ for step in range(1, config.max_steps + 1):
 """,
 }
 FOREVER = "time.sleep(60)\n"
+ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
 
 class Run:
@@ -82,10 +83,11 @@ class Run:
 
     def start(self, *args: str, **scripts: str) -> subprocess.Popen:
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
-        environment = ["--orchestrator.environment.id", "single-digit-addition", "--orchestrator.environment.name", "e"]
+        environment = ["--orchestrator.environment.id", "say-digit", "--orchestrator.environment.name", "e"]
         base = ["--name", "r", "--max_steps", "3", "--output_dir", str(self.tmp / "outputs")]
         command_line = [sys.executable, "-c", code, *environment, *base, *args]
-        process = subprocess.Popen(command_line, cwd=self.tmp, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        env = os.environ | {"PYTHONPATH": str(ENVIRONMENTS)}
+        process = subprocess.Popen(command_line, cwd=self.tmp, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         return process
 
@@ -105,7 +107,7 @@ class Run:
 
 
 @pytest.fixture
-def rl(tmp_path):
+def rl(tmp_path, classic_home):
     run = Run(tmp_path)
     yield run
     for process in run.processes:
@@ -184,8 +186,12 @@ def test_a_trial_ends_with_a_verdict(rl):
 
 
 def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):
+    code, out, err = rl("--orchestrator.environment.id", "nope")
+    assert (code, out) == (1, "") and err.startswith("rl: environment nope is not installed: there is no ./nope.py")
     code, out, err = rl("--orchestrator.environment.id", "owner/nope")
-    assert (code, out) == (1, "") and err.startswith("rl: environment owner/nope is not installed; `prime env install owner/nope`")
+    assert (code, out) == (1, "") and err.startswith(
+        "rl: environment owner/nope: the Environments Hub does not answer (http://127.0.0.1:9/owner/nope"
+    )
     assert not rl.root.exists()
 
 

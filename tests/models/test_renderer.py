@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 from rl.config.run import RendererConfig, RLConfig
 from rl.envs.policy import Policy
 from rl.models.chat import RendererError, assistant_message
-from rl.models.renderer import load_renderer, published_names
+from rl.models.renderer import published_names
 from rl.models.tiny import CHAT_TEMPLATE
 from rl.orchestrator.setups import policy_spec
+from tests.models.conftest import load_renderer
 from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
 
 # What is chosen

@@ -20,7 +20,7 @@ BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrato
 
 def start(pool: WorkerPool, monkeypatch, name: str = "light", **args) -> None:
     """Starts one in `pool`, as a worker with an interpreter of its own. `args`: see `work`."""
-    monkeypatch.setattr("rl.orchestrator.pool_worker.BOOTSTRAP", BOOTSTRAP)
+    monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", BOOTSTRAP)
     spec, place = EnvSpec(name=name, args=args), {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
     pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, **place))
 

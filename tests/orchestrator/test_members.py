@@ -90,7 +90,7 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
 
 
 def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("rl.orchestrator.pool_worker.BOOTSTRAP", light_worker.BOOTSTRAP)
+    monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", light_worker.BOOTSTRAP)
     log = tmp_path / "log"
     env = f'{{id = "say-digit", python = "{sys.executable}", args = {{seconds = {SECONDS}, log = "{log}"}}}}'
     flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment", env, "--max_steps", "1", "--max_lag", "0"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl.models.tokenizer_files import slim_tokenizer
 from rl.orchestrator.pool import EnvLostError, WorkerPool
 from rl.system import process_table
 from rl.system.errors import RunError
@@ -29,7 +30,8 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
         async with StubInference(model, tmp_path / "inference.json"):
             pool = WorkerPool(tmp_path / "logs", **limits)
             status, renderer = str(tmp_path / "inference.json"), {"name": "chatml"}  # which shows tools
-            policy = PolicySpec(model_path=str(model), max_model_len=1024, inference_status=status, renderer=renderer)
+            slim, _ = slim_tokenizer(str(model))
+            policy = PolicySpec(model_path=str(model), tokenizer=slim, max_model_len=1024, inference_status=status, renderer=renderer)
             try:
                 for name, args, python in setups:
                     spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
@@ -48,7 +50,7 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
 
 @pytest.fixture(autouse=True)
 def environments(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{ENVIRONMENTS}:{ENVIRONMENTS.with_name('without_torch')}")
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
 
 
 @pytest.mark.timeout(300)

@@ -17,6 +17,7 @@ from rl.config.command_line import write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
+from rl.homes.settle import homes_of, in_homes
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
@@ -294,8 +295,8 @@ async def arena(
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
         pool.add_metrics = add_metrics
-        for setup in worker_setups(config, policy, pool.address):
-            pool.start(setup)
+        homes = homes_of(config, say, recorded=True)
+        await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
         if server and wanted and wanted(ready):
             server.start()

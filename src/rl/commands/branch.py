@@ -149,6 +149,8 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             link_tree(parent.weights(step), new.weights(step))
         if parent.data.is_dir() and not any(fnmatch.fnmatchcase(change.key, key) for change in origin.changes for key in DATA):
             link_tree(parent.data, new.data)
+        if parent.environments.is_dir():
+            link_tree(parent.environments, new.environments)
         write_file(new.origin, msgspec.json.encode(origin) + b"\n")
         write_config(new.config, config)
 

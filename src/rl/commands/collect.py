@@ -14,9 +14,9 @@ from rl.commands.arena import Arena, Job, arena, run, say, task_count
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
-from rl.config.installed import check_environments
 from rl.config.quick import EXAMPLES
 from rl.config.run import RLConfig
+from rl.homes.settle import homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import append_file
 from rl.system.errors import RunError
@@ -96,7 +96,7 @@ def read_present(path: Path) -> Samples:
 
 async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays the tasks and samples that the file lacks and appends them to it."""
-    check_environments(config.orchestrator)
+    homes_of(config, say, recorded=True)  # before anything is asked of the policy
     path = Path(values["output"]).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     present = read_present(path)

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from rl.commands.arena import Arena, Job, arena, run
+from rl.commands import homes
+from rl.commands.arena import Arena, Job, arena, run, say
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, take, usage
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
-from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import messages_text, plain, rollout_text
+from rl.homes.settle import homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
@@ -35,8 +36,9 @@ OPTIONS = (
 )
 HELP = usage(
     "usage: rl env ID [--args JSON] [--split train|eval] [--rollouts N] [--export FILE] [--KEY VALUE] ...\n\n"
-    "Shows kind, arguments, sizes, an example, reward functions and tools of an environment: name, owner/name, or ./folder.\n"
-    "Without an ID the first environment of the configuration. Neither model nor server is needed unless rollouts are asked for.",
+    "Shows kind, arguments, sizes, an example, reward functions and tools of an environment: owner/name, pypi:name, ./folder, or a name.\n"
+    "Without an ID the first environment of the configuration. Neither model nor server is needed unless rollouts are asked for.\n\n"
+    + "\n".join(f"  {line}" for verb in homes.VERBS.values() for line in verb.splitlines()),
     OPTIONS,
     POLICY_SPECS,
 )
@@ -56,6 +58,8 @@ def environment_given(args: list[str]) -> tuple[Spelled, list[str]]:
 
 
 def main(args: list[str], children: Children) -> int:
+    if args and args[0] in homes.VERBS:
+        return homes.main(args[0], args[1:], children)
     given, rest = environment_given(args)
     config, _, values = load("rl env", rest, OPTIONS, HELP, given=given, optional=("orchestrator.environment",))
     if not config.orchestrator.environment:
@@ -69,7 +73,7 @@ async def show_environment(config: RLConfig, values: dict[str, Any], children: C
     """Prints the description of the environment, then exports and plays its tasks if asked to."""
     env = config.orchestrator.environment[0]
     env.workers = 1
-    check_environments(config.orchestrator)
+    homes_of(config, say, recorded=True)  # before anything is asked of the policy
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"]) if values["rollouts"] else None
     split, timeout_s = values["split"], config.orchestrator.worker_timeout_s
     work = Path(tempfile.mkdtemp(prefix=f"rl-env-{env.label}-"))  # what fails names a log in it; else nobody needs it

@@ -10,10 +10,10 @@ from rl.commands.eval_report import eval_part, finished_report, show, write_repo
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
 from rl.commands.policy_spec import Source, resolve
 from rl.config.command_line import CommandLine, fail
-from rl.config.installed import check_environments
 from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.quick import shrink
 from rl.config.run import RLConfig
+from rl.homes.settle import homes_of
 from rl.launch.children import Children
 from rl.orchestrator.eval_metrics import Results, write_eval
 from rl.orchestrator.setups import eval_workers
@@ -63,7 +63,7 @@ def main(args: list[str], children: Children) -> int:
 
 async def evaluate(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays one policy or two and writes the report. Both are resolved before the first is played."""
-    check_environments(config.orchestrator)
+    homes_of(config, say, recorded=True)  # before anything is asked of the policy
     entries = config.orchestrator.eval
     labels = tuple(entry.label for entry in entries)
     second = values["compare"]

@@ -120,10 +120,15 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
 def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
     """Faults of one entry: it must name a package, or rows with a reward function, or a NeMo Gym server with its rows."""
     if bool(entry.id) == bool(entry.dataset):
-        remedy = "give either id (an installed environment), or dataset (rows) with reward or head_server"
+        remedy = "give either id (an environment's package), or dataset (rows) with reward or head_server"
         yield f"{key}.id", entry.id or "", remedy
     elif entry.dataset and bool(entry.reward) == bool(entry.head_server):
         yield f"{key}.reward", entry.reward, "a dataset needs either reward = file.py:function or a NeMo Gym head_server"
+    if entry.requirements and (entry.python or entry.head_server):
+        other = "head_server is played without them" if entry.head_server else "python names an interpreter whose packages are yours"
+        yield f"{key}.requirements", entry.requirements, f"are installed where we make the virtual environment, but {other}; leave one out"
+    if entry.kind and not entry.id:
+        yield f"{key}.kind", entry.kind, "is of a package; leave it out, or give its id"
     if fault := name_fault(entry.label, MAX_LABEL):
         yield f"{key}.name", entry.label, f"is part of file names: {fault}"
 

@@ -20,11 +20,11 @@ import tomli_w
 from pydantic import BaseModel
 
 from rl.config.check import check, warnings_of
+from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, raise_all, setting_text, without_value
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.help import PROCESS_USAGE, USAGE, print_help
 from rl.config.hints import ALIASES
-from rl.config.installed import missing_environments
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
@@ -272,7 +272,7 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
     if config and lines and outside and not config.sft:
-        lines += missing_environments(config.orchestrator.env_ids)
+        lines += id_faults(config.orchestrator.env_ids)
     raise_all(lines)
     assert config, "settings without a fault make a configuration"
     return config
@@ -344,6 +344,9 @@ def load_config(
     for warning in warnings_of(config):
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
+        ids = config.orchestrator.env_ids
+        for text in id_faults(ids) or fetched(ids):
+            print(f"{program}: {text}", file=sys.stderr)
         print(to_toml(config), end="")
         raise SystemExit(0)
     return config, line

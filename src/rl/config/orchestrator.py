@@ -1,12 +1,12 @@
 """Settings of the orchestrator: environments, sampling, batches, evals."""
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from rl.config.base import NAMES, ONE_OR_MORE, PATH_IF_WRITTEN_AS_ONE, FunctionConfig, Settings, Unbounded, default_type, switch
+from rl.config.environment_id import short_name
 
 
 class CreditSettings(Settings):
@@ -67,11 +67,6 @@ AnyCreditConfig = DrGrpoConfig | GrpoConfig | RlooConfig | MaxRlConfig | Reinfor
 CreditConfig = Annotated[Annotated[AnyCreditConfig, Field(discriminator="type")], default_type("dr_grpo")]
 
 
-def short_name(env_id: str) -> str:
-    """`owner/name@version` without owner and version; a file's name without its ending."""
-    return Path(env_id.split("@")[0]).stem
-
-
 class SamplingOverrides(Settings):
     """How one environment's rollouts are sampled; what is not given is as in orchestrator.sampling."""
 
@@ -99,11 +94,15 @@ class SamplingConfig(SamplingOverrides):
 
 
 class EnvSource(Settings):
-    """An environment: an installed package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
+    """An environment: a package (`id`), rows with a reward function (`dataset`, `reward`), or a NeMo Gym server."""
 
     id: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """An installed environment, classic or v1: `name`, `owner/name`, `owner/name@version`; or the `./folder` of one that is not
-    installed."""
+    """A package with an environment, classic or v1: `owner/name` or `owner/name@version` of the Environments Hub, `pypi:name` of the
+    package index, a `./folder`, or the `name` of one that is installed or in the current directory. See docs/environments.md."""
+    kind: Literal["classic", "v1"] | None = None
+    """The API of verifiers that a package is played by. Default: the one that it has, and v1 if it has both."""
+    requirements: Annotated[list[str], ONE_OR_MORE] = []
+    """Packages that the environment's code needs beside those that it names itself: `["sympy>=1.13"]`."""
     dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; for a NeMo Gym server its rows."""
     eval_dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
@@ -123,7 +122,7 @@ class EnvSource(Settings):
     workers: int = Field(1, ge=1)
     """Number of processes that run the environment's code."""
     python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """Python interpreter of its own virtual environment, for dependencies that clash with ours: `.venvs/x/bin/python`."""
+    """Python interpreter of a virtual environment that you have made for it: `.venvs/x/bin/python`. Default: one is made."""
     max_generating: int = Field(-1, ge=-1)
     """Most rollouts that are generated at once, over all workers; -1: no limit."""
     max_scoring: int = Field(-1, ge=-1)

@@ -24,7 +24,8 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
         for i, entry in enumerate(entries if not config.sft else ()):
             # The rows of a NeMo Gym server are made with it, and may be made later than the configuration.
             named = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
-            if not entry.python or ".py:" in (entry.reward or ""):  # its own interpreter may have modules that ours has not
+            elsewhere = entry.python or entry.requirements  # there may be modules that we have not
+            if not elsewhere or ".py:" in (entry.reward or ""):
                 named["reward"] = find_fault
             for key, find in named.items():
                 value = getattr(entry, key)

@@ -41,6 +41,8 @@ class Environment(Protocol):
     name: str
     """The environment as error messages call it."""
     policy: Policy
+    notice: str
+    """What the user is to know about how it is played; empty: nothing."""
     scores_groups: bool
     """Whether the episodes of a task are scored together, so that one cannot be played again alone."""
 

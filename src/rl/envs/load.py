@@ -1,8 +1,12 @@
 """Loads an environment of whichever kind it is: the one place that chooses its class."""
 
 import importlib
+import importlib.util
+from importlib.metadata import version
+from pathlib import Path
 
-from rl.config.installed import check_installed, comes_with_verifiers, module_name
+from rl.config.environment_id import module_name
+from rl.config.installed import check_installed, comes_with_verifiers
 from rl.envs.environment import Environment, v1_exports
 from rl.envs.policy import Policy
 from rl.system.errors import RunError
@@ -16,13 +20,33 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.nemo_gym.environment import NemoGymEnvironment
 
         return NemoGymEnvironment(spec, policy)
-    if spec.id and is_v1(spec.id):
+    if spec.id and (spec.kind == "v1" or (spec.kind is None and is_v1(spec.id))):
         from rl.envs.v1.environment import V1Environment
 
         return V1Environment(spec, policy)
-    from rl.envs.classic.environment import ClassicEnvironment
+    try:
+        from rl.envs.classic.environment import ClassicEnvironment
+    except ImportError as error:
+        have = f"this interpreter has verifiers {version('verifiers')}"
+        raise RunError(f"environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}") from None
 
     return ClassicEnvironment(spec, policy)
+
+
+def library(spec: EnvSpec) -> str:
+    """The module of the adapter that an environment probably needs, judged by its source text alone: importing it is for `load`."""
+    if spec.head_server:
+        return "rl.envs.nemo_gym.environment"
+    is_v1 = spec.kind == "v1" or (spec.kind is None and spec.id and mentions_v1(spec.id))
+    return f"rl.envs.{'v1' if is_v1 else 'classic'}.environment"
+
+
+def mentions_v1(env_id: str) -> bool:
+    module = module_name(check_installed(env_id))
+    found = importlib.util.find_spec(module)
+    folders = (found.submodule_search_locations if found else None) or []
+    files = [file for folder in folders for file in Path(folder).rglob("*.py")] or [Path(found.origin)] if found and found.origin else []
+    return comes_with_verifiers(module) or any("verifiers.v1" in file.read_text(errors="replace") for file in files)
 
 
 def is_v1(env_id: str) -> bool:

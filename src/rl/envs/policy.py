@@ -35,7 +35,7 @@ class Policy:
         self.endpoint: Endpoint | None = spec.endpoint
         if spec.endpoint is None:
             config = RendererConfig(**spec.renderer)
-            self.renderer: Renderer = load_renderer(spec.model_path, config, trust_remote_code=spec.trust_remote_code)
+            self.renderer: Renderer = load_renderer(spec.model_path, config, slim=spec.tokenizer, trust_remote_code=spec.trust_remote_code)
             self.servers = InferenceServers(spec.inference_urls, Path(spec.inference_status), timeout_s)
 
     async def sample(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:

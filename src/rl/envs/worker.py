@@ -1,6 +1,8 @@
 """A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker FILE`, a WorkerSetup as JSON."""
 
 import asyncio
+import contextlib
+import importlib
 import logging
 import math
 import os
@@ -19,6 +21,7 @@ from rl.run_dir import spans
 from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent, raise_open_files
+from rl.system.warm_start import leave
 from rl.wire.rollouts import Episode, Rollout
 from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
@@ -65,7 +68,9 @@ class Worker:
 
     async def run(self, socket: zmq.asyncio.Socket) -> None:
         """Plays what the pool orders until it closes the worker."""
-        await socket.send(ENCODER.encode(Ready(self.env.num_tasks("train"), self.env.num_tasks("eval"), self.env.scores_groups)))
+        env = self.env
+        ready = Ready(env.num_tasks("train"), env.num_tasks("eval"), env.scores_groups, env.notice)
+        await socket.send(ENCODER.encode(ready))
         heartbeats = asyncio.create_task(self.send_heartbeats(socket))
         try:
             while True:
@@ -268,8 +273,20 @@ def main() -> None:
     os._exit(0)  # the environment is closed; taking the interpreter down would cost two seconds more
 
 
+def import_libraries() -> None:
+    """Imports what the worker will need, but for the environment itself; see the pool's nursery. What fails here fails again, where it is
+    reported."""
+    from rl.envs.load import library
+
+    setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
+    with contextlib.suppress(ImportError, RunError):
+        for module in ("uvloop", "jinja2", "tokenizers", "rl.envs.policy", "renderers.base", library(setup.env)):
+            importlib.import_module(module)
+
+
 if __name__ == "__main__":
     die_with_parent()
     raise_open_files()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    leave(import_libraries)
     main()

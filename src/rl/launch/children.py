@@ -19,13 +19,15 @@ from pathlib import Path
 from types import FrameType
 
 from rl.launch.guard import Guard
-from rl.launch.standby import Standby
 from rl.run_dir.logs import next_log
 from rl.system import process_table
 from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, start
 from rl.system.linux import adopt_orphans
 from rl.system.process_table import Table
+from rl.system.standby import Standby
 
+OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
+"""Variables whose values differ from attempt to attempt of a role."""
 LONGEST_BASE = 40
 """Bytes of the path of the directory for temporary files: the name of a Unix socket, which some put there, has at most 107."""
 
@@ -73,7 +75,7 @@ class Children:
         temporary.mkdir()
         env = env | environment(env, marker, temporary)
         standby = self.standbys.get(name)
-        if warm and standby and (pid := standby.call(log, env)):
+        if warm and standby and (pid := standby.call(log, {variable: env[variable] for variable in OF_AN_ATTEMPT})):
             child = Child(name, pid, log, marker, ancestor=standby.marker)
         elif warm is None:
             child = start(name, command, env, log, cores=cores, marker=marker)

@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -147,7 +148,8 @@ def use_again(run_dir: RunDir) -> list[str]:
 
     Returns notes for the console.
     """
-    made = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.tokens_dir, run_dir.spans, run_dir.evals, run_dir.data)
+    made = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.tokens_dir, run_dir.spans)
+    made += (run_dir.evals, run_dir.data, run_dir.environments)
     for path in (*made, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
@@ -168,15 +170,15 @@ def is_run_or_free(root: Path) -> bool:
 
 
 def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. One on another host that
-    was given up, and lives nevertheless, finds its role taken.
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. Those on another host,
+    which only time can judge, are watched together; one that was given up, and lives nevertheless, finds its role taken.
 
     Inference servers that `rl` has not started go on, unless `all_servers` are to have ended.
     """
-    deadline = time.monotonic() + ROLE_WAIT_S
     further = set() if all_servers else {*run_dir.status_dir.glob("inference-*.lock")}
-    for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further):
-        hold_role(path, max(0.0, deadline - time.monotonic())).close()
+    locks = sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further)
+    with ThreadPoolExecutor(len(locks) or 1, "survivors") as threads:
+        list(threads.map(lambda path: hold_role(path, ROLE_WAIT_S).close(), locks))
 
 
 def delete_run(run_dir: RunDir, lease: Lease) -> None:
@@ -200,7 +202,7 @@ def delete_run(run_dir: RunDir, lease: Lease) -> None:
 def delete_weights(weights_dir: Path) -> None:
     """Deletes the versions, finished or not, in a weights directory, and nothing else: it may lie outside the run."""
     for path in list(weights_dir.iterdir()) if weights_dir.is_dir() else []:
-        if re.fullmatch(r"\d{6}|\.\d{6}\..*", path.name):
+        if re.fullmatch(r"\d{6,}|\.\d{6,}\..*", path.name):
             shutil.rmtree(path)
     with contextlib.suppress(OSError):
         weights_dir.rmdir()

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import CommandLine
-from rl.config.installed import check_environments
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
+from rl.homes.settle import homes_of, record
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.picture import Picture
@@ -170,16 +170,21 @@ def resume_command(args: list[str], program: str = "rl") -> str:
     return shlex.join([*program.split(), *kept, "--resume"])
 
 
+def tell(text: str) -> None:
+    """Says what is done before there is a console."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def launch(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
     """A run from its configuration to its exit code. Raises RunError, OSError and Stopped."""
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     config = config.with_absolute_paths()
-    if not config.sft:
-        check_environments(config.orchestrator)
+    homes = {} if config.sft else homes_of(config, tell, recorded=line.resume is not None)
     division = devices.split(config, machine())
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+    record(config, homes)
     code = run(config, prepared, division, children, again)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:

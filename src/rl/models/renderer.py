@@ -9,6 +9,7 @@ from rl.config.run import RendererConfig
 from rl.models import probes
 from rl.models.chat import Answer, Message, RendererError, Tool, checked_call, wire
 from rl.models.template import IM_END, IM_START, ChatMLRenderer, Renderer, TemplateRenderer
+from rl.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,12 @@ CANDIDATES = {
 """Token of the vocabulary -> the package's renderers for models that have it."""
 
 
-def load_renderer(model_path: str, config: RendererConfig, *, trust_remote_code: bool = False) -> Renderer:
-    """The renderer for a model folder, which has the template that model.chat_template names. Raises RendererError."""
-    from transformers import AutoTokenizer
+def load_renderer(model_path: str, config: RendererConfig, *, slim: str = "", trust_remote_code: bool = False) -> Renderer:
+    """The renderer for a model folder, which has the template that model.chat_template names. `slim`: see load_tokenizer.
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    Raises RendererError, and RunError if the tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer(model_path, slim, trust_remote_code=trust_remote_code)
     name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path)
     renderer = build(tokenizer, config, name)
     log.info("renderer %s: %s; tools %s", name, why, "can be used" if renderer.supports_tools else "cannot be shown to the model")

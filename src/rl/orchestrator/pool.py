@@ -20,8 +20,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, read_answer, start_worker, verdict
-from rl.system import faults
+from rl.orchestrator.nursery import Nursery
+from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, read_answer, verdict
+from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
 from rl.system.credentials import redact
 from rl.system.errors import RunError
@@ -70,6 +71,7 @@ class WorkerPool:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(self.address)
         self.workers: dict[str, Worker] = {}
+        self.nursery = Nursery()
         self.scores_groups: dict[str, bool] = {}
         """By environment."""
         self.next_play = self.num_started = 0
@@ -91,13 +93,31 @@ class WorkerPool:
 
     # Processes ----------------------------------------------------------------------------------------------------------
 
-    def start(self, setup: WorkerSetup) -> Worker:
-        """Starts a worker process; `sizes` waits until it is ready."""
+    async def start_all(self, setups: Sequence[WorkerSetup]) -> None:
+        """Starts worker processes; `sizes` waits until they are ready. The first of an environment makes its imports for the others."""
+        first = {setup.env.name: setup for setup in reversed(setups)}
+        for setup in first.values():
+            self.start(setup)
+        for setup in setups:
+            if setup is not first[setup.env.name]:
+                await self.nursery.copy(setup.env.name)
+                self.start(setup)
+
+    def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
+        """Starts a worker process, from a copy of another one if it may be `warm`."""
         self.num_started += 1
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
-        self.workers[setup.worker_id] = start_worker(setup, setup_path, self.log_dir / f"worker-{setup.worker_id}.log", marker)
+        log = self.log_dir / f"worker-{setup.worker_id}.log"
+        self.workers[setup.worker_id] = Worker(setup, self.nursery.start(setup, setup_path, log, marker, warm))
         return self.workers[setup.worker_id]
+
+    def _end(self, worker: Worker) -> None:
+        """Kills what a dead worker has left, and lets go of it. The other workers may be copies of it, and bear its marker."""
+        others = {other.child.pid for other in self.workers.values() if other is not worker and not other.child.reaped}
+        worker.child.kill_tree(others | self.nursery.waiting())
+        worker.child.reap()
+        process_table.reap_session(worker.child.pid)
 
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         """Waits until every worker has loaded its environment. Raises RunError when one cannot."""
@@ -106,6 +126,8 @@ class WorkerPool:
         for worker_id in list(self.workers):
             ready = await self._first_ready(worker_id, timeout_s)
             env = self.workers[worker_id].setup.env.name
+            if ready.notice and env not in result:
+                log.warning("environment %s: %s", env, ready.notice)
             result[env], self.scores_groups[env] = ready, ready.scores_groups
             self._watch(self._revive(self.workers[worker_id], timeout_s))
         return result
@@ -120,9 +142,8 @@ class WorkerPool:
                 if attempt == MAX_KILLS or (worker.child.exit_code or 0) >= 0:
                     raise
                 log.warning("%s: it is started again", error)
-                worker.child.kill_tree()
-                worker.child.reap()
-                self.start(worker.setup)
+                self._end(worker)
+                self.start(worker.setup, warm=False)
         raise AssertionError
 
     def _watch(self, work: Any) -> None:
@@ -156,8 +177,7 @@ class WorkerPool:
         """Loop. Waits for a worker's death, ends what it has left, and starts a new one with its groups."""
         while True:
             code, env = await worker.child.wait_async(), worker.setup.env.name
-            worker.child.kill_tree()
-            worker.child.reap()
+            self._end(worker)
             if env in self.lost:
                 return
             self.barren[env] += 1
@@ -171,7 +191,7 @@ class WorkerPool:
             log.warning("worker %s is started anew: %s (its output: %s)", worker.setup.worker_id, reason, worker.child.log)
             await asyncio.sleep(delay_s)
             try:
-                dead, worker = worker, self.start(worker.setup)
+                dead, worker = worker, self.start(worker.setup, warm=self.barren[env] == 1)
                 self._inherit(dead, worker, reason)
                 ready = await self._wait_ready(worker, timeout_s)
             except RunError as error:
@@ -341,6 +361,7 @@ class WorkerPool:
         """Ends all workers. They hold nothing that could be lost, but their environments may have started servers."""
         for task in self.watchers:
             task.cancel()
+        self.nursery.close()
         for worker in self.workers.values():
             if worker.child.exit_code is None and worker.ready.done():
                 await self._send(worker, Close())

@@ -1,18 +1,15 @@
 """One worker process: how it is started, what the pool knows of it, what it sends, and why it is ended."""
 
 import asyncio
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import psutil
 
-from rl.system.children import Child, start
+from rl.system.children import Child
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
@@ -25,16 +22,6 @@ STOPPED_S = 10.0
 GIB = 2**30
 MAX_KILLS = 3
 """A group whose worker died so often, the last time while it played nothing else, is given up: it is the cause."""
-BOOTSTRAP = """
-import importlib.util, runpy, sys
-folder, setup_file = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("rl", folder + "/__init__.py", submodule_search_locations=[folder])
-sys.modules["rl"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["rl"])
-sys.argv = ["worker", setup_file]
-runpy.run_module("rl.envs.worker", run_name="__main__")
-"""
-"""Runs the worker in another virtual environment: of ours it sees this package alone, nothing that is installed beside it."""
 
 
 class EnvLostError(RunError):
@@ -119,21 +106,6 @@ def read_answer(frames: list[bytes]) -> FromWorker:
     if len(frames) != 1 or len(frames[0]) > MAX_ANSWER_BYTES:
         raise msgspec.DecodeError(f"{len(frames)} frames of {sum(map(len, frames))} bytes")
     return ANSWERS.decode(frames[0])
-
-
-def start_worker(setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str) -> Worker:
-    """Starts a process; what it starts bears `marker` in its environment. Raises RunError when its interpreter is not there.
-
-    Its setup is in a file: an argument is limited to 128 KiB, and shown to everyone on the machine.
-    """
-    setup_path.write_bytes(msgspec.json.encode(setup))
-    command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
-    if setup.python:
-        command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
-    try:
-        return Worker(setup, start(setup.worker_id, command, dict(os.environ), log_path, new_session=False, marker=marker))
-    except OSError as error:
-        raise RunError(f"environment {setup.env.name}: {setup.python} does not start: {error.strerror}") from None
 
 
 def verdict(worker: Worker, memory_gib: float, silence_s: float) -> str:

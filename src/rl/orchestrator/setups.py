@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
+from rl.models.tokenizer_files import slim_tokenizer
 from rl.orchestrator.tasks import EnvTasks, TaskSource
 from rl.wire.worker_messages import EnvSpec, PolicySpec, Ready, WorkerSetup
 
@@ -39,8 +40,12 @@ def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
 
 def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
     """The policy of our inference servers, for the model in the folder `model_path`."""
+    tokenizer, unfit = slim_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+    if unfit:
+        log.warning("workers load the model's tokenizer with transformers, which costs each seconds and hundreds of MB: %s", unfit)
     return PolicySpec(
         model_path=model_path,
+        tokenizer=tokenizer,
         max_model_len=config.model.max_model_len,
         trust_remote_code=config.model.trust_remote_code,
         renderer=config.renderer.model_dump(),

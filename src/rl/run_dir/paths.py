@@ -16,11 +16,12 @@ PENDING_ROLLOUTS = "pending.jsonl"
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:
-    """The numbers of the complete entries `000012<suffix>` of a directory, ascending; without temporary names.
+    """The numbers of the complete entries `000012<suffix>` of a directory, ascending; without temporary names. From 1000000 on they have
+    seven digits.
 
     It lists the whole directory, so nothing that happens every step, group or heartbeat may call it.
     """
-    names = re.compile(rf"([0-9]{{6}}){re.escape(suffix)}")
+    names = re.compile(rf"([0-9]{{6}}|[1-9][0-9]{{6,}}){re.escape(suffix)}")
     try:
         return sorted(int(match[1]) for match in map(names.fullmatch, os.listdir(directory)) if match)
     except (FileNotFoundError, NotADirectoryError):
@@ -62,6 +63,8 @@ class RunDir:
         self.spans = root / "spans"
         """What each process did from when to when, see rl.run_dir.spans."""
         self.evals = root / "evals"
+        self.environments = root / "environments"
+        """What each environment was played with: a text file of packages."""
         self.logs = root / "logs"
         self.data = root / "data"
         """The examples of supervised fine-tuning as token ids."""

@@ -238,6 +238,21 @@ def read_status(path: Path) -> RoleStatus | None:
     return RoleStatus(**found)
 
 
+class Beats:
+    """For how long heartbeats have been the same, by this process's clock: another host's may show any time."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[float | None, float]] = {}
+        """Name -> the last heartbeat, and when it was first seen (time.monotonic)."""
+
+    def silent_s(self, name: str, status: RoleStatus) -> float:
+        """Seconds since the heartbeat of a process, given its newest status, was first seen to be what it is."""
+        now = time.monotonic()
+        if name not in self.seen or self.seen[name][0] != status.heartbeat:
+            self.seen[name] = status.heartbeat, now
+        return now - self.seen[name][1]
+
+
 def read_address(path: Path) -> str | None:
     """Where a process answers; None while it has not said so."""
     status = read_status(path)

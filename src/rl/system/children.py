@@ -125,11 +125,15 @@ class Child:
             found |= process_table.marked(processes, among, marker, {self.pid: self.start_ticks})
         return {pid: processes[pid] for pid in found & set(among)}
 
-    def kill_tree(self) -> None:
-        """SIGKILL to its group and all that it has started, once and without waiting. Call it before `reap`."""
+    def kill_tree(self, without: Collection[int] = ()) -> None:
+        """SIGKILL to its group and all that it has started, except the trees of `without`: once and without waiting. Call it before `reap`.
+
+        Copies of it bear its marker, whosever they are by now.
+        """
         self.signal_group(signal.SIGKILL)
         processes = process_table.table()
-        process_table.send_signal(self.tree(processes, processes), signal.SIGKILL)
+        among = processes.keys() - process_table.trees(processes, without)
+        process_table.send_signal(self.tree(processes, among), signal.SIGKILL)
 
     def reap(self) -> None:
         """Lets go of its pid, if it has ended."""

@@ -112,6 +112,14 @@ def send_signal(processes: Table, signum: int) -> None:
                 os.kill(pid, signum)
 
 
+def reap_session(session: int) -> None:
+    """Reaps what has ended of a session and has become a child of this process, which adopts orphans."""
+    for pid, line in table().items():
+        if line.state == "Z" and line.session == session and line.parent == os.getpid():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
 def kill(find: Callable[[], Table], pause_s: float) -> list[int]:
     """SIGKILL to what `find` returns, until it returns nothing twice: between a parent's death and the start of its child a search can
     miss both. Returns the pids that even that did not end within KILL_DEADLINE_S: they are stuck in the kernel.

@@ -14,6 +14,9 @@ from rl.system.linux import end_with_parent
 PIPES = "RL_STANDBY"
 """Environment variable: file descriptors to read orders from and to write the copy's pid to."""
 
+THREADLESS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""What keeps libraries from starting threads."""
+
 GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
 """Files that a process has open once it has used a GPU's driver. A fork of it would find no GPU, and might silently compute on the CPU."""
 
@@ -27,7 +30,7 @@ def leave(imports: Callable[[], None]) -> None:
     if not (pipes := os.environ.pop(PIPES, "")):
         return
     orders, answers = map(int, pipes.split(","))
-    with without_openblas_threads():
+    with without_threads():
         imports()
     if obstacle := fork_obstacle():
         print(f"no copy for a warm start: {obstacle}", file=sys.stderr, flush=True)
@@ -67,17 +70,17 @@ def wait_for_turn(launcher: int, orders: int, answers: int) -> None:
 
 
 @contextmanager
-def without_openblas_threads() -> Iterator[None]:
-    """Keeps numpy's OpenBLAS from starting threads while it is imported; it has one thread from then on, later child processes have all."""
-    name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:  # the user's choice, even if it costs the copy
-        yield
-        return
-    os.environ[name] = "1"
+def without_threads() -> Iterator[None]:
+    """Keeps libraries from starting threads while they are imported: numpy's OpenBLAS, which has one from then on, while later child
+    processes have all, and pyarrow's allocator, which then gives memory back while it is used. A variable that the user has set stays, even
+    if it costs the copy."""
+    ours = {name: value for name, value in THREADLESS.items() if name not in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        os.environ.pop(name)
+        for name in ours:
+            os.environ.pop(name)
 
 
 def fork_obstacle() -> str:
@@ -104,4 +107,6 @@ def take_over(orders: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.environ.update(order["env"])
+    if order["arguments"] is not None:
+        sys.argv[1:] = order["arguments"]
     tempfile.tempdir = None  # another TMPDIR

@@ -69,7 +69,8 @@ def run(config: RLConfig, rank: int) -> None:
         clean_leftovers(*own, ours="")
         # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
         checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
-    spans.start(config.run_dir.spans, name)
+    if not config.trainer.data.fake:  # a benchmark writes only what is asked for
+        spans.start(config.run_dir.spans, name)
     status = Status(config.run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.sft is None)

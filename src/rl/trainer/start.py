@@ -215,7 +215,8 @@ def start(
     if replay:
         publisher, saver = Comparer(run_dir, settings.weights, waits[1], log), StateComparer(run_dir, settings, world, step, log)
     metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
-    token_files = None if replay or config.sft or not settings.token_log.max_gib else TokenFiles(run_dir, settings.token_log)
+    none = replay or config.sft or settings.data.fake or not settings.token_log.max_gib
+    token_files = None if none else TokenFiles(run_dir, settings.token_log)
     learner = Learner(model, optimizer, settings, world, reference, parity, status, token_files)
     return Trainer(config, Path(base), learner, step, batches, publisher, saver, work_of(model), metrics, status)
 

@@ -1,6 +1,6 @@
 """What the orchestrator sends to an environment worker, and what the worker answers."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ class EnvSpec(msgspec.Struct, kw_only=True):
 
     name: str
     id: str | None = None
+    kind: Literal["classic", "v1"] | None = None
+    """The API that a package is played by; None: the one that it has."""
     dataset: str | None = None
     eval_dataset: str | None = None
     reward: str | None = None
@@ -40,6 +42,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """What environments sample from: our servers, token ids in and out, or `endpoint`."""
 
     model_path: str = ""
+    tokenizer: str = ""
+    """Folder of the model's tokenizer for workers without transformers; empty: transformers loads it."""
     max_model_len: int = 2048
     trust_remote_code: bool = False
     renderer: dict[str, Any] = {}
@@ -121,6 +125,8 @@ class Ready(msgspec.Struct, tag=True):
     num_eval: int | None
     scores_groups: bool = False
     """Whether the episodes of a task are scored together, and so finish together."""
+    notice: str = ""
+    """What the user is to know about how the environment is played."""
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -13,10 +13,11 @@ from rl.commands.arena import arena
 from rl.commands.doctor.check import GIB, Check, fault_of, memory_bytes, needed_gib, output, start_module
 from rl.config.check import exposure
 from rl.config.command_line import write_config
-from rl.config.installed import missing_environments
+from rl.config.environment_id import id_faults
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import REMEDY as DISK_REMEDY
 from rl.diagnosis.disk import needs, tensor_shapes
+from rl.homes.settle import unmade
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, is_run_or_free
@@ -179,10 +180,13 @@ def environments(config: RLConfig, model: Path | None, work: Path, children: Chi
         async with arena(config, None, work, children, model=str(model or "")) as ground:
             return ground.ready
 
-    if missing := missing_environments(config.orchestrator.env_ids):
-        yield from (Check("FAIL", "environment", fault) for fault in missing)
+    if faults := id_faults(config.orchestrator.env_ids):
+        yield from (Check("FAIL", "environment", fault) for fault in faults)
         return
     try:
+        if lines := unmade(config):
+            yield from (Check("warn", "environment", line) for line in lines)
+            return
         loaded = asyncio.run(load())
     except RunError as error:
         yield Check("FAIL", "environment", str(error))

@@ -112,6 +112,8 @@ class Play:
 class ClassicEnvironment:
     """An environment of the classic API. See `Environment` for its methods."""
 
+    notice = ""
+
     def __init__(self, spec: EnvSpec, policy: Policy):
         self.spec = spec
         self.policy = policy

@@ -1,9 +1,6 @@
-"""How verifiers v1 asks our policy: its interception server gets a client that answers through one `Conversation` a trace."""
+"""How the versions of verifiers v1 that we know ask our policy: their interception server gets a client that answers in this process."""
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
@@ -11,28 +8,13 @@ from pydantic import PrivateAttr
 from verifiers.v1.clients.client import RelayReply, resolve_client
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire, parse_message
-from verifiers.v1.errors import OverlongPromptError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens, Usage
 
-from rl.envs.policy import Conversation, RolloutError
-from rl.models.chat import Answer, assistant_message
-from rl.wire.inference_client import PromptTooLongError
-from rl.wire.rollouts import Cause, Turn
-
-
-@dataclass
-class ActiveTrace:
-    """One trace while it is played: its conversation (None with an endpoint), and the cause if its last call failed."""
-
-    conversation: Conversation | None
-    failure: Cause | None = None
-
-    def fail(self, error: RolloutError) -> vf.ProviderError:
-        """Records the cause. The status is one that SDKs do not retry: our own client has retried what can be."""
-        self.failure = error.cause
-        return vf.ProviderError(str(error), status_code=400)
+from rl.envs.v1.active import ActiveTrace, completion, not_chat
+from rl.models.chat import Answer
+from rl.wire.rollouts import Turn
 
 
 class PolicyClient(vf.Client):
@@ -50,24 +32,15 @@ class PolicyClient(vf.Client):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One turn. `body` has the sampling that the harness and the agent's config ask for; the conversation has the run's."""
-        trace = self.active.get(session_id or "")
-        if trace is None or trace.conversation is None:
+        """One turn; see ActiveTrace.answer."""
+        active = self.active.get(session_id or "")
+        if active is None or active.conversation is None:
             raise vf.ProviderError(f"trace {session_id} is not being played", status_code=409)
-        trace.failure = None
         if not isinstance(dialect, ChatDialect):
-            problem = f"the harness uses {type(dialect).__name__}, the policy answers chat completions only; configure another harness"
-            raise trace.fail(RolloutError("environment", problem))
+            raise active.fail(not_chat(type(dialect).__name__))
         # In verifiers' own form, with tools' names at their results: a resumed conversation has it, and must continue one that has not.
         messages = [message_to_wire(message) for message in (turn.prompt if turn else dialect.parse_request(body).messages)]
-        overrides = body | {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens")}
-        try:
-            sampled, answer = await trace.conversation.answer(messages, body.get("tools"), overrides)
-        except PromptTooLongError as error:
-            raise OverlongPromptError(str(error)) from error
-        except RolloutError as error:
-            raise trace.fail(error) from error
-        return response(sampled, answer, body["model"])
+        return response(*await active.answer(messages, body), body["model"])
 
     async def relay(
         self, dialect: Dialect, body: dict[str, Any], session_id: str | None = None, headers: Mapping[str, str] | None = None
@@ -104,20 +77,13 @@ interception.resolve_client = lambda config: config.client if isinstance(config,
 
 def response(turn: Turn, answer: Answer, model: str) -> Response:
     """An answer as verifiers records it, with the chat completion that the harness gets."""
-    message = assistant_message(answer)
-    finish = "length" if turn.finish_reason == "length" else "tool_calls" if answer.tool_calls else "stop"
-    num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
-    head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-    raw = head | {
-        "object": "chat.completion",
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-    }
+    raw = completion(turn, answer, model)
+    [choice], usage = raw["choices"], raw["usage"]
     return Response(
-        **head,
-        message=parse_message(message),
-        finish_reason=finish,
-        usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_new),
+        **{key: raw[key] for key in ("id", "created", "model")},
+        message=parse_message(choice["message"]),
+        finish_reason=choice["finish_reason"],
+        usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
         # Without the messages' spans the graph puts a turn's new ids into one node: right for tasks that look at a branch's ids.
         tokens=TurnTokens(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, completion_logprobs=turn.logprobs),
         raw=raw,

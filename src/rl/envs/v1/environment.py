@@ -9,21 +9,23 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from mcp.server.fastmcp import FastMCP
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from rl.envs.environment import limited, places
 from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
-from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
+from rl.envs.v1.active import ActiveTrace
 from rl.envs.v1.config import V1Config
 from rl.envs.v1.harness import chat_tool, opening
 from rl.envs.v1.rollouts import as_episode
+from rl.envs.v1.seam import HttpSeam
+from rl.envs.v1.versions import KNOWN, MCPServer, installed, own_sampling
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame
@@ -86,8 +88,10 @@ class V1Environment:
         self.policy = policy
         self.name = f"environment {spec.name}"
         self.generating = places(spec.max_generating)
-        self.client_config = PolicyClientConfig()
-        self.active = self.client_config.client.active
+        self.active: dict[str, ActiveTrace] = {}
+        self.notice = ""
+        self.seam: HttpSeam | None = None
+        self._choose_client()
         with self._load_errors("loading it"):
             self.config = V1Config(spec, policy.endpoint is not None)
             self.env = vf.load_environment(self.config.env)
@@ -99,6 +103,19 @@ class V1Environment:
         with self._load_errors("describing its tools"):
             self.tools = asyncio.run(self._tools())
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
+
+    def _choose_client(self) -> None:
+        """Our own client inside of verifiers where we know its interior, else verifiers' own client, over HTTP."""
+        if self.policy.endpoint is not None:
+            return
+        if installed() in KNOWN:
+            from rl.envs.v1.client import PolicyClientConfig
+
+            self.client_config: vf.EvalClientConfig = PolicyClientConfig()
+            self.client_config.client.active = self.active
+        else:
+            self.seam = HttpSeam(self.active)
+            self.notice = f"verifiers {version('verifiers')} is newer than what rl was tested with; it asks the policy over HTTP"
 
     def _load_errors(self, doing: str) -> Blame:
         what = f"{self.name} ({self.spec.id}): {doing}"
@@ -164,7 +181,7 @@ class V1Environment:
         for toolset in [*self.env.taskset.toolsets(self.env.taskset.config), *task.toolsets(task.config)]:
             if getattr(toolset.config, "url", None) or type(toolset).register is not vf.Toolset.register:
                 continue
-            listing = FastMCP(toolset.server_name)
+            listing = MCPServer(toolset.server_name)
             toolset.register(listing)
             for tool in await listing.list_tools():
                 tools.append(chat_tool(toolset.server_name, tool))
@@ -172,6 +189,8 @@ class V1Environment:
 
     async def start(self) -> None:
         """Brings up the interception server and the tool servers that all tasks share."""
+        if self.seam:
+            self.client_config = await self.seam.start()
         up, self.stop_servers = asyncio.Event(), asyncio.Event()
         self.servers = asyncio.create_task(self._serve(up))
         self.servers.add_done_callback(lambda _: up.set())
@@ -217,6 +236,8 @@ class V1Environment:
             self.servers.cancel()
         elif not self.servers.cancelled() and (error := self.servers.exception()):
             log.warning("%s: its servers ended with %r", self.name, error)
+        if self.seam:
+            await self.seam.close()
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         return [await self._episode(order) for _ in range(num_episodes)]
@@ -252,11 +273,11 @@ class V1Environment:
     def _active_trace(self, trace: vf.Trace, order: PlayGroup) -> ActiveTrace:
         """A trace with its conversation. Of a trained agent's own sampling, only what keeps the distribution has an effect."""
         if self.policy.endpoint is not None:
-            return ActiveTrace(None)
-        pinned = trace.agent.config.sampling.wire_args() if trace.agent.config.sampling else {}
+            return ActiveTrace(trace, None)
+        pinned = own_sampling(trace.agent.config.sampling)
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
-        return ActiveTrace(Conversation(self.policy, order.server, order.sampling | pinned))
+        return ActiveTrace(trace, Conversation(self.policy, order.server, order.sampling | pinned))
 
 
 def command_line(pid: int) -> list[str]:

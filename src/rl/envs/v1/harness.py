@@ -10,15 +10,10 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
 from typing import Any
 
 import aiohttp
 import anyio
-import httpx
-from mcp import ClientSession, McpError
-from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult, ClientRequest, Tool
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -28,11 +23,11 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
 from rl.envs.policy import RolloutError
+from rl.envs.v1.versions import MIME_TYPE, REQUEST_TIMEOUT, SCHEMA, ClientSession, McpError, call_tool, httpx, mcp_session
 
 HARNESS_ID = "rl-in-process"
 DISCONNECTED = (httpx.HTTPError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
 """Errors of a server that died; within a session it is a stream that ends."""
-CONNECT_S = 5.0
 LIST_TOOLS_S = 60.0
 
 
@@ -103,10 +98,10 @@ def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
     return [*messages, *(message_to_wire(message) for message in prompt or [])]
 
 
-def chat_tool(server: str | None, tool: Tool) -> dict[str, Any]:
+def chat_tool(server: str | None, tool: Any) -> dict[str, Any]:
     """An MCP tool in the form of chat APIs, named `<server>_<tool>`."""
     name = f"{server}_{tool.name}" if server else tool.name
-    return {"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": tool.inputSchema}}
+    return {"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": getattr(tool, SCHEMA)}}
 
 
 class ToolServers:
@@ -148,12 +143,10 @@ class ToolServers:
         if not isinstance(arguments, dict):
             return f"error: the arguments have to be a JSON object, not {type(arguments).__name__}"
         self.last_server, session, name = self.origins[call["name"]]
-        # Not session.call_tool, which checks the result against the tool's schema: that costs as much as the call, and we show the text.
-        request = ClientRequest(CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments)))
         try:
-            return content((await session.send_request(request, CallToolResult)).content)
+            return content(await call_tool(session, name, arguments))
         except McpError as error:
-            if error.error.code == httpx.codes.REQUEST_TIMEOUT:
+            if error.error.code == REQUEST_TIMEOUT:
                 raise
             return f"error: {error}"
 
@@ -177,7 +170,7 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
             cause = cause.exceptions[0]
         url = urls.get(servers.last_server, "").partition("?")[0]  # the query may have a secret
         where = f"tool server {servers.last_server!r} at {url}"
-        if isinstance(cause, McpError) and cause.error.code == httpx.codes.REQUEST_TIMEOUT:
+        if isinstance(cause, McpError) and cause.error.code == REQUEST_TIMEOUT:
             slow = f"{where} took longer than {config.tool_timeout:g} s; see tool_timeout of the harness"
             raise RolloutError("environment", slow) from error
         if isinstance(cause, DISCONNECTED):
@@ -185,25 +178,12 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
         raise cause from error
 
 
-@asynccontextmanager
-async def mcp_session(url: str, timeout_s: float) -> AsyncIterator[ClientSession]:
-    """A session over streamable HTTP. Raises within `timeout_s` of silence."""
-    timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-    # A TLS context costs 24 ms of CPU to build; a server on this machine needs none.
-    async with (
-        httpx.AsyncClient(timeout=timeout, verify=url.startswith("https"), follow_redirects=True) as http,
-        streamable_http_client(url, http_client=http) as (read, write, _),
-        ClientSession(read, write, read_timeout_seconds=timedelta(seconds=timeout_s)) as session,
-    ):
-        yield session
-
-
 def content(blocks: list[Any]) -> str | list[dict[str, Any]]:
     """An MCP result as the content of a chat message: text, or parts if there is an image."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if block.type == "image":
-            parts.append({"type": "image_url", "image_url": {"url": f"data:{block.mimeType};base64,{block.data}"}})
+            parts.append({"type": "image_url", "image_url": {"url": f"data:{getattr(block, MIME_TYPE)};base64,{block.data}"}})
         else:
             parts.append({"type": "text", "text": block.text if block.type == "text" else block.model_dump_json()})
     if any(part["type"] != "text" for part in parts):

@@ -7,7 +7,7 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
 from rl.envs.policy import RolloutError
-from rl.envs.v1.client import ActiveTrace
+from rl.envs.v1.active import OVERLONG, ActiveTrace
 from rl.envs.v1.harness import opening
 from rl.wire.rollouts import Cause, Episode, Rollout
 from rl.wire.turns import Turns
@@ -40,7 +40,7 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     turns = active.conversation.turns if active.conversation and is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
-    overlong = trace.stop_condition == "context_length"  # of a prompt that leaves no room for an answer
+    overlong = trace.stop_condition == OVERLONG
     rollout = Rollout(
         turns=turns,
         messages=messages_of(trace),
@@ -55,6 +55,9 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     )
     if not trace.ok:
         fail(rollout, trace_failure(trace, active))
+    elif getattr(trace, "is_timeout", False):  # a limit since 0.4, which scores what there is: a reward for less than was asked
+        stage = (trace.stop_condition or "").removesuffix("_timeout")
+        fail(rollout, ("timeout", f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}"))
     elif wrong := [name for name, value in {"the reward": trace.reward, **metrics}.items() if not math.isfinite(value)]:
         fail(rollout, ("reward", f"{', '.join(wrong)}: not a finite number"))
     return rollout
@@ -88,7 +91,7 @@ def episode_failure(env: vf.Env, episode: vf.Episode) -> Failure:
     error = episode.last_error
     if error is None:
         return "environment", f"{type(env).__name__}.complete() does not accept the episode"
-    if timed_out(error):
+    if timed_out(error) or getattr(episode, "is_timeout", False):
         return "timeout", error_text(error)
     judged = error.type == "EnvError" and error.message.startswith(f"{type(env).__name__}.finalize()")
     return "reward" if judged else "environment", error_text(error)

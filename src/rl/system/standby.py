@@ -6,19 +6,20 @@ Imports are most of a start (the trainer 6 s of 9, inference 9 of 12), and a cop
 nobody writes, memory. The copy is made before the role opens anything, starts a thread or touches a GPU, none of which a fork survives; it
 is a child of `rl`, in a session of its own, bears the marker of the run, and ends with `rl`. Where there is none, or what came of one
 died without progress, the next attempt starts from nothing.
+
+What is said here of `rl` and a role holds for the orchestrator and the workers of an environment, too. Whoever starts roles so adopts
+orphans (`linux.adopt_orphans`).
 """
 
 import json
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rl.system import process_table
 from rl.system.warm_start import PIPES
-
-OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
-"""Variables whose values differ from attempt to attempt."""
 
 
 class Standby:
@@ -28,6 +29,8 @@ class Standby:
         self.marker = marker
         """The marker of the first process: /proc shows its environment for all its copies."""
         self.pid = 0
+        self.over = False
+        """Whether no copy will come any more: the last process that could leave one is gone, or could not."""
         child_in, self.orders = os.pipe()
         self.answers, child_out = os.pipe()
         os.set_blocking(self.answers, False)
@@ -44,21 +47,24 @@ class Standby:
     def poll(self) -> int:
         """The pid of the copy that waits; 0: there is none."""
         with suppress(BlockingIOError):
-            if lines := os.read(self.answers, 4096).split():
+            data = os.read(self.answers, 4096)
+            self.over = not data
+            if lines := data.split():
                 self.pid = int(lines[-1])
         line = process_table.entry(self.pid) if self.pid else None
         if not line or line.parent != os.getpid() or line.state == "Z":
             self._reap()
         return self.pid
 
-    def call(self, log: Path, env: dict[str, str]) -> int | None:
-        """Has the copy that waits take over. Returns its pid; None when there is none that can."""
+    def call(self, log: Path, env: dict[str, str], arguments: Sequence[str] | None = None) -> int | None:
+        """Has the copy that waits take over, with these variables set, and other arguments of its command if some are given. Returns its
+        pid; None when there is none that can."""
         pid = self.poll()
         line = process_table.entry(pid) if pid else None
         if not line or line.state == "T":
             return None
-        log.write_bytes(b"")
-        order = {"log": str(log.absolute()), "env": {name: env[name] for name in OF_AN_ATTEMPT}}
+        log.touch()
+        order = {"log": str(log.absolute()), "env": env, "arguments": arguments}
         with suppress(BrokenPipeError):
             os.write(self.orders, json.dumps(order).encode() + b"\n")
             self.pid = 0  # the next one will send its own

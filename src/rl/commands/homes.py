@@ -1,0 +1,118 @@
+"""`rl env install | list | remove | freeze`: the homes of environments, and what a run's were played with."""
+
+import time
+from pathlib import Path
+
+from rl.commands.arena import say
+from rl.commands.options import Option, take, usage
+from rl.commands.policy_spec import named_run
+from rl.config.command_line import fail
+from rl.config.environment_id import homes_root, module_name, read_id
+from rl.homes.home import Home, Pointer, delete, pointers, read, users
+from rl.homes.make import Request, ensure, install_record, summary
+from rl.homes.records import read_record
+from rl.launch.children import Children
+from rl.run_dir.files import clean_leftovers
+from rl.system.errors import RunError
+
+KIND = Option("kind", "classic|v1", "the API by which a package is played that has both")
+REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.environment.requirements")
+TO = Option("to", "FILE", "write it to a file")
+VERBS = {
+    "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
+    "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
+    "list": "rl env list                  shows the homes that are there",
+    "remove": "rl env remove ID|NAME        deletes them",
+    "freeze": "rl env freeze RUN            prints what the environments of a run were played with",
+}
+
+
+def main(verb: str, args: list[str], children: Children) -> int:
+    """Runs one of VERBS. Raises RunError."""
+    options = {"install": (KIND, REQUIRE), "freeze": (TO,)}.get(verb, ())
+    values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))
+    if len(rest) != (verb != "list") or (rest and rest[0].startswith(("-", "@"))):
+        fail(f"rl env {verb}", f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
+    if verb == "list":
+        return show()
+    if verb == "remove":
+        return remove(rest[0])
+    if verb == "freeze":
+        return freeze(rest[0], values["to"])
+    requirements = tuple(part.strip() for part in (values["requirements"] or "").split(",") if part.strip())
+    return install(rest[0], values["kind"], requirements)
+
+
+def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int:
+    """Makes a home and says what is in it."""
+    path = Path(env_id)
+    if path.suffix == ".txt" and path.is_file():
+        record = read_record(path)
+        if not record:
+            raise RunError(f"{path}: no record of an environment; a run has some in environments/")
+        home = install_record(record, say)
+    else:
+        home = ensure(Request(env_id, read_id(env_id), kind, requirements), say, fresh=True)  # type: ignore[arg-type]
+    print(f"{summary(home)} ({len(home.packages)} packages in {home.place})")
+    return 0
+
+
+def show() -> int:
+    """Prints the homes, a line for each id that one was made for."""
+    for pointer in pointers().values():
+        home, damage = read(pointer.home)
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(pointer.made))
+        text = summary(home) if home else f"{pointer.id}: {damage or 'deleted'}"
+        print(f"{made}  {text}  {homes_root() / pointer.home}")
+    return 0
+
+
+def meant(name: str) -> dict[Path, Pointer]:
+    """The pointers that an id or a name means. Raises RunError if there is none."""
+    plain = {path: pointer for path, pointer in pointers().items() if pointer.id == name or path.name.startswith(f"{name_part(name)}-")}
+    exact = {path: pointer for path, pointer in plain.items() if pointer.id == name}
+    if not plain:
+        known = ", ".join(sorted({pointer.id for pointer in pointers().values()})) or "none"
+        raise RunError(f"{name}: there is no such home in {homes_root()}; there are {known}")
+    return exact or plain
+
+
+def name_part(name: str) -> str:
+    """A name as files have it, of an id or a path."""
+    return module_name(Path(name).name).lower()
+
+
+def remove(name: str) -> int:
+    """Deletes the pointers that are meant, and the homes that no other one points at. Raises RunError for one that is in use."""
+    doomed = meant(name)
+    kept = {pointer.home for path, pointer in pointers().items() if path not in doomed}
+    for path, pointer in doomed.items():
+        if pointer.home not in kept and (pids := users(pointer.home)):
+            raise RunError(f"{pointer.id}: processes {', '.join(map(str, pids))} run in {homes_root() / pointer.home}; end them first")
+        path.unlink(missing_ok=True)
+        if pointer.home not in kept:
+            delete(pointer.home)
+        print(f"removed {pointer.id}")
+    clean_leftovers(homes_root())
+    return 0
+
+
+def records(run: str) -> dict[str, Home]:
+    """What the environments of a run were played with. Raises RunError for a run without any."""
+    folder = named_run(run).absolute() / "environments"
+    found = {path: read_record(path) for path in sorted(folder.glob("*.txt"))}
+    if not any(found.values()):
+        raise RunError(f"{run}: {folder} has no record: its environments are played with `python`, elsewhere, or by an older version of rl")
+    return {path.stem: record.home for path, record in found.items() if record}
+
+
+def freeze(run: str, target: str | None) -> int:
+    """Prints the records of a run, each as uv and pip read requirements."""
+    folder = named_run(run).absolute() / "environments"
+    text = "\n".join((folder / f"{name}.txt").read_text() for name in records(run))
+    if target:
+        Path(target).expanduser().write_text(text)
+        print(f"written to {target}")
+    else:
+        print(text, end="")
+    return 0

@@ -1,0 +1,152 @@
+"""Environment ids: which package each means, as far as this disk tells. Nothing is imported, installed or asked of anybody.
+
+owner/name, owner/name@0.3.0     the Environments Hub
+pypi:name, pypi:name==0.3.0      the package index
+./folder                         a folder with a package or a module
+name                             a module or ./environments/name of the current directory, or what was installed under that name
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rl.system.errors import RunError
+
+ROOT_VARIABLE = "RL_ENVIRONMENTS"
+INDEX_PREFIX = "pypi:"
+HUB_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(@(?P<version>[\w.+!-]+))?", re.ASCII)
+REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)(?P<rest>(\[[\w., -]*\])?\s*([=<>!~][\w.*+!<>=~, -]*)?)", re.ASCII)
+BUNDLED = ("harbor", "lean", "nemo_gym", "openenv", "textarena", "agentic_judge", "best_of_n", "shared_agentic_judge", "user_sim")
+"""v1 tasksets and environments that verifiers itself brings (0.3.1 to 0.4.0)."""
+Kind = Literal["hub", "index", "folder", "module", "bundled"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The package that an environment id means."""
+
+    kind: Kind
+    text: str
+    """The id, in the one way in which it is compared."""
+    name: str
+    """Name of the distribution, of the folder, or of the module."""
+    owner: str = ""
+    version: str = ""
+    """Of a package on the Hub; empty: the newest."""
+    path: Path | None = None
+    """The folder, or the file of the module."""
+
+
+def homes_root() -> Path:
+    """The directory of all homes: what RL_ENVIRONMENTS names, or else `~/.cache/rl/environments`."""
+    given = os.environ.get(ROOT_VARIABLE, "").strip()
+    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "rl" / "environments"
+
+
+def module_name(path: str) -> str:
+    """The module that an environment's id, or the name of its distribution, stands for."""
+    return path.split("/")[-1].replace("-", "_")
+
+
+def short_name(env_id: str) -> str:
+    """`owner/name@version` without owner and version, `pypi:name==1.0` without either; a file's name without its ending."""
+    if env_id.startswith(INDEX_PREFIX):
+        found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
+        return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
+    return Path(env_id.split("@")[0]).stem
+
+
+def read_id(env_id: str) -> Source:
+    """The package that an id means. Raises RunError, which says where it was looked for and what would bring it."""
+    if env_id.startswith((".", "/", "~")):
+        return folder(env_id)
+    if env_id.startswith(INDEX_PREFIX):
+        text = re.sub(r"\s", "", env_id.removeprefix(INDEX_PREFIX))
+        if not (found := REQUIREMENT.fullmatch(text)):
+            raise RunError(f"environment {env_id}: no requirement; write pypi:name or pypi:name==1.0")
+        return Source("index", INDEX_PREFIX + text, found["name"])
+    if "/" in env_id:
+        if not (found := HUB_ID.fullmatch(env_id)):
+            raise RunError(f"environment {env_id}: no id; write owner/name, owner/name@version, pypi:name, or ./folder for one of your own")
+        version = "" if found["version"] == "latest" else found["version"] or ""
+        text = f"{found['owner']}/{found['name']}" + (f"@{version}" if version else "")
+        return Source("hub", text, found["name"], found["owner"], version)
+    return here(env_id)
+
+
+def folder(env_id: str) -> Source:
+    """The environment in a folder. Raises RunError for a folder that has neither a package nor a module of its name."""
+    path = Path(env_id).expanduser()
+    full = path.resolve()
+    if (path / "pyproject.toml").is_file() or module_place(full):
+        return Source("folder", str(full), full.name, path=full)
+    what = f"has no pyproject.toml, no {module_name(full.name)}.py and no package of that name" if path.is_dir() else "does not exist"
+    raise RunError(f"environment {path}: the folder {what}; give the folder that its pyproject.toml is in")
+
+
+def module_place(path: Path) -> Path | None:
+    """The directory that has the module of a folder NAME: NAME/name.py, NAME/name/, NAME/src/name/, or NAME as a package itself."""
+    module = module_name(path.name)
+    return next((place for place in (path, path / "src", path.parent) if module_file(place, module)), None)
+
+
+def module_file(place: Path, module: str) -> Path | None:
+    """The file of a module or package in a directory; None if it is not there."""
+    return next((path for path in (place / f"{module}.py", place / module / "__init__.py") if path.is_file()), None)
+
+
+def here(env_id: str) -> Source:
+    """The environment that a bare name means: one of the current directory, or one that was installed. Raises RunError."""
+    name, _, version = env_id.partition("@")
+    module = module_name(name)
+    if module.isidentifier():
+        places = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+        if not version:
+            for place in places:
+                if path := module_file(place, module):
+                    return Source("module", module, name, path=path.resolve())
+            for path in (Path("environments") / name, Path("environments") / module):
+                if path.is_dir():
+                    return folder(f"./{path}")
+        installed = [found for found in installed_as(name) if not version or found.endswith((f"@{version}", f"=={version}"))]
+        if len(installed) == 1:
+            return read_id(installed[0])
+        if installed:
+            raise RunError(f"environment {env_id} may be {' or '.join(installed)}, which are installed; give the whole id")
+        if module in BUNDLED and not version:
+            return Source("bundled", module, module)
+    looked = f"no ./{module}.py, no ./environments/{name}, and nothing of that name in {homes_root()}"
+    ways = f"`rl env install owner/{name}` from the Environments Hub, `rl env install pypi:{name}` from the package index"
+    raise RunError(f"environment {env_id} is not installed: there is {looked}; {ways}, or give the ./FOLDER of one of your own")
+
+
+def installed_as(name: str) -> list[str]:
+    """The ids by which environments of this name were installed."""
+    found = []
+    for path in sorted(homes_root().glob(f"requests/{module_name(name).lower()}-*.json")):
+        try:
+            found.append(str(json.loads(path.read_bytes())["id"]))
+        except (OSError, ValueError, KeyError, TypeError):  # being removed, or not ours
+            continue
+    return list(dict.fromkeys(found))
+
+
+def fetched(ids: list[str]) -> list[str]:
+    """Which of these ids stand for packages that a start may fetch, a sentence each."""
+    places = {"hub": "the Environments Hub", "index": "the package index"}
+    sources = [read_id(env_id) for env_id in dict.fromkeys(ids)]
+    return [f"{one.text}: a start installs it from {places[one.kind]}, unless it is there" for one in sources if one.kind in places]
+
+
+def id_faults(ids: list[str]) -> list[str]:
+    """Which of these ids mean nothing that is here or can be fetched, a sentence each."""
+    faults = []
+    for env_id in dict.fromkeys(ids):
+        try:
+            read_id(env_id)
+        except RunError as error:
+            faults.append(str(error))
+    return faults

@@ -1,0 +1,99 @@
+"""The Environments Hub: where a package of it is installed from. Public ones are in a package index of their owner; private ones, and
+those without an index, are fetched as source by its own command `prime`, where that is installed and logged in.
+
+Written after the Hub's clients and tested against a server with its layout, never against the Hub itself.
+"""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl.config.environment_id import Source, module_name
+from rl.homes.uv import PROGRESS_S, Say, last_lines
+from rl.system.children import start
+from rl.system.errors import RunError
+
+HUB_VARIABLE, HUB = "RL_ENVIRONMENTS_HUB", "https://api.primeintellect.ai/api/v1/environmentshub"
+TIMEOUT_S = 30.0
+PULL_TIMEOUT_S = 300.0
+
+
+class HubLostError(RunError):
+    """The Hub does not answer. Caught where an older home can be used."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a package of the Hub is installed from."""
+
+    requirement: str
+    """What uv is asked for."""
+    index: str = ""
+    """Address of the owner's index, which is asked for this package alone; empty: the requirement says where it lies."""
+    where: str = ""
+    """For people."""
+
+
+def hub_url() -> str:
+    return os.environ.get(HUB_VARIABLE, "").strip().rstrip("/") or HUB
+
+
+def find(source: Source, work: Path, say: Say) -> Place:
+    """Where a package of the Hub lies. `work`: a directory for the source of a private one. Raises RunError for one that is not there, and
+    HubLostError."""
+    import httpx
+
+    address = f"{hub_url()}/{source.owner}/{source.name}/@{source.version or 'latest'}"
+    what = f"environment {source.text}"
+    try:
+        answer = httpx.get(address, timeout=TIMEOUT_S, follow_redirects=True)
+        details = answer.json() if answer.status_code == 200 else {}
+    except httpx.HTTPError as error:
+        raise HubLostError(f"{what}: the Environments Hub does not answer ({address}: {error or type(error).__name__})") from None
+    except ValueError:
+        raise HubLostError(f"{what}: the answer of {address} is no JSON; is {HUB_VARIABLE} the Hub's address?") from None
+    if answer.status_code >= 500:
+        raise HubLostError(f"{what}: the Environments Hub answered {answer.status_code} ({address})")
+    details = details.get("data", details) if isinstance(details, dict) else {}
+    details = details if isinstance(details, dict) else {}
+    if index := web_address(details.get("simple_index_url")):
+        version = f"=={source.version}" if source.version else ""
+        return Place(f"{source.name}{version}", index, f"the Environments Hub ({index})")
+    if wheel := web_address(details.get("wheel_url")):
+        return Place(f"{source.name} @ {wheel}", "", f"the Environments Hub ({wheel})")
+    found = f"answered {answer.status_code}" if answer.status_code != 200 else "has no package of it that everybody may install"
+    return pull(source, work, f"{what}: {address} {found}", say)
+
+
+def web_address(value: object) -> str:
+    """The address, if it is one for the web without a name and a password; else empty."""
+    parts = urlsplit(value) if isinstance(value, str) and not re.search(r"\s", value) else urlsplit("")
+    return str(value) if parts.scheme in ("http", "https") and parts.netloc and "@" not in parts.netloc else ""
+
+
+def pull(source: Source, work: Path, found: str, say: Say) -> Place:
+    """Fetches the source of a package that is not public, by `prime`. Raises RunError."""
+    version = f"@{source.version}" if source.version else ""
+    check = "check owner, name and version"
+    prime = shutil.which("prime")
+    if not prime:
+        raise RunError(f"{found}; {check}. If it is private: `uv tool install prime`, `prime login`, then try again")
+    target, log = work / module_name(source.name), work / "prime.log"
+    command = [prime, "env", "pull", f"{source.owner}/{source.name}{version}", "--target", str(target)]
+    say(f"{found}; trying `prime env pull`")
+    child, waited = start("prime", command, dict(os.environ), log), 0.0
+    try:
+        while (code := child.wait(PROGRESS_S)) is None and waited < PULL_TIMEOUT_S:
+            waited += PROGRESS_S
+            say(f"  {source.text}: prime works for {waited:.0f} s")
+    finally:
+        child.kill_tree()
+        child.wait()
+        child.reap()
+    if code != 0 or not (target / "pyproject.toml").is_file():
+        why = f"did not end within {PULL_TIMEOUT_S:.0f} s" if code is None else f"ended with code {code}"
+        raise RunError(f"{found}, and `prime env pull` {why}; {check}, and `prime login`. {last_lines(log, 0).replace('uv', 'prime', 1)}")
+    return Place(f"{source.name} @ {target.as_uri()}", "", "the Environments Hub (by `prime`)")

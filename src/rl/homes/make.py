@@ -1,0 +1,322 @@
+"""From what an environment needs to the home that holds it: one that is there, or one that is made."""
+
+import contextlib
+import fcntl
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+from packaging.specifiers import SpecifierSet
+
+from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
+from rl.homes import hub
+from rl.homes.build import Plan, built, packages, python_version, site_packages, version_of
+from rl.homes.entry import api_of, find_module
+from rl.homes.home import FILE, Home, Pointer, delete, digest, read, read_pointer, write_pointer
+from rl.homes.needs import VERIFIERS, WORKER, Api
+from rl.homes.probe import lacking, probe
+from rl.homes.records import Record
+from rl.homes.uv import PROGRESS_S, Say, UvError, run_uv
+from rl.run_dir.files import clean_leftovers, make_directory, move
+from rl.system.errors import RunError
+
+FORMAT = 1
+"""Of homes: another one makes them all anew."""
+ANY_VERIFIERS = "verifiers>=0.3.1"
+DEADLINE_S = 1800.0
+"""For making one home, and for waiting until another process has made it."""
+POLL_S = 0.2
+TRIES = 5
+"""Another Python, an override, another verifiers, and both kinds of these after each other."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an environment needs."""
+
+    label: str
+    """The environment, for messages."""
+    source: Source | None
+    """None: rows with a reward function."""
+    api: Api | None = None
+    """The API that it is to be played by; None: what the package shows."""
+    requirements: tuple[str, ...] = ()
+    """Beside the package's own."""
+    python: str = ""
+    """Versions of Python that its code wants, `>=3.12`; empty: any."""
+
+    @property
+    def has_package(self) -> bool:
+        """Whether its home is made for it alone, and not for all that need verifiers and nothing else."""
+        return self.source is not None and self.source.kind not in ("module", "bundled")
+
+    @property
+    def id(self) -> str:
+        return self.source.text if self.source and self.has_package else self.known_api or "classic"
+
+    @property
+    def name(self) -> str:
+        return module_name(self.source.name if self.source and self.has_package else self.id).lower()
+
+    @cached_property
+    def known_api(self) -> Api | None:
+        """The API as far as it is known before anything is installed. Raises RunError."""
+        if self.source is None:
+            return "classic"
+        if self.source.kind == "bundled":
+            return "v1"
+        if self.source.kind in ("folder", "module"):
+            _, file = find_module(self.source, Path())
+            return api_of(self.source.text, probe(file), self.api)
+        return self.api
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for requests that the same home suits."""
+        project = self.source.path / "pyproject.toml" if self.source and self.source.kind == "folder" and self.source.path else None
+        declared = project.read_text() if project and project.is_file() else ""
+        where = hub.hub_url() if self.source and self.source.kind == "hub" else ""
+        needs = (sorted(self.requirements), WORKER, VERIFIERS[self.known_api or "v1"])
+        return digest(FORMAT, self.id, where, self.api, declared, needs, self.python, platform.python_version())
+
+    @property
+    def pointer(self) -> Path:
+        return homes_root() / "requests" / f"{self.name}-{self.key}.json"
+
+
+def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: bool = False) -> Home:
+    """The home for a request: the recorded one where that is given, else the newest that was made for it, else one that is made now.
+
+    fresh: newer packages are looked for; what is there is kept where nobody answers. Raises RunError with the remedy.
+    """
+    what = f"environment {request.label}"
+    if recorded and (home := usable(recorded.digest, what, say)):
+        return home
+    there = read_pointer(request.pointer)
+    if there and not fresh and not recorded and (home := usable(there.home, what, say)):
+        return home
+    deadline = time.monotonic() + DEADLINE_S
+    with building(request, what, say, deadline):
+        if recorded:
+            return usable(recorded.digest, what, say) or again(request, recorded, say, deadline)
+        now = read_pointer(request.pointer)
+        if now and now != there and (home := usable(now.home, what, say)):
+            return home  # another process has made it meanwhile
+        try:
+            home = make(request, say, deadline)
+        except (hub.HubLostError, UvError) as error:
+            lost = isinstance(error, hub.HubLostError) or error.offline
+            if not (lost and there and (home := usable(there.home, what, say))):
+                raise
+            say(f"{error}\n{what}: the home of {time.strftime('%Y-%m-%d', time.localtime(there.made))} is used ({home.place})")
+            return home
+        write_pointer(request.pointer, Pointer(id=request.id, home=home.digest, made=time.time()))
+    return home
+
+
+def usable(name: str, what: str, say: Say) -> Home | None:
+    """A home that is there and whole. One that is not is told, and deleted so that it can be made anew."""
+    home, damage = read(name)
+    if damage:
+        say(f"{what}: its home is damaged: {damage}; it is made anew")
+        delete(name)
+    return home
+
+
+@contextlib.contextmanager
+def building(request: Request, what: str, say: Say, deadline: float) -> Iterator[None]:
+    """Holds the lock of a request: of two processes that want the same home, one makes it. Raises RunError at the deadline."""
+    path = homes_root() / "locks" / f"{request.name}-{request.key}.lock"
+    try:
+        make_directory(path.parent)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        remedy = "have RL_ENVIRONMENTS name a folder that can be written"
+        raise RunError(f"{what}: {error.filename or path}: {error.strerror}; {remedy}") from None
+    try:
+        told = 0.0
+        while not taken(fd):
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            if time.monotonic() >= deadline:
+                raise RunError(f"{what}: process {owner} makes its home for {DEADLINE_S:.0f} s (lock: {path}); see what it does, or end it")
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                say(f"{what}: waiting for process {owner}, which makes its home")
+            time.sleep(POLL_S)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        clean_leftovers(homes_root())
+        yield
+    finally:
+        os.close(fd)
+
+
+def taken(fd: int) -> bool:
+    """Takes the lock of an open file, if it is free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def make(request: Request, say: Say, deadline: float) -> Home:
+    """Makes a home from what the package index and the Hub have now. Where the package needs another Python or another verifiers than was
+    tried first, it is made once more with that; the line that is said names the reason. Raises UvError, HubLostError, RunError."""
+    what, began = f"environment {request.label}", time.monotonic()
+    log = homes_root() / "logs" / f"{request.name}-{request.key}.log"
+    api = request.known_api
+    verifiers, why, forced = VERIFIERS[api] if api else ANY_VERIFIERS, "", False
+    scratch = homes_root() / "sources" / f"{request.name}-{request.key}"
+    plan, origin = plan_of(request, scratch, say)
+    if request.python:
+        plan = replace(plan, python=other_python(request.python, log, what, say, deadline))
+    say(f"{what}: {origin}: making its home in {homes_root()}")
+    for _ in range(TRIES):
+        overrides = (verifiers,) if forced else ()
+        try:
+            with built(replace(plan, requirements=(*plan.requirements, verifiers), overrides=overrides), log, say, deadline) as place:
+                found = look(request, place)
+                reason = unfit(found, place, request)
+                if not reason:
+                    home = keep(place, replace_why(found, why), plan)
+                    say(f"{what}: {summary(home)}; its home {home.place} was made in {time.monotonic() - began:.0f} s")
+                    return home
+                verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], why if forced else reason
+        except UvError as error:
+            if error.python and not plan.python:
+                plan = replace(plan, python=other_python(error.python, log, what, say, deadline))
+            elif "No solution found" in error.output and "verifiers" in error.output and not forced and plan.requirements:
+                forced, why = True, "in place of the versions that it asks for, which cannot be played here"
+            else:
+                raise
+    raise RunError(f"{what}: no version of verifiers suits it: {why}; see {log}")
+
+
+def plan_of(request: Request, scratch: Path, say: Say) -> tuple[Plan, str]:
+    """What is to be installed for a request, without verifiers, and where it comes from in words. Raises RunError and HubLostError."""
+    what, source = f"environment {request.label}", request.source
+    plan = Plan(what, (*WORKER, *request.requirements))
+    if source is None or source.kind == "bundled":
+        return plan, "rows" if source is None else f"{source.name}, which verifiers brings"
+    assert source.path or source.kind in ("hub", "index")
+    if source.kind == "module":
+        return plan, f"the module {source.path}"
+    if source.kind == "folder":
+        assert source.path
+        if (source.path / "pyproject.toml").is_file():
+            return replace(plan, folder=source.path), f"the folder {source.path}"
+        return replace(plan, path=module_place(source.path)), f"the folder {source.path}"
+    if source.kind == "index":
+        requirement = source.text.partition(":")[2]
+        return replace(plan, requirements=(requirement, *plan.requirements)), f"{requirement} from the package index"
+    make_directory(scratch)
+    place = hub.find(source, scratch, say)
+    plan = replace(plan, requirements=(place.requirement, *plan.requirements), package=source.name, index=place.index)
+    return plan, f"{source.text} from {place.where}"
+
+
+def other_python(versions: str, log: Path, what: str, say: Say, deadline: float) -> str:
+    """The path of a Python that packages want, if this one does not suit them. Raises RunError when uv finds none."""
+    if platform.python_version() in SpecifierSet(versions):
+        return ""
+    try:
+        arguments = ["python", "find", "--no-python-downloads", "--no-project", "--system", versions]
+        found = run_uv(arguments, homes_root(), log, what, say, deadline).strip().splitlines()[-1]
+    except UvError:
+        asks = f"its packages want Python {versions}, this is {platform.python_version()}, and uv finds none that suits"
+        raise RunError(f"{what}: {asks}; install one (`uv python install VERSION` does), or put it on the PATH") from None
+    say(f"{what}: its packages want Python {versions}: {found}")
+    return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a virtual environment turned out to hold."""
+
+    module: str
+    file: Path | None
+    api: Api
+    version: str
+    verifiers: str
+    id: str
+
+
+def look(request: Request, place: Path) -> Found:
+    """What is in a virtual environment that was just made. Raises RunError where that is no environment."""
+    source, verifiers = request.source, version_of(place, "verifiers")
+    if source is None or not request.has_package:
+        if source and source.kind == "bundled":
+            kinds = [site_packages(place) / "verifiers" / "v1" / kind / source.name for kind in ("tasksets", "envs")]
+            if not any(folder.is_dir() for folder in kinds):
+                raise RunError(f"environment {request.label}: verifiers {verifiers} does not bring {source.name}")
+        return Found("", None, request.known_api or "classic", "", verifiers, request.id)
+    module, file = find_module(source, place)
+    return Found(module, file, api_of(source.text, probe(file), request.api), version_of(place, source.name), verifiers, request.id)
+
+
+def unfit(found: Found, place: Path, request: Request) -> str:
+    """Why the installed verifiers does not suit a package, as a part of a sentence; empty if it does."""
+    wanted = SpecifierSet(VERIFIERS[found.api].removeprefix("verifiers"))
+    if found.verifiers not in wanted:
+        needs = f"its API ({found.api}) is played with {wanted}"
+        return f"for {needs}, and {found.verifiers} is the newest that it allows"
+    classic = SpecifierSet(VERIFIERS["classic"].removeprefix("verifiers"))
+    if found.file and found.verifiers not in classic and (missing := lacking(probe(found.file), site_packages(place) / "verifiers")):
+        return f"for {found.verifiers} lacks {', '.join(missing)}"
+    return ""
+
+
+def replace_why(found: Found, why: str) -> Home:
+    """The description of a home without what is read from its place."""
+    text = f"{found.api}, verifiers {found.verifiers}" + (f" ({why})" if why else "")
+    return Home(digest="", id=found.id, module=found.module, api=found.api, version=found.version, why=text, python="", packages=[])
+
+
+def keep(place: Path, described: Home, plan: Plan) -> Home:
+    """Gives a virtual environment its final place, named after exactly what is in it, unless that is there already."""
+    lines, python = packages(place), python_version(place)
+    path = str(plan.path or "")
+    name = digest(FORMAT, lines, python, path, described.module, described.api)
+    home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
+    if read(name)[0] is None:
+        delete(name)
+        (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
+        move(place, homes_root() / name)
+    return home
+
+
+def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
+    """Makes a home with exactly the packages of one that was recorded. Raises RunError."""
+    what = f"environment {request.label}"
+    log = homes_root() / "logs" / f"{request.name}-{request.key}.log"
+    editable = [Path(line[3:]) for line in recorded.packages if line.startswith("-e ")]
+    exact = tuple(line for line in recorded.packages if not line.startswith("-e "))
+    package = request.source.name if request.source else ""
+    folder, path = next(iter(editable), None), Path(recorded.path) if recorded.path else None
+    plan = Plan(what, exact, package=package, index=recorded.index, folder=folder, path=path, exact=True)
+    if recorded.python != platform.python_version():
+        plan = replace(plan, python=other_python(f"=={recorded.python}", log, what, say, deadline))
+    say(f"{what}: making its home as it was recorded ({recorded.why})")
+    with built(plan, log, say, deadline) as place:
+        return keep(place, recorded, plan)
+
+
+def install_record(record: Record, say: Say) -> Home:
+    """The home of a record, and from now on that of the id that it was made for. Raises RunError."""
+    id = record.home.id
+    request = Request(id, None if id in VERIFIERS else read_id(id))
+    home = ensure(request, say, recorded=record.home)
+    write_pointer(request.pointer.with_name(f"{request.name}-{record.key}.json"), Pointer(id=id, home=home.digest, made=time.time()))
+    return home
+
+
+def summary(home: Home) -> str:
+    """A home in one line."""
+    version = f" {home.version}" if home.version and home.version not in home.id else ""
+    return f"{home.id}{version}: {home.why}, Python {home.python}"

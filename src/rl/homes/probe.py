@@ -1,0 +1,87 @@
+"""What an environment's package is written for, as its source text shows it. Nothing is imported."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.homes.needs import Api
+from rl.system.functions import syntax_tree
+
+CLASSIC, V1 = "load_environment", "verifiers.v1"
+MOST_FILES = 500
+"""Files of a package that are read."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a module offers."""
+
+    classic: bool
+    """It has a function load_environment."""
+    v1: bool
+    """It names something in `__all__`, and imports verifiers.v1."""
+    imports: frozenset[str]
+    """Modules of verifiers that it imports, by their full names."""
+
+    @property
+    def api(self) -> Api | None:
+        """The API by which it is played: one that has both is v1, as in the worker. None: it shows neither."""
+        return "v1" if self.v1 else "classic" if self.classic else None
+
+
+def files_of(file: Path) -> list[Path]:
+    """The source files of a module: itself, or all of its package."""
+    return sorted(file.parent.rglob("*.py"))[:MOST_FILES] if file.name == "__init__.py" else [file]
+
+
+def probe(file: Path) -> Probe:
+    """Reads a module's file, and for its imports all of its package. What is no Python has nothing: whoever imports it says more."""
+    names, exported = set(bound(file)), set(exports(file))
+    imports = frozenset(name for path in files_of(file) for name in verifiers_imports(path))
+    is_v1 = any(name == V1 or name.startswith(f"{V1}.") for name in imports)
+    return Probe(CLASSIC in names, is_v1 and bool(exported - {CLASSIC}), imports)
+
+
+def nodes(file: Path) -> Iterator[ast.AST]:
+    """All nodes of a file's syntax tree; none where it cannot be parsed."""
+    try:
+        tree = syntax_tree(file)
+    except SyntaxError:
+        tree = None
+    yield from ast.walk(tree) if tree else ()
+
+
+def bound(file: Path) -> Iterator[str]:
+    """The names that are bound in a file, by definition, assignment or import."""
+    for node in nodes(file):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def exports(file: Path) -> Iterator[str]:
+    """The names in `__all__`."""
+    for node in nodes(file):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets) and node.value:
+            yield from (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str))
+
+
+def verifiers_imports(file: Path) -> Iterator[str]:
+    """The modules of verifiers that a file imports, and what it imports from verifiers itself if that is one of its two APIs."""
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "verifiers")
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "verifiers":
+            yield node.module or ""
+            yield from (f"verifiers.{alias.name}" for alias in node.names if node.module == "verifiers" and alias.name in ("v1", "legacy"))
+
+
+def lacking(found: Probe, verifiers: Path) -> list[str]:
+    """The modules that a package imports and the verifiers in this folder has no file for. Up to 0.3 some names have none and work."""
+    places = {name: verifiers.joinpath(*name.split(".")[1:]) for name in found.imports}
+    return sorted(name for name, place in places.items() if not place.is_dir() and not place.with_suffix(".py").is_file())

@@ -1,0 +1,67 @@
+"""What a run's environments were played with: `environments/<name>.txt` in the run directory, requirements below a head in comments."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from rl.homes.home import Home
+from rl.run_dir.files import make_directory, write_file
+
+HEAD = ("id", "module", "api", "version", "why", "python", "index", "path", "digest")
+LINE = re.compile(r"# (\w+) = (.*)")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """The home of an environment of a run, and the key of what it was made for."""
+
+    key: str
+    home: Home
+
+
+def record_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.txt"
+
+
+def text_of(name: str, record: Record) -> str:
+    """The record as text: what uv and pip read as requirements, below comments with the rest."""
+    fields = {"key": record.key} | {key: getattr(record.home, key) for key in HEAD}
+    head = [f"# {key} = {value}" for key, value in fields.items()]
+    return "\n".join([f"# Environment {name} was played with these packages.", *head, *record.home.packages]) + "\n"
+
+
+def write_record(folder: Path, name: str, record: Record) -> None:
+    """Writes the record, unless it is there already."""
+    data, path = text_of(name, record).encode(), record_file(folder, name)
+    if not path.exists() or path.read_bytes() != data:
+        make_directory(folder)
+        write_file(path, data)
+
+
+def read_record(path: Path) -> Record | None:
+    """The record in a file; None if there is none, or if it was not written by us."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    head = {match[1]: match[2] for match in map(LINE.fullmatch, lines) if match}
+    packages = [line for line in lines if line and not line.startswith("#")]
+    try:
+        home = msgspec.convert({key: head.get(key, "") for key in HEAD} | {"packages": packages}, Home)
+        return Record(head["key"], home)
+    except (msgspec.ValidationError, KeyError):
+        return None
+
+
+def difference(old: list[str], new: list[str]) -> str:
+    """What differs between two lists of packages, in words; empty if nothing does."""
+    before, now = (dict(map(name_and_version, lines)) for lines in (old, new))
+    names = sorted({*before, *now}, key=str.lower)
+    changes = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names if before.get(name) != now.get(name)]
+    return ", ".join(changes)
+
+
+def name_and_version(line: str) -> tuple[str, str]:
+    """A line of a record in two parts; a folder has no version."""
+    name, _, version = re.sub(r" @ ", "==", line, count=1).partition("==")
+    return name, version or "as it lies there"

@@ -1,0 +1,123 @@
+"""From a configuration to the homes of its environments, and to the interpreters that its workers are started with."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from rl.config.environment_id import Source, id_faults, read_id
+from rl.config.orchestrator import EnvSource
+from rl.config.run import RLConfig
+from rl.homes.home import Home, read, read_pointer
+from rl.homes.make import Request, ensure
+from rl.homes.records import Record, difference, read_record, record_file, write_record
+from rl.homes.uv import Say
+from rl.system.errors import RunError
+
+SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")
+"""PEP 723: the block of a script that names its dependencies."""
+Homes = dict[str, Record]
+"""By the name that an environment's workers bear."""
+
+
+def entries(config: RLConfig) -> dict[str, EnvSource]:
+    """The environments that have workers of their own, by the name of those."""
+    settings = config.orchestrator
+    found: dict[str, EnvSource] = {env.label: env for env in settings.environment}
+    sources = [env.source for env in settings.environment]
+    return found | {f"eval-{entry.label}": entry for entry in settings.eval if entry.source not in sources}
+
+
+def needs_home(entry: EnvSource) -> bool:
+    """Whether an environment is played in a home: it has no interpreter of its own, and is no server elsewhere."""
+    return not entry.python and not entry.head_server
+
+
+def request_of(entry: EnvSource) -> Request:
+    """What an entry's environment needs. Raises RunError."""
+    if entry.id:
+        return Request(entry.label, read_id(entry.id), entry.kind, tuple(entry.requirements))
+    dependencies, python = script_needs(entry.reward)
+    return Request(entry.label, None, None, (*entry.requirements, *dependencies), python)
+
+
+def script_needs(reward: str | None) -> tuple[tuple[str, ...], str]:
+    """The dependencies, and the versions of Python, that the file of a reward function names by PEP 723. Raises RunError."""
+    path = Path((reward or "").rpartition(":")[0]).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        return (), ""
+    blocks = list(SCRIPT.finditer(path.read_text(errors="replace")))
+    if not blocks:
+        return (), ""
+    content = "".join(line[2:] if line.startswith("# ") else line[1:] for line in blocks[0]["content"].splitlines(keepends=True))
+    try:
+        table = tomllib.loads(content)
+        dependencies, python = table.get("dependencies", []), table.get("requires-python", "")
+        if len(blocks) > 1 or not isinstance(python, str) or not all(isinstance(one, str) for one in dependencies):
+            raise ValueError("give one block, with a list of texts as dependencies")
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path}: its block `# /// script` cannot be read: {error}; see PEP 723") from None
+    return tuple(dependencies), python
+
+
+def homes_of(config: RLConfig, say: Say, *, recorded: bool) -> Homes:
+    """The home of each environment that is played in one; those that are not there are made. Raises RunError.
+
+    recorded: the run was played before, and is played with the same packages, or it is said what differs.
+    """
+    if faults := id_faults(config.orchestrator.env_ids):
+        raise RunError("\n".join(faults))
+    found: Homes = {}
+    for name, entry in entries(config).items():
+        if needs_home(entry):
+            record = read_record(record_file(config.run_dir.environments, name)) if recorded else None
+            found[name] = settled(request_of(entry), record, say)
+    return found
+
+
+def unmade(config: RLConfig) -> list[str]:
+    """The environments whose home is not there yet, a sentence each, without making any. Raises RunError for an id that means nothing."""
+    lines = []
+    for entry in entries(config).values():
+        request = request_of(entry) if needs_home(entry) else None
+        pointer = request and read_pointer(request.pointer)
+        if request and not (pointer and read(pointer.home)[0]):
+            command = f"; `rl env install {entry.id}` makes it now" if entry.id and request.has_package else ""
+            lines.append(f"environment {entry.label}: its home is not there; a start makes it, with {request.id}{command}")
+    return lines
+
+
+def settled(request: Request, record: Record | None, say: Say) -> Record:
+    """The home for a request: that of the record if it was made for the same, and can be had."""
+    if record and record.key == request.key:
+        try:
+            return Record(request.key, ensure(request, say, recorded=record.home))
+        except RunError as error:
+            say(f"{error}\nenvironment {request.label}: its home cannot be made as it was recorded; it gets a new one")
+    home = ensure(request, say)
+    if record and (changes := difference(record.home.packages, home.packages)):
+        say(f"warning: environment {request.label} is played with other packages than before: {changes}")
+    return Record(request.key, home)
+
+
+def record(config: RLConfig, homes: Homes) -> None:
+    """Writes into the run directory what its environments are played with."""
+    for name, one in homes.items():
+        write_record(config.run_dir.environments, name, one)
+
+
+def in_homes(config: RLConfig, homes: Homes) -> RLConfig:
+    """A copy of the configuration in which every environment that has a home names its interpreter, and its module as its id."""
+    config = config.model_copy(deep=True)
+    settings = config.orchestrator
+    by_source = [(entry.source, homes[name]) for name, entry in entries(config).items() if name in homes]
+    for entry in [*settings.environment, *settings.eval]:
+        if one := next((record for source, record in by_source if source == entry.source), None):
+            settle(entry, one.home)
+    return config
+
+
+def settle(entry: EnvSource, home: Home) -> None:
+    entry.name, entry.python = entry.label, str(home.interpreter)
+    if entry.id:
+        source: Source = read_id(entry.id)
+        entry.id = home.module or source.text

@@ -1,0 +1,82 @@
+"""Where workers come from: the first one of an environment is started, and leaves a copy of itself behind once its imports are made; the
+others, and those that take the place of dead ones, are forked from that copy.
+
+A copy has imported the adapter and the environment's library, not the environment itself, which may start threads. Where there is no
+copy, a worker is started from nothing.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rl.system import process_table
+from rl.system.children import Child, add_marker, start
+from rl.system.errors import RunError
+from rl.system.linux import adopt_orphans
+from rl.system.standby import Standby
+from rl.wire.worker_messages import WorkerSetup
+
+BOOTSTRAP = """
+import importlib.util, runpy, sys
+folder, setup_file = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("rl", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["rl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["rl"])
+sys.argv = ["worker", setup_file]
+runpy.run_module("rl.envs.worker", run_name="__main__")
+"""
+"""Runs the worker in another virtual environment: of ours it sees this package alone, nothing that is installed beside it."""
+POLL_S = 0.01
+
+
+class Nursery:
+    """Starts worker processes. One copy of each environment's waits, at most."""
+
+    def __init__(self) -> None:
+        self.standbys: dict[str, Standby] = {}
+        """By environment."""
+        adopt_orphans()
+
+    def start(self, setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str, warm: bool) -> Child:
+        """Starts a process, from a copy if it may be `warm` and one waits; what it starts bears `marker` in its environment. Raises
+        RunError when its interpreter is not there.
+
+        Its setup is in a file: an argument is limited to 128 KiB, and shown to everyone on the machine.
+        """
+        setup_path.write_bytes(msgspec.json.encode(setup))
+        name, standby = setup.env.name, self.standbys.get(setup.env.name)
+        if warm and standby and (pid := standby.call(log_path, {process_table.MARKER: add_marker(marker)}, [str(setup_path)])):
+            return Child(setup.worker_id, pid, log_path, marker)
+        if standby:
+            standby.close()
+        standby = self.standbys[name] = Standby(marker)
+        command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
+        if setup.python:
+            command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
+        env = dict(os.environ) | standby.environment
+        if setup.python:  # what the environment calls by name is what is installed with it
+            env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+        try:
+            return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
+        except OSError as error:
+            raise RunError(f"environment {name}: {setup.python} does not start: {error.strerror}") from None
+        finally:
+            standby.started()
+
+    async def copy(self, env: str) -> None:
+        """Waits until a copy of an environment's worker waits, or none will come: a worker ends, or goes on without leaving one."""
+        standby = self.standbys[env]
+        while not standby.poll() and not standby.over:
+            await asyncio.sleep(POLL_S)
+
+    def waiting(self) -> set[int]:
+        """Pids of the copies that wait."""
+        return {standby.poll() for standby in self.standbys.values()} - {0}
+
+    def close(self) -> None:
+        """Ends the copies that wait."""
+        while self.standbys:
+            self.standbys.popitem()[1].close()

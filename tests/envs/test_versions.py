@@ -1,0 +1,42 @@
+"""The tests of the v1 adapter with the versions of verifiers that we know, and as if we did not know them: over HTTP."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.interpreters import interpreter
+
+ROOT = Path(__file__).parents[2]
+OVER_HTTP = ("-p", "tests.envs.over_http")
+
+
+def passed(version: str, *arguments: str) -> int:
+    """How many tests of the v1 adapter pass with a version of verifiers; all that are run have to."""
+    command = [str(interpreter(version)), "-m", "pytest", "tests/envs/test_v1.py", "-q", "--noconftest", "-c", os.devnull]
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    env.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [*command, f"--rootdir={ROOT}", "-p", "no:cacheprovider", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    return int(found[1]) if found else 0
+
+
+def test_the_newest_version_that_we_know():
+    """Without those whose subject does not touch verifiers; tools go over mcp 2."""
+    assert passed("0.4.0", "-k", "exactly or extends or fail or room or agents or streams or dialects or continue") >= 17
+
+
+def test_a_version_that_we_do_not_know_asks_over_http():
+    assert passed("0.4.0", "-k", "exactly or extends or room or streams or dialects or continue", *OVER_HTTP) >= 5
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("version", ["0.3.1", "0.4.0"])
+@pytest.mark.parametrize("plugin", [(), OVER_HTTP])
+def test_all_of_the_adapter_s_tests(version, plugin):
+    assert passed(version, *plugin) >= 42

@@ -1,0 +1,276 @@
+"""Homes from a package index and a Hub with real uv: what is installed, which verifiers, and what is said when it cannot be."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.config.environment_id import homes_root, read_id
+from rl.homes import hub, make, uv
+from rl.homes.home import read
+from rl.homes.make import Request, ensure
+from rl.homes.records import Record, difference, read_record, write_record
+from rl.homes.settle import settled
+from rl.system.errors import RunError
+from tests.homes.index import CLASSIC, V1, make_wheel
+
+
+def made(env_id, said, api=None, **more):
+    label = env_id.split("@")[0].split("/")[-1]
+    return ensure(Request(label, read_id(env_id), api), said.append, **more)
+
+
+def prints(home, code):
+    return subprocess.run([home.interpreter, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def nothing_half_made():
+    """No virtual environment, finished or not, and no pointer."""
+    root = homes_root()
+    left = [path.name for path in root.iterdir()] if root.exists() else []
+    return not [name for name in left if name not in ("locks", "logs", "requests", "sources")] and not list(root.glob("requests/*"))
+
+
+def test_a_package_of_the_hub(index, said):
+    make_wheel(index.folder / "ada", "say-hello", "0.3.0", {"say_hello.py": CLASSIC}, ["verifiers>=0.1"])
+    make_wheel(index.folder / "ada", "say-hello", "0.4.0", {"say_hello.py": CLASSIC + "NEW = 1\n"}, ["verifiers>=0.1"])
+    make_wheel(index.folder / "ada", "verifiers", "0.3.9", {"verifiers/__init__.py": "STOLEN = 1"})
+    make_wheel(index.folder / "ada", "helper", "9.9", {"helper.py": "STOLEN = 1"})
+    home = made("ada/say-hello@0.3.0", said)
+    assert (home.module, home.api, home.version) == ("say_hello", "classic", "0.3.0")
+    assert home.packages == ["helper==1.0", "say-hello==0.3.0", "verifiers==0.3.1"]  # the owner's index is asked for its package alone
+    assert not [path for path in index.asked if path.startswith("/ada/") and "say-hello" not in path]
+    assert prints(home, "import say_hello, helper, sys; print(helper.VALUE, sys.prefix)") == f"7 {home.place}"
+    assert len(said) == 2 and said[0].startswith("environment say-hello: ada/say-hello@0.3.0 from the Environments Hub (http://127.0.0.1:")
+    reason = "for its API (classic) is played with <0.4,>=0.3.1, and 0.4.0 is the newest that it allows"
+    assert (
+        f"ada/say-hello@0.3.0: classic, verifiers 0.3.1 ({reason}), Python {sys.version.split()[0]}; its home {home.place} was made"
+        in said[1]
+    )
+
+    asked, said[:] = len(index.asked), []
+    start = time.monotonic()
+    assert made("ada/say-hello@0.3.0", said) == home and (said, len(index.asked)) == ([], asked)
+    assert time.monotonic() - start < 0.3
+    newest = made("ada/say-hello", said)
+    assert newest.version == "0.4.0" and newest.digest != home.digest and home.place.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("requires", "code", "version", "why"),
+    [
+        ("verifiers>=0.1", V1, "0.4.0", ""),
+        ("verifiers<0.4", V1, "0.3.1", ""),
+        ("verifiers>=0.3", V1 + "from verifiers.legacy import Rubric\n", "0.3.1", "for 0.4.0 lacks verifiers.legacy"),
+        ("verifiers==0.1.9", CLASSIC, "0.3.1", "in place of the versions that it asks for, which cannot be played here"),
+    ],
+)
+def test_which_verifiers(index, said, requires, code, version, why):
+    make_wheel(index.folder / "simple", "two-words", "1.0", {"two_words/__init__.py": code}, [requires])
+    home = made("pypi:two-words", said)
+    assert f"verifiers=={version}" in home.packages and home.why == f"{home.api}, verifiers {version}" + (f" ({why})" if why else "")
+
+
+def test_both_apis_in_one_package_and_the_switch_between_them(index, said):
+    make_wheel(index.folder / "simple", "both", "1.0", {"both.py": CLASSIC + V1}, ["verifiers"])
+    assert made("pypi:both", said).api == "v1"
+    classic = made("pypi:both", said, api="classic")
+    assert classic.api == "classic" and "verifiers==0.3.1" in classic.packages
+    make_wheel(index.folder / "simple", "one", "1.0", {"one.py": CLASSIC}, ["verifiers"])
+    with pytest.raises(RunError, match='kind = "v1", but it has not a v1 Taskset or Env in `__all__`; leave kind out'):
+        made("pypi:one", said, api="v1")
+
+
+def test_a_module_of_another_name_is_found_by_what_is_installed(index, said):
+    files = {"maths/__init__.py": CLASSIC, "helpers_of_it.py": "A = 1\n"}
+    make_wheel(index.folder / "simple", "ada-environment", "1.0", files, ["verifiers"])
+    assert made("pypi:ada-environment", said).module == "maths"
+    make_wheel(index.folder / "simple", "none-of-all", "1.0", {"nothing.py": "A = 1\n"})
+    with pytest.raises(RunError, match=r"its package is no environment: no module is called none_of_all, .* \(it has nothing\)"):
+        made("pypi:none-of-all", said)
+    make_wheel(index.folder / "simple", "several", "1.0", {"one.py": CLASSIC, "two.py": CLASSIC})
+    with pytest.raises(RunError, match="several environments, one, two; it must have one"):
+        made("pypi:several", said)
+
+
+def test_folders(index, said, tmp_path):
+    """A package is installed as it lies there, a folder without one is on the import path: child processes find both."""
+    plain = tmp_path / "my_words"
+    plain.mkdir()
+    (plain / "my_words.py").write_text(V1)
+    home = made(str(plain), said)
+    assert home.module == "my_words" and home.version == ""
+    found = "import importlib.util; print(importlib.util.find_spec('my_words').origin)"
+    child = f'import subprocess, sys; print(subprocess.check_output([sys.executable, "-c", "{found}"], text=True))'
+    assert prints(home, child) == str(plain / "my_words.py")
+    (plain / "my_words.py").write_text(V1 + "\nimport helper\n")
+    assert made(str(plain), said) == home
+
+
+def test_further_requirements_and_rows(index, said, tmp_path):
+    make_wheel(index.folder / "simple", "sums", "2.0", {"sums.py": "A = 1\n"})
+    rows = ensure(Request("rows", None), said.append)
+    assert (rows.id, rows.module, rows.packages) == ("classic", "", ["helper==1.0", "verifiers==0.3.1"])
+    more = ensure(Request("other", None, requirements=("sums>=2",)), said.append)
+    assert more.packages == ["helper==1.0", "sums==2.0", "verifiers==0.3.1"] and more.digest != rows.digest
+    (tmp_path / "alone.py").write_text(CLASSIC)
+    os.chdir(tmp_path)
+    assert ensure(Request("alone", read_id("alone")), said.append) == rows  # a module has no needs of its own
+
+
+@pytest.mark.parametrize(
+    ("env_id", "text"),
+    [
+        ("ada/nope", r"environment ada/nope: http://127.0.0.1:\d+/hub/ada/nope/@latest answered 404; check owner, name and version"),
+        ("pypi:nope", "environment pypi:nope: a package is not in the index; check the name\nuv says:\n"),
+        ("pypi:clash", "what it needs does not go together; mend its dependencies"),
+        ("pypi:future", r"its packages want Python >=3.99, this is 3\.\d+\.\d+, and uv finds none that suits; install one"),
+    ],
+)
+def test_what_cannot_be_installed(index, said, env_id, text, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # no prime
+    make_wheel(index.folder / "simple", "clash", "1.0", {"clash.py": CLASSIC}, ["helper<1"])
+    make_wheel(index.folder / "simple", "future", "1.0", {"future.py": CLASSIC}, python=">=3.99")
+    with pytest.raises(RunError, match=text):
+        ensure(Request(env_id, read_id(env_id)), said.append)
+    assert nothing_half_made()
+
+
+def test_nobody_answers(index, said):
+    """A home that is there is used, and it is said; without one it is an error."""
+    make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
+    make_wheel(index.folder / "simple", "hello2", "1.0", {"hello2.py": CLASSIC}, ["verifiers<0.4"])
+    first, second = made("ada/hello", said), made("pypi:hello2", said)
+    index.up = False
+    said.clear()
+    assert made("ada/hello", said, fresh=True) == first
+    assert "the Environments Hub answered 503" in said[0] and f"is used ({first.place})" in said[0]
+    with pytest.raises(RunError, match="environment ada/other: the Environments Hub answered 503"):
+        made("ada/other", said)
+    assert made("pypi:hello2", said) == second
+
+
+def test_private_packages_come_by_prime(index, said, tmp_path, monkeypatch):
+    index.private.add("ada/secret")
+    with pytest.raises(RunError, match="`uv tool install prime`, `prime login`"):
+        monkeypatch.setenv("PATH", "/nowhere")
+        made("ada/secret", said)
+    wheel = make_wheel(tmp_path / "wheels", "secret", "1.0", {"secret.py": CLASSIC})
+    tool = tmp_path / "bin" / "prime"
+    tool.parent.mkdir()
+    asked = '[ "$1 $2 $3 $4" = "env pull ada/secret --target" ] || { echo "not logged in"; exit 3; }'
+    tool.write_text(f'#!/bin/sh\n{asked}\n/bin/mkdir -p "$5"\n/bin/cp {wheel} "$5"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent))
+    with pytest.raises(RunError, match="`prime env pull` ended with code 0"):  # it brought no package
+        made("ada/secret", said)
+    with pytest.raises(RunError, match=r"`prime env pull` ended with code 3; .*`prime login`. prime says:\n  not logged in"):
+        made("ada/secret@2.0", said)
+
+
+def test_a_damaged_home_is_made_anew(index, said):
+    home = ensure(Request("rows", None), said.append)
+    for damage in (
+        lambda: next(home.place.glob("lib/python3*/site-packages/helper-*/RECORD")).unlink(),
+        lambda: (home.interpreter.unlink(), home.interpreter.symlink_to("/nowhere/python3")),
+        lambda: (home.place / "home.json").write_text("{"),
+    ):
+        said.clear()
+        damage()
+        assert ensure(Request("rows", None), said.append) == home and read(home.digest) == (home, "")
+        assert said[0].startswith("environment rows: its home is damaged: ")
+    subprocess.run(["rm", "-r", str(home.place)], check=True)
+    assert ensure(Request("rows", None), said.append) == home
+
+
+def test_two_that_want_the_same_home(index, said):
+    """One makes it, the other waits for that and says so."""
+    with make.building(Request("rows", None), "environment other", said.append, time.monotonic() + 60):
+        code = "from rl.homes import make; make.WORKER = ('helper>=1',); print(make.ensure(make.Request('rows', None), print).digest)"
+        waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout.readline() == f"environment rows: waiting for process {os.getpid()}, which makes its home\n"
+    out, _ = waiting.communicate(timeout=60)
+    assert read(out.split()[-1])[0] and waiting.returncode == 0
+    with (
+        make.building(Request("rows", None), "environment other", said.append, time.monotonic() + 60),
+        pytest.raises(RunError, match=rf"process {os.getpid()} makes its home for 1800 s \(lock: "),
+        make.building(Request("rows", None), "environment other", said.append, time.monotonic()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        (
+            "echo 'error: failed to copy: No space left on device (os error 28)'; exit 2",
+            "no space left for it in .*; make room, or have RL_ENVIRONMENTS",
+        ),
+        (
+            "echo one; echo 'error: build failed'; exit 1",
+            "uv could not install it; mend the package.*\nuv says:\n  one\n  error: build failed",
+        ),
+        ("sleep 60", r"not made after \d+ s; uv said nothing"),
+    ],
+)
+def test_uv_fails(index, said, tmp_path, monkeypatch, script, text):
+    tool = tmp_path / "uv-that-fails"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(uv, "uv_binary", lambda: str(tool))
+    monkeypatch.setattr(make, "DEADLINE_S", 0.5)
+    with pytest.raises(RunError, match=text):
+        ensure(Request("rows", None), said.append)
+    assert nothing_half_made()
+
+
+def test_no_uv(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RunError, match=r"uv is not there, .*: `pip install uv`"):
+        uv.uv_binary()
+
+
+def test_a_place_that_cannot_be_written(index, said, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "file" / "x"))
+    with pytest.raises(RunError, match="have RL_ENVIRONMENTS name a folder that can be written"):
+        ensure(Request("rows", None), said.append)
+
+
+def test_a_record_is_played_with_the_same_packages(index, said, tmp_path):
+    make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
+    request = Request("hello", read_id("ada/hello"))
+    first = settled(request, None, said.append)
+    write_record(tmp_path / "records", "hello", first)
+    assert read_record(tmp_path / "records" / "hello.txt") == first
+    make_wheel(index.folder / "ada", "hello", "1.1", {"hello.py": CLASSIC}, ["verifiers<0.4"])
+    newer = ensure(Request("hello", read_id("ada/hello")), said.append, fresh=True)
+    assert newer.version == "1.1"
+    assert settled(request, first, said.append).home == first.home  # the run goes on with what it had
+    subprocess.run(["rm", "-r", str(first.home.place)], check=True)
+    assert settled(request, first, said.append).home == first.home and first.home.place.is_dir()  # made again, exactly
+
+    subprocess.run(["rm", "-r", str(first.home.place)], check=True)
+    (index.folder / "ada" / "hello-1.0-py3-none-any.whl").unlink()
+    subprocess.run(["rm", "-r", str(Path(os.environ["UV_CACHE_DIR"]))], check=True)
+    said.clear()
+    assert settled(request, first, said.append).home == newer
+    assert "its home cannot be made as it was recorded" in said[-2]
+    assert said[-1] == "warning: environment hello is played with other packages than before: hello 1.0 -> 1.1"
+    other = Record("another", first.home)
+    assert settled(request, other, said.append).home == newer
+
+
+def test_what_differs():
+    assert difference(["a==1", "b @ file:///x", "-e /y"], ["a==2", "c==1", "-e /y"]) == "a 1 -> 2, b file:///x -> none, c none -> 1"
+
+
+def test_addresses_of_the_hub():
+    for good in ("https://hub/x/simple/", "http://127.0.0.1:1/x"):
+        assert hub.web_address(good) == good
+    for bad in (None, 3, "file:///etc", "https://me:pw@hub/x", "ftp://x/y", "https:// x/y", ""):
+        assert hub.web_address(bad) == ""
