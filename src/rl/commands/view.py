@@ -23,7 +23,7 @@ OPTIONS = (
     Option("no-browser", "", "print the address alone"),
     Option("export", "FILE", "write one self-contained page (.html) of one run, or its timeline for Perfetto (.json), and end"),
     Option("max-mib", "N", "with --export: most MiB of the file; what does not fit is left out, and the page says so; default: 20"),
-    Option("beside", "PID", "end when this process ends"),
+    Option("beside", "", "of a run: end with it; the address is printed without the token, which the run knows"),
 )
 SHOWN = OPTIONS[:-1]
 HELP = f"""usage: rl view [RUN or FOLDER ...] [--export FILE]
@@ -76,7 +76,8 @@ def show(library: Any, values: dict[str, Any]) -> int:
 
     def ready(address: str) -> None:
         count = len(library.keys())
-        print(f"rl view: {count} run{'' if count == 1 else 's'} at {address}", flush=True)
+        shown = address.partition("?")[0] if values["beside"] else address
+        print(f"rl view: {count} run{'' if count == 1 else 's'} at {shown}", flush=True)
         if not is_loopback(host):
             print(
                 "rl view: others can read what goes over the network: there is no TLS; an ssh tunnel to loopback is safer", file=sys.stderr

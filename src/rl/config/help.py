@@ -40,12 +40,13 @@ SETTINGS = """  @ run.toml                  settings from a file; several files 
 RESUME = """  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
   --clean                     delete the run directory and start over
 """
+VIEW = "  --view                      show the run in a browser while it lasts (rl view --help)\n"
 USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 
 {SETTINGS}  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
   --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
   --strict-parity             end the run, instead of warning, when trainer and inference disagree
-{RESUME}  --version                   print the version
+{VIEW}{RESUME}  --version                   print the version
 """
 PROCESS_USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...
 
