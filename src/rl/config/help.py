@@ -92,7 +92,7 @@ PLAYING = (
 )  # fmt: skip
 OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
 READS = {
-    "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
+    "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
     "rl eval": Reads((*PLAYING, "orchestrator.eval"), (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target")),
     "rl collect": Reads(PLAYING, OF_TRAINING),
     "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),

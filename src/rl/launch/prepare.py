@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "output_dir",
     "max_steps",
     "wandb",
+    "tensorboard",
     "trainer.gpus",
     "trainer.cpus",
     "trainer.ranks",

@@ -23,6 +23,7 @@ from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
+from rl.launch.trackers import trackers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, read_metrics, sources_dir
@@ -59,18 +60,15 @@ class Watch:
         self.reader = MetricsReader(prepared.run_dir.metrics)
         self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.page = Page(self.run_dir, children, self.console.say) if view else None
-        self.wandb = None
         self.not_merged = False
         """Whether it was said that metrics.jsonl cannot be written."""
         self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
-        if config.wandb:
-            from rl.launch.wandb_log import WandbLog
-
-            self.wandb = WandbLog(config, prepared.run_dir, self.console.say)
-            while old_lines := self.reader.new():  # the console has read the newest of these on its own
-                self.wandb.send(old_lines)
+        self.trackers = trackers(config, self.run_dir, self.console.say)
+        while self.trackers and (old_lines := self.reader.new()):  # the console has read the newest of these on its own
+            for tracker in self.trackers:
+                tracker.send(old_lines)
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
@@ -88,8 +86,8 @@ class Watch:
         self.picture.poll(len(lines))
         if self.page:
             self.page.poll()
-        if self.wandb:
-            self.wandb.send(lines)
+        for tracker in self.trackers:
+            tracker.send(lines)
         return lines
 
     def _merge(self) -> None:
@@ -116,7 +114,7 @@ class Watch:
             self.console.say(line)
 
     def close(self, exit_code: int) -> None:
-        """The last lines, the report, and the end of W&B's run."""
+        """The last lines, the report, and the end of what gets the numbers."""
         from rl.launch.curves import final_report, is_reported
 
         self.picture.close()
@@ -126,8 +124,8 @@ class Watch:
         self.console.close()
         lines = read_metrics(self.run_dir.metrics, wanted=is_reported)
         final_report(lines, self.run_dir, self.config.name, self.console.say)
-        if self.wandb:
-            self.wandb.close(exit_code)
+        for tracker in self.trackers:
+            tracker.close(exit_code)
 
 
 def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str, view: bool = False) -> int:
