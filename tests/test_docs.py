@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rl.commands import replay
+from rl.commands import homes, replay
 from rl.commands.options import take
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config, parse_args, to_toml
@@ -30,7 +30,7 @@ from rl.launch.children import Children
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROGRAMS = ("uv", "pip", "prime", "rl", "python", "pytest", "torchrun", "trainer", "orchestrator", "inference", "vf-init")
+PROGRAMS = ("uv", "pip", "prime", "rl", "python", "pytest", "torchrun", "trainer", "orchestrator", "inference")
 """First words of what is a command; a block that begins with another one is a picture, or what something printed."""
 ANY_FLAG = {"--help", "--resume", "--version", *SWITCHES, *(f"--{name}" for name in (*SHORT_FLAGS, *ALIASES))}
 
@@ -133,9 +133,9 @@ def program(words: list[str], command: str) -> None:
     elif name.startswith("scripts/"):
         script(Path(name), args)
     elif name == "uv":
-        assert args[0] in ("build", "venv", "sync", "pip"), command
+        assert args[0] in ("build", "venv", "sync", "pip", "tool"), command
     else:
-        assert name == "vf-init", command
+        raise AssertionError(command)
 
 
 def dry_run(args: list[str], name: str) -> None:
@@ -153,7 +153,10 @@ def rl(args: list[str]) -> None:
         assert not rest or rest[0].startswith(("-", "@")), args
         return dry_run(rest, "rl")
     module = importlib.import_module(COMMANDS[command][0])
-    if command == "replay":
+    if command == "env" and rest[0] in homes.VERBS:
+        options = homes.OPTIONS[rest[0]]
+        assert len(take("rl env", rest[1:], options)[1]) == (rest[0] != "list")
+    elif command == "replay":
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
         replay.open_run(run)
     elif command in ("show", "compare"):

@@ -51,7 +51,7 @@ class User:
         for placeholder, name in (names or {}).items():
             assert placeholder in found, found
             found = found.replace(placeholder, name)
-        return "uv run " + found.removeprefix("uv run ")
+        return found if found.startswith("uv tool ") else "uv run " + found.removeprefix("uv run ")
 
     def flag(self, page: str, flag: str) -> str:
         """A flag that a page shows, to be typed behind a command."""
@@ -155,7 +155,7 @@ def test_first_hour(tmp_path):
 
 def an_environment_of_its_own(user: User) -> Path:
     """From vf-init to a run that is interrupted and goes on. Returns its directory."""
-    user.types(user.shown("environments.md", "vf-init my"))
+    user.types(user.shown("environments.md", "uv tool run --from"))
     user.write("environments.md", "python", "def load_environment", "environments/my_env/my_env.py")
     user.write("environments.md", "toml", "./environments/my_env", "my_run.toml")
     described = user.types(user.shown("environments.md", "rl env ./environments/my_env"))

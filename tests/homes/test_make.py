@@ -110,14 +110,14 @@ def test_folders(index, said, tmp_path):
     assert made(str(plain), said) == home
 
 
-def test_further_requirements_and_rows(index, said, tmp_path):
+def test_further_requirements_and_rows(index, said, tmp_path, monkeypatch):
     make_wheel(index.folder / "simple", "sums", "2.0", {"sums.py": "A = 1\n"})
     rows = ensure(Request("rows", None), said.append)
     assert (rows.id, rows.module, rows.packages) == ("classic", "", ["helper==1.0", "verifiers==0.3.1"])
     more = ensure(Request("other", None, requirements=("sums>=2",)), said.append)
     assert more.packages == ["helper==1.0", "sums==2.0", "verifiers==0.3.1"] and more.digest != rows.digest
     (tmp_path / "alone.py").write_text(CLASSIC)
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert ensure(Request("alone", read_id("alone")), said.append) == rows  # a module has no needs of its own
 
 

@@ -38,7 +38,6 @@ def test_a_second_orchestrator_on_one_directory_ends_and_touches_nothing(tmp_pat
     lease = hold_role(run_dir.lock("orchestrator"))
     before = {path: path.read_bytes() for path in run_dir.root.rglob("*") if path.is_file()}
     monkeypatch.setattr(main, "ROLE_WAIT_S", 0.1)
-    monkeypatch.setattr(main, "homes_of", lambda *_, **__: {})
     monkeypatch.setattr(main, "die_with_parent", lambda: None)
     flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e"]
     monkeypatch.setattr(sys, "argv", ["orchestrator", *flags])

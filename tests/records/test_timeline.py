@@ -7,7 +7,7 @@ from rl.records.run import Run
 from rl.records.timeline import Done, Timeline, spread
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.spans import Sample, Span, Start
+from rl.run_dir.spans import Gauges, Span, Start
 from tests.records.made import make_run
 
 
@@ -29,7 +29,7 @@ def run(tmp_path, monkeypatch):
     write(run_dir.spans / "trainer.jsonl", start("trainer", 1000.0, 100.0), two, tail=b'{"kind": "span", "na')
     again = start("inference", 1010.0, 1.0), Span(name="pause", begin=2.0, end=2.5, lane="weights", step=1)
     name = "inference-host.domain-8000"
-    write(run_dir.spans / f"{name}.jsonl", start(name, 1000.0, 5.0), Sample(at=6.0, values={"requests": 3}), *again)
+    write(run_dir.spans / f"{name}.jsonl", start(name, 1000.0, 5.0), Gauges(at=6.0, values={"requests": 3}), *again)
     MetricsLog(run_dir.metrics, "orchestrator").write(1, {"reward/mean": 0.5})
     append_event(run_dir.events, Event(time=1004.0, event="death", process="trainer", step=1, reason="killed"))
     return Run(run_dir.root)
@@ -42,7 +42,7 @@ def test_all_processes_are_on_one_clock(run):
         ("trainer", "optimizer", 1002.0, 1003.0, None),
         ("inference", "pause", 1011.0, 1011.5, 1),
     ]
-    assert [(counted.process, counted.time, counted.values) for counted in found.samples] == [
+    assert [(counted.process, counted.time, counted.values) for counted in found.gauges] == [
         ("inference-host.domain-8000", 1001.0, {"requests": 3})
     ]
     assert [(mark.process, mark.name, mark.step, mark.text) for mark in found.marks] == [
@@ -50,7 +50,7 @@ def test_all_processes_are_on_one_clock(run):
         ("orchestrator", "batch", 1, ""),
     ]
     part = run.timeline(1001.5, 1004.0)
-    assert [done.name for done in part.spans] == ["forward_backward", "optimizer"] and not part.samples and len(part.marks) == 1
+    assert [done.name for done in part.spans] == ["forward_backward", "optimizer"] and not part.gauges and len(part.marks) == 1
 
 
 def test_spans_that_overlap_have_lanes_of_their_own_in_a_trace(run):

@@ -69,3 +69,14 @@ def test_weights_that_lie_elsewhere_are_discarded_as_weights(tmp_path):
     away = run_dir.discard_after(4)
     assert away is not None and (away / "weights" / "000005" / "model.safetensors").read_text() == "w"
     assert not run_dir.weights(5).exists()
+
+
+def test_token_logs_go_with_their_steps(tmp_path):
+    run_dir = make(tmp_path)
+    run_dir.tokens_dir.mkdir(parents=True)
+    for step in (4, 5):
+        run_dir.tokens(step).touch()
+    away = run_dir.discard_after(4)
+    assert (
+        away is not None and (away / "tokens" / "000005.safetensors").exists() and list(numbered(run_dir.tokens_dir, ".safetensors")) == [4]
+    )

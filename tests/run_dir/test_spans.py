@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rl.run_dir import spans
-from rl.run_dir.spans import DECODER, Busy, Sample, Span, Start
+from rl.run_dir.spans import DECODER, Busy, Gauges, Span, Start
 from rl.run_dir.status import Phase, Status
 
 
@@ -22,24 +22,24 @@ def lines(folder, name="p.jsonl"):
 
 def test_nothing_is_noted_before_a_process_asks_for_it(folder):
     with spans.span("work"):
-        spans.sample(requests=1)
+        spans.gauges(requests=1)
     spans.flush()
     assert not folder.exists()
 
 
-def test_spans_and_samples_follow_the_start_of_their_process(folder):
+def test_spans_and_gauges_follow_the_start_of_their_process(folder):
     spans.start(folder, "p")
     with spans.span("work", "lane", 3, env="sums"):
         time.sleep(0.02)
     with pytest.raises(ValueError), spans.span("fails"):
         raise ValueError
-    spans.sample(requests=2)
+    spans.gauges(requests=2)
     spans.stop()
     spans.start(folder, "p")  # the next attempt
     threading.Thread(target=lambda: spans.note("late", 1.0, 2.0)).run()
     spans.stop()
     found = lines(folder)
-    assert [type(line) for line in found] == [Start, Span, Span, Sample, Start, Span]
+    assert [type(line) for line in found] == [Start, Span, Span, Gauges, Start, Span]
     start, work = found[:2]
     assert (work.name, work.lane, work.step, work.about) == ("work", "lane", 3, {"env": "sums"}) and work.end - work.begin >= 0.02
     assert start.monotonic <= work.begin and abs(start.time + time.monotonic() - start.monotonic - time.time()) < 1.0
@@ -83,7 +83,7 @@ def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
     status.close()
     found = lines(folder)
     assert [(line.name, line.step) for line in found if isinstance(line, Span)] == [("starting", None), ("training", 1), ("publishing", 1)]
-    assert any(line.values == {"progress": 0, "requests": 4} for line in found if isinstance(line, Sample)) and spans.recorder is None
+    assert any(line.values == {"progress": 0, "requests": 4} for line in found if isinstance(line, Gauges)) and spans.recorder is None
 
 
 def test_several_requests_at_once_are_one_span(folder, monkeypatch):

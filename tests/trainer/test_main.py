@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import rl.trainer.main
 from rl.config.command_line import to_toml
@@ -146,7 +146,7 @@ def test_every_token_and_every_part_of_a_step_is_on_record(straight):
 
 def test_versions_are_complete_models(straight, tied_folder):
     run_dir, _ = straight
-    model = AutoModelForCausalLM.from_pretrained(run_dir.weights(STEPS))
+    model = Run(run_dir.root, cache=False).load_model()
     assert model.config.architectures == ["LlamaForCausalLM"] and model.dtype.is_floating_point
     assert AutoTokenizer.from_pretrained(run_dir.weights(STEPS)).chat_template
     assert "lm_head.weight" not in load_file(run_dir.weights(STEPS) / "model.safetensors")  # tied: written once

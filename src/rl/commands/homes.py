@@ -7,7 +7,7 @@ from rl.commands.arena import say
 from rl.commands.options import Option, take, usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
-from rl.config.environment_id import homes_root, module_name, read_id
+from rl.config.environment_id import fetched, homes_root, module_name, read_id
 from rl.homes.home import Home, Pointer, delete, pointers, read, users
 from rl.homes.make import Request, ensure, install_record, summary
 from rl.homes.records import read_record
@@ -17,7 +17,9 @@ from rl.system.errors import RunError
 
 KIND = Option("kind", "classic|v1", "the API by which a package is played that has both")
 REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.environment.requirements")
+DRY = Option("dry-run", "", "say what would be installed, and install nothing")
 TO = Option("to", "FILE", "write it to a file")
+OPTIONS: dict[str, tuple[Option, ...]] = {"install": (KIND, REQUIRE, DRY), "list": (), "remove": (), "freeze": (TO,)}
 VERBS = {
     "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
     "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
@@ -29,7 +31,7 @@ VERBS = {
 
 def main(verb: str, args: list[str], children: Children) -> int:
     """Runs one of VERBS. Raises RunError."""
-    options = {"install": (KIND, REQUIRE), "freeze": (TO,)}.get(verb, ())
+    options = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))
     if len(rest) != (verb != "list") or (rest and rest[0].startswith(("-", "@"))):
         fail(f"rl env {verb}", f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
@@ -39,6 +41,9 @@ def main(verb: str, args: list[str], children: Children) -> int:
         return remove(rest[0])
     if verb == "freeze":
         return freeze(rest[0], values["to"])
+    if values["dry_run"]:
+        print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it is there")
+        return 0
     requirements = tuple(part.strip() for part in (values["requirements"] or "").split(",") if part.strip())
     return install(rest[0], values["kind"], requirements)
 

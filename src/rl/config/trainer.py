@@ -28,8 +28,8 @@ class OptimConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until max_steps."""
     offload: bool = False
-    """Whether AdamW's two moments stay in the CPU's memory and visit the GPU once an optimizer step: 8 bytes a weight less there, a slower
-    optimizer step."""
+    """Whether AdamW's two moments stay in the CPU's memory and visit the GPU once an optimizer step: 8 bytes a weight less there and
+    more here, a slower optimizer step."""
 
 
 class CheckpointConfig(Settings):
@@ -135,7 +135,7 @@ class TrainerConfig(Settings):
     data: DataConfig = DataConfig()
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out. Default: 4,096; on GPUs with
-    `activation_checkpointing` 16,384."""
+    `activation_checkpointing` 16,384, where attention is not eager."""
     minibatches: int = Field(1, ge=1)
     """Parts of a batch, each of whole groups and with an optimizer step of its own. A clipped loss then compares the policy with the one
     that the batch began with."""

@@ -15,7 +15,7 @@ import msgspec
 from rl.config.command_line import load_config, write_config
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
-from rl.homes.settle import Homes, homes_of, in_homes, record
+from rl.homes.settle import homes_of, in_homes, record
 from rl.models.folder import resolve_model
 from rl.orchestrator.evaluator import Evaluator
 from rl.orchestrator.functions import load_functions, metrics_function
@@ -40,7 +40,7 @@ from rl.wire.transport import TrainerServer
 log = logging.getLogger("rl.orchestrator")
 
 
-async def run(config: RLConfig, homes: Homes, status: Status, model_path: str) -> str:
+async def run(config: RLConfig, status: Status, model_path: str) -> str:
     """Everything from the first worker to the last eval. SIGTERM and SIGINT cancel it, so that workers end with the orchestrator."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
@@ -53,6 +53,8 @@ async def run(config: RLConfig, homes: Homes, status: Status, model_path: str) -
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
+        homes = homes_of(config, log.info, recorded=True)  # `rl` has made them, unless it runs on another machine, or not at all
+        record(config, homes)
         setups = worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address)
         for setup in setups:
             setup.spans = str(config.run_dir.spans.absolute())
@@ -100,7 +102,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     code, status, lease = 0, None, None
     try:
-        homes = homes_of(config, log.info, recorded=True)
         load_functions(config)
         run_dir = config.run_dir
         lease = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
@@ -109,12 +110,11 @@ def main() -> None:
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)
-        record(config, homes)
         spans.start(run_dir.spans, "orchestrator")
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above, which would do it
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
-            reason = asyncio.run(run(config, homes, status, resolve_model(config.model)))
+            reason = asyncio.run(run(config, status, resolve_model(config.model)))
         log.info("ended: %s", reason)
         with contextlib.suppress(OSError):  # an account for others
             write_file(run_dir.run_end, msgspec.json.encode(RunEnd(reason, time.time())))

@@ -16,7 +16,7 @@
     run.batch(step).fault                          # why there is no token log of it; empty if there is
     run.tokenizer, run.load_model("best")          # of transformers
     run.versions                                   # [Version]: weights, checkpoint, evaluations, which is best
-    run.timeline(begin=None, end=None)             # Timeline: .spans, .samples, .marks (wall time); .trace() for Perfetto
+    run.timeline(begin=None, end=None)             # Timeline: .spans, .gauges, .marks (wall time); .trace() for Perfetto
     run.events, run.status, run.end, run.origin    # as their files say it
     run.logs, run.log("trainer", lines=50)         # {process: {attempt: path}}, last lines
     run.diagnosis(), run.problems                  # what `rl doctor RUN` says; [Problem] with metrics, files and rollouts that show it

@@ -17,7 +17,7 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.messages import UNREADABLE
 
-STEP_FILE = re.compile(r"(\d{6})\.jsonl(\.gz)?")
+STEP_FILE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.jsonl(\.gz)?")
 CHUNK = 8192
 """Rows that are added at once."""
 SUSPECTS = 3

@@ -59,7 +59,7 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
-        self._batch = lru_cache(KEPT_BATCHES)(self._read_batch)
+        self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
 
     def __repr__(self) -> str:
         return f"<Run {self.root}>"
@@ -69,6 +69,9 @@ class Run:
     @property
     def config(self) -> RLConfig:
         """The resolved configuration. Raises RunError for one of another version of rl."""
+        return self._config((self.root / "config.toml").stat().st_mtime_ns)
+
+    def _read_config(self, _changed: int) -> RLConfig:
         return stored_config(self.root)
 
     @cached_property
@@ -105,7 +108,8 @@ class Run:
     @property
     def step(self) -> int:
         """The newest step that the trainer reported; 0 before the first."""
-        return max((step for step, source in self.numbers.rows if source == "trainer"), default=0)
+        table = self.numbers.tables.get("trainer")
+        return max(table.rows, default=0) if table else 0
 
     # Rollouts ---------------------------------------------------------------------------------------------------------------
 

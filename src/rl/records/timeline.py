@@ -10,7 +10,7 @@ from typing import Any
 from rl.records.metrics import Metrics
 from rl.run_dir.events import Event
 from rl.run_dir.files import LineReader
-from rl.run_dir.spans import DECODER, Sample, Span, Start, old
+from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
 from rl.wire.messages import UNREADABLE
 
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
@@ -57,14 +57,14 @@ class Timeline:
     """Everything between two moments, each list in the order of time."""
 
     spans: list[Done] = field(default_factory=list)
-    samples: list[Counted] = field(default_factory=list)
+    gauges: list[Counted] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
     def trace(self) -> dict[str, Any]:
         """As Chrome's trace event format (JSON object format). What was done at the same time in one lane is spread over several."""
         events, numbers = list[dict[str, Any]](), dict[tuple[str, str], int]()
         pids = {
-            name: number for number, name in enumerate(sorted({entry.process for entry in (*self.spans, *self.samples, *self.marks)}), 1)
+            name: number for number, name in enumerate(sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)}), 1)
         }
         for name, pid in pids.items():
             events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
@@ -77,7 +77,7 @@ class Timeline:
             place = {"pid": pids[done.process], "tid": numbers[done.process, lane]}
             times = {"ts": done.begin * MICROSECONDS, "dur": (done.end - done.begin) * MICROSECONDS}
             events.append({"ph": "X", "name": done.name, "cat": done.lane or "span", **place, **times, "args": about})
-        for counted in self.samples:
+        for counted in self.gauges:
             for name, value in counted.values.items():
                 place = {"pid": pids[counted.process], "tid": 0, "ts": counted.time * MICROSECONDS}
                 events.append({"ph": "C", "name": name, **place, "args": {name: value}})
@@ -105,7 +105,7 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
 
 
 def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: float | None, end: float | None) -> Timeline:
-    """The spans and samples of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
+    """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
     found, first, last = Timeline(), -float("inf") if begin is None else begin, float("inf") if end is None else end
     for path in sorted(folder.glob("*.jsonl")):
         for part in (old(path), path):
@@ -113,9 +113,9 @@ def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: fl
                 if isinstance(entry, Done) and entry.end >= first and entry.begin <= last:
                     found.spans.append(entry)
                 elif isinstance(entry, Counted) and first <= entry.time <= last:
-                    found.samples.append(entry)
+                    found.gauges.append(entry)
     found.spans.sort(key=lambda done: (done.begin, -done.end))
-    found.samples.sort(key=lambda counted: counted.time)
+    found.gauges.sort(key=lambda counted: counted.time)
     found.marks = sorted((mark for mark in marks(metrics, events) if first <= mark.time <= last), key=lambda mark: mark.time)
     return found
 
@@ -135,14 +135,15 @@ def entries(path: Path, process: str) -> Iterator[Done | Counted]:
                 continue
             elif isinstance(line, Span):
                 yield Done(process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
-            elif isinstance(line, Sample):
+            elif isinstance(line, Gauges):
                 yield Counted(process, line.at + offset, line.values)
 
 
 def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
     """What happened: lines of metrics say when a batch, a step and an evaluation were done, events when a process died and was back."""
-    for (step, source), place in metrics.rows.items():
-        if source in MARKS:
-            yield Mark(source if source != "eval" else "orchestrator", MARKS[source], float(metrics.times[place]), step)
+    for source, name in MARKS.items():
+        table = metrics.tables.get(source)
+        for step, row in table.rows.items() if table else ():
+            yield Mark("orchestrator" if source == "eval" else source, name, float(table.times[row]), step)
     for event in events:
         yield Mark(event.process, event.event, event.time, event.step, event.reason)

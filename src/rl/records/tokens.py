@@ -153,7 +153,7 @@ class BatchTokens:
         try:
             self.log = read_token_log(log, sum(counts))
         except FileNotFoundError:
-            self.fault = f"{log}: the step was not trained yet, or its log was deleted (trainer.token_log.max_gib), or another rl made it"
+            self.fault = f"{log}: is not there: not trained yet, deleted (trainer.token_log.max_gib), or lost in a kill"
         except CorruptFileError as error:
             self.fault = str(error)
 

@@ -56,14 +56,14 @@ class Span(msgspec.Struct, kw_only=True, omit_defaults=True, tag="span", tag_fie
     about: dict[str, Any] = {}
 
 
-class Sample(msgspec.Struct, kw_only=True, tag="sample", tag_field="kind"):
+class Gauges(msgspec.Struct, kw_only=True, tag="gauges", tag_field="kind"):
     """Numbers of a process at one moment: requests in flight, rollouts that play, and what it counts."""
 
     at: float
     values: dict[str, float]
 
 
-Line = Start | Span | Sample
+Line = Start | Span | Gauges
 DECODER = msgspec.json.Decoder(Line)
 
 
@@ -154,10 +154,10 @@ def span(name: str, lane: str = "", step: int | None = None, **about: Any) -> It
         note(name, begin, time.monotonic(), lane, step, **about)
 
 
-def sample(**values: float) -> None:
+def gauges(**values: float) -> None:
     """Notes numbers of this moment."""
     if recorder:
-        recorder.add(Sample(at=round(time.monotonic(), 6), values=values))
+        recorder.add(Gauges(at=round(time.monotonic(), 6), values=values))
 
 
 class Busy:

@@ -187,7 +187,7 @@ class Status:
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT_S):
             self._write()
-            spans.sample(progress=self.progress, **{name: read() for name, read in self.gauges.items()})
+            spans.gauges(progress=self.progress, **{name: read() for name, read in self.gauges.items()})
             spans.flush()
 
     def _write(self) -> None:

@@ -14,16 +14,18 @@ from torch import Tensor
 from rl.config.trainer import TrainerConfig
 from rl.trainer.balance import Layout, piece_tokens, plan
 from rl.trainer.flex import padded, whole_blocks
+from rl.trainer.modes import Mode
 from rl.trainer.prefix_tree import Line, Piece, lay_out, make_line
 from rl.wire.messages import TrainBatch
 
 MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_GPU = 4096, 16384
-"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost, and the memory where activations are recomputed."""
+"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost, and the memory where activations are recomputed; but
+not for eager attention, whose scores and mask grow with the square."""
 
 
-def micro_batch_tokens(settings: TrainerConfig, device: torch.device) -> int:
+def micro_batch_tokens(settings: TrainerConfig, device: torch.device, mode: Mode) -> int:
     """The most tokens of one pass on one rank; a sample that is longer goes alone."""
-    large = device.type == "cuda" and settings.activation_checkpointing != "none"
+    large = device.type == "cuda" and settings.activation_checkpointing != "none" and mode != "eager"
     return settings.micro_batch_tokens or (MICRO_BATCH_TOKENS_GPU if large else MICRO_BATCH_TOKENS)
 
 

@@ -25,7 +25,7 @@ from rl.trainer.losses import custom_function
 from rl.trainer.measure.agreement import ParityWatch
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.performance import Timer, Work, performance, work_of
-from rl.trainer.model import DTYPES, is_packed, load_policy
+from rl.trainer.model import DTYPES, load_policy, mode_of
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed
 from rl.trainer.parallel.world import World
@@ -127,7 +127,7 @@ class Trainer:
             return
         self.status.enter(Phase.PUBLISHING, self.step)
         self.publisher.finish()  # before the copy: two of them would take twice the memory
-        made_by = determinism.conditions(learner.settings, learner.world)
+        made_by = determinism.conditions(learner.settings, learner.world, mode_of(learner.model))
         version = versions.snapshot(learner.model, self.base, DTYPES[self.config.model.dtype], made_by, learner.world)
         self.publisher.start(self.step, version, {self.saver.step, self.saver.began})
 
@@ -208,8 +208,8 @@ def start(
     parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches
-    several = all(is_packed(each) for each in (model, reference) if each)
-    packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches, several=several)
+    mode = mode_of(*(each for each in (model, reference) if each))
+    packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches, mode=mode)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s, quarantined_steps(log, world))
     publisher, saver = Publisher(run_dir, settings.weights, client, waits[1]), Saver(run_dir, settings, world, step)
     if replay:

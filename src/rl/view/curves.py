@@ -37,9 +37,9 @@ def metrics(runs: Sequence[Run]) -> Metrics:
     sections, found = [*SECTIONS, OWN], dict[str, str]()
     for run in runs:
         numbers = run.numbers
-        for source in numbers.sources:
-            for name, values in numbers.columns(source).items():
-                if name not in ("step", "source", "time") and np.isfinite(values.astype(float)).any():
+        for source, table in sorted(numbers.tables.items()):
+            for name, values in table.arrays.items():
+                if np.isfinite(values).any():
                     found.setdefault(name, source)
     order = [name for names in SECTIONS.values() for name in names]
     rank = {name: i for i, name in enumerate(order)}
@@ -83,11 +83,9 @@ class Places:
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Steps, and the seconds from the run's first line to the first line of each, ascending."""
-    numbers = run.numbers
     first: dict[int, float] = {}
-    for (step, source), row in numbers.rows.items():
-        time = float(numbers.times[row])
-        if source != "eval" and np.isfinite(time):
+    for source, (steps, times) in line_times(run).items():
+        for step, time in zip(steps.tolist(), times.tolist(), strict=True) if source != "eval" else ():
             first[step] = min(time, first.get(step, np.inf))
     steps = np.array(sorted(first), np.int64)
     times = np.maximum.accumulate(np.array([first[step] for step in steps.tolist()])) if len(steps) else np.empty(0)
@@ -134,14 +132,23 @@ def marks_of(key: str, run: Run, place: Places, begin: int | None, end: int | No
 
 def eval_versions(run: Run) -> list[int]:
     """The versions that were evaluated."""
-    return sorted({step for step, source in run.numbers.rows if source == "eval"})
+    return line_times(run).get("eval", (np.empty(0), np.empty(0)))[0].tolist()
 
 
 def first_time(run: Run) -> float:
     """When the run's first line was written, seconds since the epoch."""
-    numbers = run.numbers
-    times = numbers.times[: numbers.size]
-    return float(np.nanmin(times)) if np.isfinite(times).any() else 0.0
+    return min((times.min().item() for _, times in line_times(run).values() if len(times)), default=0.0)
+
+
+def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of each source of metrics: steps, ascending, and when their lines were written, seconds since the epoch. Lines without a time are
+    left out."""
+    found = {}
+    for source, table in run.numbers.tables.items():
+        steps, rows = table.ordered()
+        times = table.times[rows]
+        found[source] = steps[np.isfinite(times)], times[np.isfinite(times)]
+    return found
 
 
 def changes(run: Run) -> list[tuple[int, str]]:

@@ -109,21 +109,25 @@ class Desk:
     """Answers what the page asks. Several threads may use it."""
 
     def __init__(self, library: Library):
-        self.library, self.list, self.listing = library, runs.RunList(library), threading.Lock()
+        self.library, self.list, self.reading = library, runs.RunList(library), threading.Lock()
+        """Lock: numbers are read by one thread at a time, while others look through rollouts."""
 
     def runs(self, _: NoParameters) -> answers.Runs:
-        with self.listing:
+        with self.reading:
             return answers.Runs(runs=self.list.all(), place=", ".join(map(str, self.library.places)))
 
     def compare(self, given: OfRuns) -> answers.Comparison:
-        return runs.compare(given.run, [self.library.run(key) for key in given.run])
+        with self.reading:
+            return runs.compare(given.run, [self.library.run(key) for key in given.run])
 
     def metrics(self, given: OfRuns) -> answers.Metrics:
-        return curves.metrics([self.library.run(key) for key in given.run])
+        with self.reading:
+            return curves.metrics([self.library.run(key) for key in given.run])
 
     def curves(self, given: CurveParameters) -> answers.Curves:
-        found = [self.library.run(key) for key in given.run]
-        return curves.curves(given.run, found, given.name, given.axis, given.begin, given.end)
+        with self.reading:
+            found = [self.library.run(key) for key in given.run]
+            return curves.curves(given.run, found, given.name, given.axis, given.begin, given.end)
 
     def rollouts(self, given: RolloutsParameters) -> answers.Rollouts:
         check_page(given.offset, given.limit)
@@ -146,10 +150,12 @@ class Desk:
         return tasks.one_task(self.library.run(given.run), given.kind, given.env, given.task)
 
     def timeline(self, given: TimelineParameters) -> answers.Timeline:
-        return timeline.timeline(self.library.run(given.run), given.begin, given.end)
+        with self.reading:
+            return timeline.timeline(self.library.run(given.run), given.begin, given.end)
 
     def health(self, given: OfRun) -> answers.Health:
-        return health.health(self.library.run(given.run))
+        with self.reading:
+            return health.health(self.library.run(given.run))
 
     def log(self, given: LogParameters) -> answers.Log:
         return health.log(self.library.run(given.run), given.process, given.attempt, given.lines)

@@ -18,6 +18,7 @@ from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
 from rl.system.errors import RunError
 from rl.view.answers import Comparison, EvalChange, EvalPoint, RunRow, SettingDiff, State
+from rl.view.curves import line_times
 from rl.view.library import Library
 
 STRETCHES = 40
@@ -91,9 +92,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         state, why = state_of(run, config)
     except RunError as error:
         config, state, why = None, "unreadable", str(error).splitlines()[0]
-    numbers = run.numbers
-    times = numbers.times[: numbers.size]
-    times = times[np.isfinite(times)]
+    times = np.concatenate([np.empty(0), *(times for _, times in line_times(run).values())])
     measure = "loss/mean" if config and config.sft else "reward/mean"
     values = run.curve(measure)[1]
     return RunRow(

@@ -1,6 +1,5 @@
 """What each process did when: lanes of spans, and what happened in between."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from rl.records.run import Run
 from rl.records.timeline import Done, Mark, spread
 from rl.run_dir.metrics import read_metrics
 from rl.view.answers import Lane, Moment, Span, Timeline
+from rl.view.curves import line_times
 
 WINDOW_S = 600.0
 """What is shown without a stretch of time: the newest ten minutes."""
@@ -47,8 +47,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
 
 def extent(run: Run) -> tuple[float, float]:
     """When the run began, and when something was last heard of it."""
-    numbers = run.numbers
-    times = [time for time in numbers.times[: numbers.size].tolist() if math.isfinite(time)]
+    times = [time for _, some in line_times(run).values() for time in some.tolist()]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
     return (min(times), max(times)) if times else (0.0, 0.0)

@@ -12,7 +12,8 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.token_log import SUFFIX, write_token_log
 from rl.trainer.store.background import Background
 
-DISK_S = 60.0
+DISK_S = 600.0
+"""For a file of some megabytes to be written."""
 GIB = 1 << 30
 
 

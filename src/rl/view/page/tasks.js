@@ -82,7 +82,8 @@ function Dots({ versions, a, b }) {
   const rewards = all.map(({ row }) => /** @type {number} */ (row.reward));
   const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
   const [from, to] = [versions[0].version, versions[versions.length - 1].version];
-  const x = (/** @type {number} */ version) => 46 + ((version - from) / (to - from || 1)) * 700 * (to > from ? 1 : 0);
+  const width = innerWidth < 800 ? 420 : 800;
+  const x = (/** @type {number} */ version) => 46 + ((version - from) / (to - from || 1)) * (width - 100) * (to > from ? 1 : 0);
   const y = (/** @type {number} */ value) => 128 - ((value - low) / (high - low || 1)) * 112;
   const mean = versions.filter((version) => version.mean !== null).map((version) => `${x(version.version)},${y(/** @type {number} */ (version.mean))}`).join(" ");
   const spread = new Map();
@@ -91,8 +92,8 @@ function Dots({ versions, a, b }) {
     spread.set(key, count + 1);
     return Math.min(count, 12) * 5;
   };
-  return html`<svg class="dots" viewBox="0 0 800 150" role="img" aria-label=${`Mean reward ${reward(versions[0].mean)} at version ${from}, ${reward(versions[versions.length - 1].mean)} at version ${to}`}>
-    ${[low, high].map((value) => html`<line class="grid" x1="40" x2="790" y1=${y(value)} y2=${y(value)} /><text x="34" y=${y(value) + 4} text-anchor="end">${number(value)}</text>`)}
+  return html`<svg class="dots" viewBox=${`0 0 ${width} 150`} role="img" aria-label=${`Mean reward ${reward(versions[0].mean)} at version ${from}, ${reward(versions[versions.length - 1].mean)} at version ${to}`}>
+    ${[low, high].map((value) => html`<line class="grid" x1="40" x2=${width - 10} y1=${y(value)} y2=${y(value)} /><text x="34" y=${y(value) + 4} text-anchor="end">${number(value)}</text>`)}
     <text x=${x(from)} y="147">version ${from}</text>${to > from && html`<text x=${x(to)} y="147" text-anchor="end">${to}</text>`}
     ${versions.length > 1 && html`<polyline class="mean" points=${mean} />`}
     ${all.map(({ row, version }) => html`<circle key=${identity(row)} cx=${x(version) + beside(version, /** @type {number} */ (row.reward))} cy=${y(/** @type {number} */ (row.reward))} r="4.5"
