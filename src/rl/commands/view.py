@@ -13,7 +13,7 @@ from typing import Any
 from rl.commands.options import Option, option_lines, take
 from rl.config.command_line import fail
 from rl.launch.children import Children
-from rl.run_dir.token import given_token, is_loopback
+from rl.run_dir.token import PAGE_VARIABLE, is_loopback
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 
@@ -69,7 +69,7 @@ def show(library: Any, values: dict[str, Any]) -> int:
     """Serves the page until Ctrl-C. Raises RunError."""
     from rl.view.server import serve
 
-    host, token = values["host"] or "127.0.0.1", given_token() or secrets.token_urlsafe(32)
+    host, token = values["host"] or "127.0.0.1", os.environ.get(PAGE_VARIABLE) or secrets.token_urlsafe(32)
     port = int(values["port"]) if values["port"] else None
     if values["beside"]:
         die_with_parent()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rl.launch.children import Children
 from rl.run_dir.logs import last_lines
 from rl.run_dir.paths import RunDir
-from rl.run_dir.token import VARIABLE, given_token
+from rl.run_dir.token import PAGE_VARIABLE
 from rl.system.children import Child
 
 ADDRESS = re.compile(r"http://\S+/")
@@ -19,9 +19,9 @@ class Page:
     """Starts `rl view` on the run, and says its address once it is there. `poll` never waits."""
 
     def __init__(self, run_dir: RunDir, children: Children, say: Callable[[str], None]):
-        self.children, self.say, self.token = children, say, given_token() or secrets.token_urlsafe(32)
+        self.children, self.say, self.token = children, say, secrets.token_urlsafe(32)
         command = [sys.executable, "-m", "rl.main", "view", str(run_dir.root), "--beside"]
-        self.child: Child | None = children.start("view", command, os.environ | {VARIABLE: self.token}, run_dir.logs)
+        self.child: Child | None = children.start("view", command, os.environ | {PAGE_VARIABLE: self.token}, run_dir.logs)
         self.told = False
 
     def poll(self) -> None:

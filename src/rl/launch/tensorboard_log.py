@@ -3,9 +3,9 @@ and no step is in them twice."""
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from typing import Any
 
-from rl.launch.trackers import Say
 from rl.run_dir.metrics import ALWAYS
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
@@ -16,7 +16,7 @@ PACKAGE = "tensorboardX"
 class TensorboardLog:
     """A tracker, see rl.launch.trackers."""
 
-    def __init__(self, run_dir: RunDir, say: Say):
+    def __init__(self, run_dir: RunDir, say: Callable[[str], None]):
         """Raises RunError without the package."""
         if importlib.util.find_spec(PACKAGE) is None:
             raise RunError(f"tensorboard: needs a package that is not installed: `uv pip install {PACKAGE}`, or the extra `tensorboard`")

@@ -64,7 +64,7 @@ function Lanes({ data, look, chosen, setChosen }) {
     setDrag(null);
   };
   const loud = data.moments.filter((moment) => !QUIET.includes(moment.kind));
-  return html`<div class="lanes"><div class="names"><span></span><span></span>${lanes.map((lane, i) => html`<b key=${i} title=${lane.process}>${lane.process === lanes[i - 1]?.process ? "" : lane.process}</b><span>${lane.name}</span>`)}</div>
+  return html`<div class="lanes"><div class="names"><b class="wide"></b>${lanes.map((lane, i) => html`<b key=${i} title=${lane.process}>${lane.process === lanes[i - 1]?.process ? "" : lane.process}</b><span>${lane.name}</span>`)}</div>
     <svg ref=${box} viewBox=${`0 0 ${WIDTH} ${height}`} preserveAspectRatio="none" style=${{ height: `${height}px` }} role="img" aria-label=${spoken(data)}
       onPointerDown=${(/** @type {any} */ e) => setDrag([time(e), time(e)])} onPointerMove=${(/** @type {any} */ e) => drag && setDrag([drag[0], time(e)])} onPointerUp=${up} onPointerLeave=${() => setDrag(null)}>
       ${ticks(data.begin, data.end).map((at) => html`<line key=${at} class="grid" x1=${x(at)} x2=${x(at)} y1=${ROW} y2=${height} vector-effect="non-scaling-stroke" />`)}
