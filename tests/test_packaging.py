@@ -63,6 +63,8 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"rl", wheel.name.split("-py3")[0] + ".dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    page = {path.relative_to("src").as_posix() for path in Path("src/rl/view/page").rglob("*") if path.is_file()}
+    assert page and page <= set(names)
     with tarfile.open(sdist) as archive:
         assert {"LICENSE", "README.md", "configs", "docs", "environments", "src", "tests"} <= {
             name.split("/")[1] for name in archive.getnames()

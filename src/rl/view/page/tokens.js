@@ -1,6 +1,6 @@
 // A rollout token by token, coloured by one of the signals; all numbers of the token under the pointer, or of the one that was chosen.
 
-import { html, useMemo, useState } from "./core.js";
+import { html, useEffect, useMemo, useRef, useState } from "./core.js";
 import { useAnswer } from "./api.js";
 import { number } from "./format.js";
 import { change } from "./router.js";
@@ -71,6 +71,12 @@ function Tokens({ n, many, sample, signal, pinned, setOver, setPinned }) {
     const values = sample.signals[signal] ?? [];
     return sample.pieces.map((/** @type {string} */ piece, /** @type {number} */ i) => html`<span key=${i} data-i=${i} class=${`${sample.trained[i] ? "t" : "t off"} ${place(values[i] ?? null)}`}>${shown(piece)}</span>`);
   }, [sample, signal]);
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  useEffect(() => {  // by hand, so that thousands of tokens are not drawn again for one
+    const one = box.current?.children[pinned];
+    one?.classList.add("pinned");
+    return () => one?.classList.remove("pinned");
+  }, [pinned, signal]);
   const at = (/** @type {any} */ event) => event.target.dataset?.i === undefined ? null : [n, Number(event.target.dataset.i)];
   const step = (/** @type {KeyboardEvent} */ event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -78,14 +84,9 @@ function Tokens({ n, many, sample, signal, pinned, setOver, setPinned }) {
     event.preventDefault();
     setPinned([n, Math.max(0, Math.min(sample.ids.length - 1, (pinned < 0 ? sample.trained.indexOf(true) - 1 : pinned) + by))]);
   };
-  return html`${many && html`<h3>Sample ${n + 1}</h3>`}<div class="tokens" tabindex="0" role="group" aria-label="Tokens; the arrow keys go from one to the next" dir="auto" onKeyDown=${step}
+  return html`${many && html`<h3>Sample ${n + 1}</h3>`}<div ref=${box} class="tokens" tabindex="0" role="group" aria-label="Tokens; the arrow keys go from one to the next" dir="auto" onKeyDown=${step}
     onMouseOver=${(/** @type {any} */ e) => setOver(at(e))} onMouseLeave=${() => setOver(null)} onClick=${(/** @type {any} */ e) => setPinned(at(e))}>
-    ${spans}</div>${pinned >= 0 && html`<${Pin} n=${n} i=${pinned} />`}`;
-}
-
-/** Marks the chosen token without drawing all the others again. @param {{n: number, i: number}} props */
-function Pin({ n, i }) {
-  return html`<span class="sr">Token ${i} of sample ${n + 1} is chosen</span>`;
+    ${spans}</div>`;
 }
 
 /** Line ends are shown and kept. @param {string} piece */
