@@ -1,7 +1,7 @@
 // The list of runs: live ones first, then those that changed last.
 
 import { html, useState } from "./core.js";
-import { ago, bytes, duration, number, plural, reward } from "./format.js";
+import { ago, bytes, duration, plural, reward } from "./format.js";
 import { go, link } from "./router.js";
 import { Sparkline, State } from "./ui.js";
 
@@ -48,7 +48,7 @@ function Row({ run, chosen, toggle }) {
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
       <b>${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
     <td class="evals" data-label="Held out">${run.evals.length ? run.evals.map((one) => html`<${Change} key=${one.name} one=${one} alone=${run.evals.length === 1} />`) : html`<span class="faint">–</span>`}</td>
-    <td class="right" data-label="Lag">${number(run.lag)}</td>
+    <td class="right" data-label="Lag">${run.lag === null ? "–" : +run.lag.toFixed(2)}</td>
     <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>
     <td class="right" data-label="Took">${duration(run.seconds)}</td>
     <td class="right" data-label="Disk">${bytes(run.bytes)}</td></tr>`;
@@ -58,6 +58,6 @@ function Row({ run, chosen, toggle }) {
 function Change({ one, alone }) {
   const rose = one.last - one.first;
   return html`<div title=${`${one.name}: version ${one.first_version} to ${one.last_version}`}>${!alone && html`<span class="faint">${one.name} </span>`}
-    ${reward(one.first)} <span class="faint">→</span> <b class=${rose > 0 ? "good" : rose < 0 ? "bad" : ""}>${reward(one.last)}</b></div>`;
+    ${one.first_version !== one.last_version && html`${reward(one.first)} <span class="faint">→</span> `}<b class=${rose > 0 ? "good" : rose < 0 ? "bad" : ""}>${reward(one.last)}</b></div>`;
 }
 
