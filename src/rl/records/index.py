@@ -40,6 +40,9 @@ class Source(NamedTuple):
     """The evaluation."""
 
 
+PENDING = Source(Kind.PENDING, 0)
+
+
 class Identity(NamedTuple):
     """What tells that a file is the one that was read."""
 
@@ -63,7 +66,7 @@ class RolloutIndex:
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
         self.files: dict[Source, Identity] = {}
-        self.damaged: dict[Path, str] = {}
+        self.damaged: dict[Source, str] = {}
         """Files that could not be read, with what is wrong; their rollouts are missing."""
         self.gone = 0
         """Rows of files that are not there any more."""
@@ -90,7 +93,8 @@ class RolloutIndex:
         if self.gone > GONE_SHARE * self.columns.size:
             self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
         if self.cache_file and time.monotonic() - began > CACHE_S:
-            cache.save(self.cache_file, self.columns, self.files)
+            sound = {source: identity for source, identity in self.files.items() if source not in self.damaged}
+            cache.save(self.cache_file, self.columns, sound)
 
     def _files_there(self) -> dict[Source, Identity] | None:
         """The files of rollouts; None if nothing has changed. Old files are believed to be as they were, unless the run was taken back."""
@@ -111,19 +115,24 @@ class RolloutIndex:
         self.looked = state if settled else state._replace(rollouts=LOOK_AGAIN)
         return found
 
-    def path(self, source: Source) -> Path:
-        """Where a file is; of one that may be compressed, the one that is there, else the plain one."""
+    def paths(self, source: Source) -> list[Path]:
+        """Where a file may be: that of a step is compressed once it is old."""
         if source.kind is Kind.EVAL:
-            return self.run_dir.eval(source.number, source.name)
-        plain = self.run_dir.rollouts(source.number)
-        return plain if plain.exists() or not compressed(plain).exists() else compressed(plain)
+            return [self.run_dir.eval(source.number, source.name)]
+        plain = self.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.run_dir.rollouts(source.number)
+        return [plain] if source.kind is Kind.PENDING else [plain, compressed(plain)]
+
+    def path(self, source: Source) -> Path:
+        """Where a file is; if it is nowhere, where it would be."""
+        paths = self.paths(source)
+        return next((path for path in paths if path.exists()), paths[0])
 
     def _forget(self, sources: list[Source]) -> None:
         steps = [source.number for source in sources if source.kind is Kind.STEP]
         gone, kinds = np.isin(self.columns["step"], steps) & (self.columns["kind"] == Kind.STEP), self.columns["kind"]
         for source in sources:
             del self.files[source]
-            self.damaged.pop(self.path(source), None)
+            self.damaged.pop(source, None)
             if source.kind is Kind.EVAL:
                 of_env = self.columns["env"] == self.columns.code("env", source.name)
                 gone |= (kinds == Kind.EVAL) & (self.columns["version"] == source.number) & of_env
@@ -145,7 +154,7 @@ class RolloutIndex:
             except FileNotFoundError:
                 continue  # compressed, deleted or moved at this moment: the next refresh sees it
             except CorruptFileError as error:
-                self.damaged[path], found = str(error), []
+                self.damaged[source], found = str(error), []
             if source.kind is not kind or len(lines) >= CHUNK:
                 self.columns.add(kind, lines, places)
                 lines, places, kind = [], [], source.kind
@@ -170,9 +179,9 @@ class RolloutIndex:
             self.pending_as_read = (0, 0)
             return
         except CorruptFileError as error:
-            self.damaged[path] = str(error)
+            self.damaged[PENDING] = str(error)
             return
-        self.damaged.pop(path, None)
+        self.damaged.pop(PENDING, None)
         self.columns.add(Kind.PENDING, [line for line, _ in found], [place for _, place in found])
         self.pending_as_read = (there, end)
 
