@@ -71,7 +71,7 @@ def block_commands(page: Path) -> list[str]:
 
 def spans(page: Path) -> list[str]:
     """What stands in the running text as code."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()).replace("\\|", "|") for span in re.findall(r"`([^`]+)`", text)]
 
 
