@@ -109,7 +109,7 @@ def test_a_tokenizer_that_comes_out_differently_is_left_to_transformers(plain_pa
 
 def test_an_interpreter_without_transformers_says_what_it_needs(plain_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(RunError, match="needs transformers, and this interpreter has none; add it: .*requirements ="):
+    with pytest.raises(RunError, match=r"needs transformers, and this interpreter has none; add it: .*requirements ="):
         load_tokenizer(plain_path, "")
 
 

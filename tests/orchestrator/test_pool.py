@@ -17,6 +17,7 @@ from rl.orchestrator.pool import EnvLostError, WorkerPool
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from tests.interpreters import worker_python
 from tests.orchestrator.stub_inference import StubInference
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
@@ -35,10 +36,8 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
             try:
                 for name, args, python in setups:
                     spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
-                    setup = WorkerSetup(
-                        env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", max_tokens=4, retries=0, python=python
-                    )
-                    pool.start(setup)
+                    more = {"max_tokens": 4, "retries": 0, "python": python or worker_python()}
+                    pool.start(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
                 async with asyncio.timeout(280):
                     await pool.sizes(120.0)
                     return await work(pool)
