@@ -18,16 +18,16 @@ ROOT = Path(__file__).parents[2]
 BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrator.light_worker import main; main(sys.argv[2])"
 
 
-def start(pool: WorkerPool, monkeypatch, name: str = "light", **args) -> None:
+def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **args) -> None:
     """Starts one in `pool`, as a worker with an interpreter of its own. `args`: see `work`."""
     monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", BOOTSTRAP)
     spec, place = EnvSpec(name=name, args=args), {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
-    pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, **place))
+    pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, most=most, **place))
 
 
 async def work(setup: WorkerSetup) -> None:
     """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once.
-    `args.log` gets a line `task episode` for each that is finished."""
+    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is."""
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
@@ -52,8 +52,15 @@ async def work(setup: WorkerSetup) -> None:
 
         await asyncio.gather(*map(episode, list(left)))
 
+    async def say_how_busy() -> None:
+        while True:
+            await socket.send(encode(Heartbeat(float(Path(args["busy"]).read_text() or 0.5))))
+            await asyncio.sleep(0.05)
+
+    if "busy" in args:
+        plays.add(asyncio.create_task(say_how_busy()))
     while True:
-        await socket.send(encode(Heartbeat()))
+        await socket.send(encode(Heartbeat(0.5)))
         match msgspec.msgpack.decode(await socket.recv(), type=ToWorker):
             case PlayGroup() as order:
                 plays.add(asyncio.create_task(play(order)))

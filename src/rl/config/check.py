@@ -119,6 +119,12 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
 
 def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
     """Faults of one entry: it must name a package, or rows with a reward function, or a NeMo Gym server with its rows."""
+    if entry.workers == "auto" and max(entry.max_generating, entry.max_scoring) > 0:
+        yield (
+            f"{key}.workers",
+            entry.workers,
+            "cannot share max_generating or max_scoring out: give a number, or leave those out",
+        )
     if bool(entry.id) == bool(entry.dataset):
         remedy = "give either id (an environment's package), or dataset (rows) with reward or head_server"
         yield f"{key}.id", entry.id or "", remedy

@@ -7,11 +7,12 @@ import logging
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -53,6 +54,26 @@ MAX_ERROR = 8000
 """Characters of a failure's text that are kept; half of them may be the end of a traceback."""
 
 
+class Clocks(NamedTuple):
+    """What tells how busy this process is, in seconds."""
+
+    wall: float
+    cpu: float
+    kept_waiting: float
+    """Time in which it could have run, and others did."""
+
+    @classmethod
+    def now(cls) -> "Clocks":
+        delay_ns = int(Path("/proc/self/schedstat").read_bytes().split()[1])
+        return cls(time.monotonic(), time.process_time(), delay_ns / 1e9)
+
+    def busy_since(self, before: "Clocks") -> float:
+        """The share of the time since then in which it computed, or its event loop was blocked, as the late heartbeat shows: by whichever
+        is more. What other processes took is no load of its own."""
+        passed, cpu, kept = (after - earlier for after, earlier in zip(self, before, strict=True))
+        return max(cpu, passed - HEARTBEAT_S - kept) / passed if passed > 0 else 0.0
+
+
 class Worker:
     """Takes orders from the orchestrator's pool and answers with the episodes of each group as they finish."""
 
@@ -90,8 +111,11 @@ class Worker:
 
     async def send_heartbeats(self, socket: zmq.asyncio.Socket) -> None:
         """Shows that the event loop runs, which a thread could not."""
+        before = Clocks.now()
         while True:
-            await socket.send(ENCODER.encode(Heartbeat()))
+            now = Clocks.now()
+            await socket.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
+            before = now
             await asyncio.sleep(HEARTBEAT_S)
 
     def describe(self, question: Describe) -> Description:

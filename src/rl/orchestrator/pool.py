@@ -6,6 +6,7 @@ that group alone is given up. When no suspect is left, all goes on together.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -20,11 +21,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from rl.orchestrator.elastic import Load
 from rl.orchestrator.nursery import Nursery
-from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, read_answer, verdict
+from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, inherit, read_answer, verdict, wait_ready
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
-from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Rollout, Split
@@ -63,6 +64,8 @@ class WorkerPool:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.memory_gib = memory_gib
         self.silence_s = silence_s
+        self.loads: dict[str, Load] = {}
+        """Of the environments whose number of workers follows the load."""
         self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
         self.address = f"ipc://{self.directory.name}/pool"
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -106,6 +109,8 @@ class WorkerPool:
     def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
         """Starts a worker process, from a copy of another one if it may be `warm`."""
         self.num_started += 1
+        if setup.most:
+            self.loads.setdefault(setup.env.name, Load(setup.most))
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
         log = self.log_dir / f"worker-{setup.worker_id}.log"
@@ -122,7 +127,7 @@ class WorkerPool:
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         """Waits until every worker has loaded its environment. Raises RunError when one cannot."""
         result = {}
-        self._watch(self._check_workers())
+        self._watch(self._check_workers(timeout_s))
         for worker_id in list(self.workers):
             ready = await self._first_ready(worker_id, timeout_s)
             env = self.workers[worker_id].setup.env.name
@@ -137,7 +142,7 @@ class WorkerPool:
         for attempt in range(1, MAX_KILLS + 1):
             worker = self.workers[worker_id]
             try:
-                return await self._wait_ready(worker, timeout_s)
+                return await wait_ready(worker, timeout_s)
             except RunError as error:
                 if attempt == MAX_KILLS or (worker.child.exit_code or 0) >= 0:
                     raise
@@ -156,29 +161,15 @@ class WorkerPool:
         if not task.cancelled() and task.exception() and not self.failed.done():
             self.failed.set_exception(task.exception())
 
-    async def _wait_ready(self, worker: Worker, timeout_s: float) -> Ready:
-        ended = asyncio.create_task(worker.child.wait_async())
-        try:
-            await asyncio.wait({worker.ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not worker.ready.done() and ended.done():
-                await asyncio.wait({worker.ready}, timeout=1.0)  # its last message may still be on its way
-            if worker.ready.done():
-                return worker.ready.result()
-        finally:
-            ended.cancel()
-        name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
-        log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
-        if code is not None:
-            raise RunError(f"the worker of environment {name} ended with code {code} while loading it; {path} ends:\n{log_end}")
-        limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
-        raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
-
     async def _revive(self, worker: Worker, timeout_s: float) -> None:
         """Loop. Waits for a worker's death, ends what it has left, and starts a new one with its groups."""
         while True:
             code, env = await worker.child.wait_async(), worker.setup.env.name
             self._end(worker)
             if env in self.lost:
+                return
+            if worker.retiring and not worker.num_plays:
+                del self.workers[worker.setup.worker_id]
                 return
             self.barren[env] += 1
             reason = worker.verdict or f"it ended with code {code}"
@@ -192,8 +183,8 @@ class WorkerPool:
             await asyncio.sleep(delay_s)
             try:
                 dead, worker = worker, self.start(worker.setup, warm=self.barren[env] == 1)
-                self._inherit(dead, worker, reason)
-                ready = await self._wait_ready(worker, timeout_s)
+                inherit(dead, worker, reason)
+                ready = await wait_ready(worker, timeout_s)
             except RunError as error:
                 worker.verdict = str(error)
             if env in self.lost or worker.verdict:
@@ -218,20 +209,8 @@ class WorkerPool:
             raise EnvLostError(f"environment {env}: {reason}")
         self.on_lost(env, reason)
 
-    def _inherit(self, dead: Worker, worker: Worker, reason: str) -> None:
-        """Gives a dead worker's groups to its successor, but for those that it died of too often."""
-        for play in dead.sent.values():
-            play.kills += 1
-            if play.guilty and not play.done.done():
-                play.give_up(reason)
-        for play in dead.plays:
-            if not play.done.done():
-                (worker.suspects if play.suspect else worker.waiting).append(play)
-        for question in dead.descriptions:
-            question.cancel()
-
-    async def _check_workers(self) -> None:
-        """Loop. Ends workers whose environment blocks their event loop or takes too much memory."""
+    async def _check_workers(self, timeout_s: float) -> None:
+        """Loop. Ends workers whose environment blocks their event loop or takes too much memory; has as many as their load demands."""
         checked = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
@@ -242,6 +221,39 @@ class WorkerPool:
                     worker.verdict = verdict(worker, self.memory_gib, self.silence_s)
                     if worker.verdict:
                         worker.child.signal_group(signal.SIGKILL)
+            for env, load in self.loads.items():
+                await self._follow(env, load, timeout_s)
+
+    def workers_of(self, env: str) -> list[Worker]:
+        """The workers of an environment that get groups."""
+        return [worker for worker in self.workers.values() if worker.setup.env.name == env and not worker.retiring]
+
+    async def _follow(self, env: str, load: Load, timeout_s: float) -> None:
+        """Starts another worker of an environment, or lets one go, as their load demands."""
+        workers = self.workers_of(env)
+        if env in self.lost or not all(worker.ready.done() for worker in workers):
+            return
+        change = load.change([worker.busy for worker in workers])
+        if change > 0:
+            free = next(i for i in itertools.count() if f"{env}-{i}" not in self.workers)
+            worker = self.start(msgspec.structs.replace(workers[0].setup, worker_id=f"{env}-{free}"))
+            log.info("environment %s: its %d workers are busy, there is another one", env, len(workers))
+            self._watch(self._add(worker, timeout_s))
+        elif change < 0:
+            worker = min(workers, key=lambda worker: worker.num_plays)
+            log.info("environment %s: %d workers are enough", env, len(workers) - 1)
+            worker.retiring = True
+            await self._pump(worker)
+
+    async def _add(self, worker: Worker, timeout_s: float) -> None:
+        """Waits until a worker that was added is ready, and keeps it alive like the others. One that does not come up counts as dead."""
+        try:
+            await wait_ready(worker, timeout_s)
+        except RunError as error:
+            worker.verdict = str(error)
+            worker.child.signal_group(signal.SIGKILL)
+        await self._pump(worker)
+        await self._revive(worker, timeout_s)
 
     # Groups -------------------------------------------------------------------------------------------------------------
 
@@ -269,6 +281,8 @@ class WorkerPool:
                     if not unfinished:
                         worker.sent.pop(play_id, None)
                         await self._pump(worker)
+                case Heartbeat(busy):
+                    worker.busy = busy
                 case Ready() as ready if not worker.ready.done():
                     if self.fleet:
                         await self._send(worker, self.fleet)
@@ -304,8 +318,8 @@ class WorkerPool:
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server)
         kept = [] if self.scores_groups.get(env) else list(members)
         play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
-        workers = (worker for worker in self.workers.values() if worker.setup.env.name == env)
-        worker = min(workers, key=lambda worker: worker.num_plays)
+        workers = self.workers_of(env)
+        worker = min([worker for worker in workers if worker.ready.done()] or workers, key=lambda worker: worker.num_plays)
         worker_id = worker.setup.worker_id
         worker.waiting.append(play)
         await self._pump(worker)
@@ -333,6 +347,8 @@ class WorkerPool:
             elif worker.waiting and not worker.suspects and not worker.tries_a_suspect:
                 play = worker.waiting.popleft()
             else:
+                if worker.retiring and not worker.num_plays:
+                    await self._send(worker, Close())
                 return
             worker.sent[play.order.play_id] = play
             await self._send(worker, play.again())

@@ -10,6 +10,7 @@ import msgspec
 import psutil
 
 from rl.system.children import Child
+from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
@@ -83,6 +84,10 @@ class Worker:
     waiting: deque[Play] = field(default_factory=deque)
     heard: float = field(default_factory=time.monotonic)
     """When it sent its last message, or was excused from that."""
+    busy: float = 0.0
+    """See Heartbeat."""
+    retiring: bool = False
+    """Whether it gets nothing more to play, and ends once it has played what it has."""
     verdict: str = ""
     """Why we ended it; empty: we did not."""
     descriptions: "deque[asyncio.Future[Description]]" = field(default_factory=deque)
@@ -125,3 +130,35 @@ def verdict(worker: Worker, memory_gib: float, silence_s: float) -> str:
         return ""
     blocked = f"its environment blocked the event loop for {silent_s:.0f} s"
     return f"{blocked} (a call that does not return, or time.sleep; orchestrator.worker_silence_s)" if silent_s > silence_s else ""
+
+
+async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
+    """Waits until a worker has loaded its environment. Raises RunError when it cannot."""
+    ended = asyncio.create_task(worker.child.wait_async())
+    try:
+        await asyncio.wait({worker.ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.ready.done() and ended.done():
+            await asyncio.wait({worker.ready}, timeout=1.0)  # its last message may still be on its way
+        if worker.ready.done():
+            return worker.ready.result()
+    finally:
+        ended.cancel()
+    name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
+    log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
+    if code is not None:
+        raise RunError(f"the worker of environment {name} ended with code {code} while loading it; {path} ends:\n{log_end}")
+    limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
+    raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
+
+
+def inherit(dead: Worker, worker: Worker, reason: str) -> None:
+    """Gives a dead worker's groups to its successor, but for those that it died of too often."""
+    for play in dead.sent.values():
+        play.kills += 1
+        if play.guilty and not play.done.done():
+            play.give_up(reason)
+    for play in dead.plays:
+        if not play.done.done():
+            (worker.suspects if play.suspect else worker.waiting).append(play)
+    for question in dead.descriptions:
+        question.cancel()

@@ -1,6 +1,7 @@
 """From the configuration to the setup of each environment worker, and to the source of training tasks."""
 
 import logging
+import os
 from dataclasses import dataclass
 
 from rl.config.orchestrator import EnvSource
@@ -33,7 +34,7 @@ def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
     """An environment as one of its workers plays it; limits are for all workers together, so each gets its part of them."""
     given = {key: value for key, value in entry.source.items() if key in EnvSpec.__struct_fields__ and value is not None}
     for key in ("max_generating", "max_scoring"):
-        given[key] = -1 if given[key] < 0 else max(1, given[key] // entry.workers)
+        given[key] = -1 if given[key] < 0 or entry.workers == "auto" else max(1, given[key] // entry.workers)
     given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
     return EnvSpec(**given | {"name": name})
 
@@ -69,9 +70,10 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
             max_tokens=entry.sampling.max_tokens or config.orchestrator.sampling.max_tokens,
             retries=config.orchestrator.rollout_retries,
             python=entry.python or "",
+            most=len(os.sched_getaffinity(0)) if entry.workers == "auto" else 0,
         )
         for name, entry in wanted.items()
-        for i in range(entry.workers)
+        for i in range(1 if entry.workers == "auto" else entry.workers)
     ]
 
 

@@ -70,6 +70,8 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     """How often a failed episode is played again with fresh state."""
     python: str = ""
     """Interpreter of a virtual environment of its own; empty: ours."""
+    most: int = 0
+    """So many workers like this one the pool may have, as their load demands; 0: those that it is told to start."""
 
 
 class PlayGroup(msgspec.Struct, tag=True):
@@ -144,6 +146,9 @@ class Played(msgspec.Struct, tag=True):
 
 class Heartbeat(msgspec.Struct, tag=True):
     """The worker's event loop runs: without heartbeats the environment's code blocks it."""
+
+    busy: float = 0.0
+    """Share of the time since the last one in which the worker computed, or its event loop was blocked."""
 
 
 class Description(msgspec.Struct, tag=True):
