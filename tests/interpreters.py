@@ -14,6 +14,8 @@ IN_A_HOME = (
     "envs/test_classic.py",
     "envs/test_rows.py",
     "envs/test_v1.py",
+    "envs/test_seam.py",
+    "envs/test_conversation.py",
     *(f"environments/test_{name}.py" for name in EXAMPLES),
 )
 """Tests that import verifiers; `tests/envs/test_in_a_home.py` runs them."""
