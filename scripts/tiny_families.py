@@ -35,7 +35,7 @@ SIZES = {
 """Sizes by what configurations call them. vLLM's attention on CPUs takes heads of 32 and more, and latent attention of 512 + 64."""
 LATENT = {"head_dim": 64}
 SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
-MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "conv_dim": 64, "block_dim": 64}
 FAMILIES: dict[str, dict[str, object]] = {
     "axk1": LATENT,
     "codegen": {"n_head": 4, "num_attention_heads": 4, "rotary_dim": 8},
