@@ -21,7 +21,7 @@ from packaging.version import Version
 from rl.main import DISTRIBUTION
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text())
-LOCAL = {DISTRIBUTION, *PROJECT["tool"]["uv"]["sources"]}
+LOCAL = {DISTRIBUTION}
 
 
 def test_everything_that_is_installed_has_the_version_that_the_constraints_say():

@@ -15,6 +15,7 @@ from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
+from rl.homes.make import summary
 from rl.homes.settle import homes_of, record
 from rl.launch import devices, roles
 from rl.launch.children import Children
@@ -189,6 +190,7 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     record(config, homes)
+    prepared.notes += [f"environment {name}: {summary(one.home)}" for name, one in homes.items() if one.home.version]
     code = run(config, prepared, division, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
