@@ -304,8 +304,8 @@ def test_types_of_the_scripts():
     """TypeScript reads the comments. It comes from npm, once."""
     if not shutil.which("npm"):
         pytest.skip("npm is not there")
-    npm = ["npm", "exec", "--yes", "--package", "typescript@5.9.3", "--"]
-    if subprocess.run([*npm, "tsc", "--version"], capture_output=True, timeout=120).returncode:
-        pytest.skip("npm does not get TypeScript")
-    done = subprocess.run([*npm, "tsc", "-p", str(PAGE / "jsconfig.json")], capture_output=True, text=True, timeout=120)
+    command = ["npm", "exec", "--yes", "--package", "typescript@5.9.3", "--", "tsc", "-p", str(PAGE / "jsconfig.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode and "error TS" not in done.stdout:
+        pytest.skip(f"npm does not get TypeScript: {done.stderr[-200:]}")
     assert done.returncode == 0, done.stdout

@@ -60,7 +60,6 @@ class Watch:
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
         self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
-        self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.not_merged = False
         """Whether it was said that metrics.jsonl cannot be written."""
         self.console.introduce()
@@ -70,6 +69,7 @@ class Watch:
         while self.trackers and (old_lines := self.reader.new()):  # the console has read the newest of these on its own
             for tracker in self.trackers:
                 tracker.send(old_lines)
+        self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
