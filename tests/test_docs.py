@@ -159,6 +159,9 @@ def rl(args: list[str]) -> None:
     elif command == "replay":
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
         replay.open_run(run)
+    elif command == "view":
+        _, places = take("rl view", rest, module.OPTIONS)
+        assert all(place.startswith("outputs/") for place in places)
     elif command in ("show", "compare"):
         _, runs = take(f"rl {command}", rest, getattr(module, "OPTIONS", ()))
         assert len(runs) == (2 if command == "compare" else 1)

@@ -18,6 +18,7 @@ from rl.run_dir.spans import DECODER, Span
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from tests.interpreters import worker_python
 from tests.orchestrator.stub_inference import StubInference
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
@@ -36,11 +37,8 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
             try:
                 for name, args, python in setups:
                     spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
-                    setup = WorkerSetup(
-                        env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", max_tokens=4, retries=0, python=python
-                    )
-                    setup.spans = str(tmp_path / "spans")
-                    pool.start(setup)
+                    more = {"max_tokens": 4, "retries": 0, "python": python or worker_python(), "spans": str(tmp_path / "spans")}
+                    pool.start(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
                 async with asyncio.timeout(280):
                     await pool.sizes(120.0)
                     return await work(pool)
