@@ -14,6 +14,7 @@ BENCHMARKS = {
     "fleet": "what a dead, a slow and a late inference server cost the others",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
     "rollouts": "long rollouts, a worker's death, and what holds the event loop",
+    "records": "what a long run costs whoever reads it: a first look, a filter, memory",
     "long_run": "what the number of steps behind costs: a resume, a finished group, a look",
 }
 

@@ -3,21 +3,19 @@
     uv run scripts/chaos.py @ CONFIG [rl's flags] --kills 20 --every 60 --seed 7 --targets trainer,engine --signals KILL,STOP,SEGV
 
 The kills fall at random times and on random processes, by the seed. A dead `rl` is started again with --resume, all else is its to bring
-back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. At the end: exactly once, equal to
-`rl replay` bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
+back; but a further inference server (`server`, of `--servers N`), which is started again as by hand. With the targets host-train and
+host-serve the run is started by hand on two hosts, which die as a whole (chaos_hosts.py). At the end: exactly once, equal to `rl replay`
+bit for bit, no orphan, nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
 """
 
 import argparse
-import getpass
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,26 +26,22 @@ from typing import Any
 
 import promises
 import psutil
+from chaos_hosts import HOSTS, HostRun
+from chaos_run import UP_S, EndedError, Run
 
-from rl.config.command_line import load_config
 from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.paths import numbered
-from rl.run_dir.status import TRAINER_STEPS, Phase, RoleStatus, read_status
 
-TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard")
+TARGETS = ("trainer", "rank", "orchestrator", "worker", "inference", "engine", "server", "rl", "guard", *HOSTS)
 LOOK_S = 0.2
-FRESH_S = 6.0
-"""A heartbeat comes every 2 s; one that is older than this is not there."""
 PATIENCE_S = 120.0
 """A kill waits so long for its target to be there."""
 STOPPED_S = 8.0
 """A stopped `rl` or further server is let go on after this: nobody is above it to notice."""
 NOBODYS = ("rl", "server")
 ORPHAN_S = 60.0
-"""What a dead `rl` left must be gone by then."""
+"""What a dead `rl`, or host, left must be gone by then."""
 ORPHANS_EVERY_S = 2.0
-UP_S = 900.0
-"""The first start (vLLM's cold one) and any recovery may take this long at most."""
 
 
 @dataclass
@@ -74,123 +68,6 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-class Run:
-    """The command `rl`, started anew with --resume when it is killed, everything below it, and `num_servers` inference servers beside it,
-    which are started anew, too."""
-
-    def __init__(self, args: list[str], folder: Path, num_servers: int):
-        self.args, self.folder, self.num_servers = args, folder, num_servers
-        self.servers: list[subprocess.Popen[bytes]] = []
-        self.config, _ = load_config(args, "rl")
-        self.run_dir = self.config.run_dir
-        self.word = f"chaos-{os.getpid()}-{time.time_ns()}"
-        self.temporary = Path(tempfile.mkdtemp(prefix="rlc-"))
-        self.attempt, self.output = 0, folder / "rl.log"
-        self.rl: subprocess.Popen[bytes] | None = None
-        self.doomed: list[tuple[float, str]] = []
-        """(when, word of a killed attempt): nothing of it may be alive a while later."""
-        self.not_before: dict[str, float] = {}
-        """When a role was last killed, by the clock of its status."""
-
-    def environment(self) -> dict[str, str]:
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-        return os.environ | {
-            "RL_CHAOS": f"{self.word}:{self.attempt}.",
-            "TMPDIR": str(self.temporary),
-            "TORCHINDUCTOR_CACHE_DIR": compiled,  # what vLLM compiled for itself before: half a minute of a first step
-            "PYTHONUNBUFFERED": "1",  # what was said before a SIGKILL is in the log
-        }
-
-    def start(self) -> None:
-        self.attempt += 1
-        command = [str(Path(sys.executable).parent / "rl"), *self.args, *(["--resume"] if self.run_dir.config.exists() else [])]
-        with self.output.open("ab") as output:
-            self.rl = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-
-    def start_server(self) -> subprocess.Popen[bytes]:
-        """A further inference server, as by hand."""
-        environment = self.environment() | {"RL_CHAOS": f"{self.word}:servers."}
-        environment.pop("TMPDIR")
-        command = [str(Path(sys.executable).parent / "inference"), "@", str(self.run_dir.config)]
-        with (self.folder / "servers.log").open("ab") as output:
-            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-
-    def keep_servers(self) -> None:
-        """Starts those that are not there."""
-        self.servers = [server if server.poll() is None else self.start_server() for server in self.servers]
-        while len(self.servers) < self.num_servers and self.run_dir.config.exists():
-            self.servers.append(self.start_server())
-
-    def end_servers(self) -> None:
-        """Lets those that are stopped go on, and ends all."""
-        for server in self.servers:
-            server.send_signal(signal.SIGCONT)
-            server.terminate()
-        for server in self.servers:
-            server.wait(60)
-        self.servers = []
-
-    def servers_up(self) -> list[RoleStatus]:
-        """The further servers that answer."""
-        statuses = {status.pid: status for path in self.run_dir.status_dir.glob("inference-*.json") if (status := read_status(path))}
-        found = [statuses[server.pid] for server in self.servers if server.pid in statuses]
-        return [status for status in found if status.address and time.time() - (status.heartbeat or 0) < FRESH_S]
-
-    def status(self, role: str) -> RoleStatus:
-        return read_status(self.run_dir.status(role)) or RoleStatus()
-
-    def up(self, role: str) -> bool:
-        """The process lives, is younger than the last kill that it does not outlive, shows its heartbeat, and is past its start."""
-        status = self.status(role)
-        if (status.started or 0) < self.not_before.get(role, 0):
-            return False
-        fresh = time.time() - (status.heartbeat or 0) < FRESH_S and psutil.pid_exists(status.pid or 0)
-        if role == "trainer":
-            return fresh and status.phase in TRAINER_STEPS
-        return fresh and status.address is not None and status.phase is not Phase.LOADING_ENVIRONMENTS
-
-    def roles(self) -> list[str]:
-        if self.config.sft:
-            return ["trainer"]
-        return ["trainer", "orchestrator", *([] if self.config.orchestrator.inference_urls else ["inference"])]
-
-    def all_up(self) -> bool:
-        return all(map(self.up, self.roles())) and len(self.servers_up()) == self.num_servers
-
-    def find(self, target: str) -> tuple[int, str] | None:
-        """(pid, phase) of a target, if it is there now."""
-        assert self.rl
-        role = {"rank": "trainer-1", "engine": "inference", "worker": "orchestrator"}.get(target, target)
-        status = self.status(role)
-        pid, phase = status.pid, status.phase or "?"
-        if target == "server":
-            pid, phase = next(((status.pid, status.phase or "?") for status in self.servers_up()), (None, "?"))
-        if target in ("rl", "guard"):
-            pid = self.rl.pid
-            phase = self.status("trainer").phase or Phase.STARTING
-        if not pid or not psutil.pid_exists(pid):
-            return None
-        if target in ("engine", "worker", "guard"):
-            word = {"engine": "EngineCore", "worker": "rl.envs.worker", "guard": "process_table.py"}[target]
-            found = [process.pid for process in below(pid) if word in title(process)]
-            return (min(found), phase) if found else None
-        return pid, phase
-
-
-def below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return f"{process.name()} {' '.join(process.cmdline())}"
-    except psutil.NoSuchProcess:
-        return ""
-
-
 class Chaos:
     """The schedule, and the looks in between."""
 
@@ -215,22 +92,17 @@ class Chaos:
         return time.monotonic() - self.began
 
     def look(self) -> None:
-        """Notes what is new; starts a dead `rl` again; raises EndedError when it ended by itself."""
+        """Notes what is new; starts again what nobody else does; raises EndedError when the run ended by itself."""
         time.sleep(LOOK_S)
         run, now = self.run, self.now()
         self.note_pending()
         for line in self.reader.new():
             if line["source"] == "trainer":
                 self.step_times.setdefault(line["step"], now)
-        run.keep_servers()
         if self.wake_at and now > self.wake_at:
             self.wake_at = 0.0
             os.kill(self.stopped, signal.SIGCONT)
-        if (code := run.rl.poll()) is not None:
-            if code not in (-signal.SIGKILL, -signal.SIGSEGV):
-                raise EndedError(code)
-            run.doomed.append((now, f"{run.word}:{run.attempt}."))
-            run.start()
+        run.revive()
         self.note_orphans(now)
         if self.open and not self.wake_at and run.all_up() and not any(alive(kill) for kill in self.open):
             self.down_s += now - self.open[0].at_s
@@ -255,9 +127,9 @@ class Chaos:
         self.orphans_at = now
         for when, word in list(self.run.doomed):
             left = promises.told(promises.processes_with(word))
-            if not left or now - when > ORPHAN_S:
+            if not left or time.monotonic() - when > ORPHAN_S:
                 self.run.doomed.remove((when, word))
-                self.report.broken += [f"{ORPHAN_S:.0f} s after the death of `rl` there is still {line}" for line in left]
+                self.report.broken += [f"{ORPHAN_S:.0f} s after its death there is still {line}" for line in left]
 
     def until(self, what: str, reached: Callable[[], bool], limit_s: float) -> None:
         since = self.now()
@@ -283,11 +155,8 @@ class Chaos:
         os.kill(pid, number)
         if target in NOBODYS and number == signal.SIGSTOP:
             self.wake_at, self.stopped = self.now() + STOPPED_S, pid
-        elif target == "rl":
-            self.run.not_before = dict.fromkeys(self.run.roles(), time.time())
-        elif target not in ("worker", "guard", "server"):
-            role = {"engine": "inference", "rank": "trainer"}.get(target, target)
-            self.run.not_before[role] = time.time()
+        else:
+            self.run.note_kill(target)
         kill = Kill(self.now(), target, number.name.removeprefix("SIG"), phase, pid)
         self.report.kills.append(kill)
         self.open.append(kill)
@@ -314,15 +183,13 @@ class Chaos:
             last = self.steps_done() + options.settle
             self.until(f"step {last}", lambda: self.steps_done() >= last, UP_S)
             self.until("word on orphans", lambda: not run.doomed, 2 * ORPHAN_S)
-            run.end_servers()
-            run.rl.terminate()
-            code = run.rl.wait(90)
+            code = run.end()
             self.report.figures["ended"] = f"stopped by SIGTERM: {code}"
-            self.report.broken += [] if code in (0, 143) else [f"`rl` ended with {code} after SIGTERM, not with 143"]
+            self.report.broken += [] if code in (0, 143) else [f"the run ended with {code} after SIGTERM, not with 143"]
         except EndedError as end:
             self.report.figures["ended"] = f"by itself: {end.code}"
             if end.code != 0:
-                self.report.broken.append(f"`rl` ended with {end.code}" if end.code is not None else f"no recovery within {UP_S:.0f} s")
+                self.report.broken.append(f"the run ended with {end.code}" if end.code is not None else f"no recovery within {UP_S:.0f} s")
         except TimeoutError as error:
             self.report.broken.append(str(error))
         finally:
@@ -330,16 +197,10 @@ class Chaos:
 
     def end(self) -> None:
         """Whatever happened: nothing of ours is left; what is, is noted by `check` before."""
-        rl = self.run.rl
-        if rl and rl.poll() is None:
-            rl.send_signal(signal.SIGCONT)
-            rl.terminate()
-            try:
-                rl.wait(90)
-            except subprocess.TimeoutExpired:
-                self.report.broken.append("`rl` does not end on SIGTERM within 90 s")
-                rl.kill()
-        self.run.end_servers()
+        try:
+            self.run.end()
+        except TimeoutError as error:
+            self.report.broken.append(str(error))
         self.note_pending()
 
     def pace(self) -> float:
@@ -380,14 +241,6 @@ class Chaos:
             report.figures["replay"] = said.splitlines()[-1] if said else ""
             report.broken += broken
         shutil.rmtree(run.temporary, ignore_errors=True)
-
-
-class EndedError(Exception):
-    """`rl` ended by itself; None: it does not come up again."""
-
-    def __init__(self, code: int | None):
-        self.code = code
-        super().__init__(str(code))
 
 
 def events(path: Path) -> dict[str, Any]:
@@ -432,7 +285,7 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(
         "--targets",
-        default=",".join(TARGETS),
+        default=",".join(target for target in TARGETS if target not in HOSTS),
         help=f"trainer or trainer:STOP, ...; out of {', '.join(TARGETS)}; one that is not there is passed over",
     )
     parser.add_argument("--servers", type=int, default=0, help="inference servers beside the one of `rl`")
@@ -444,8 +297,12 @@ def options_of(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--replay-timeout", type=float, default=7200.0)
     options, rest = parser.parse_known_args(args)
     options.targets, options.signals = options.targets.split(","), options.signals.split(",")
-    if unknown := {target.partition(":")[0] for target in options.targets} - set(TARGETS):
+    targets = {target.partition(":")[0] for target in options.targets}
+    if unknown := targets - set(TARGETS):
         parser.error(f"--targets: {', '.join(sorted(unknown))} is none of {', '.join(TARGETS)}")
+    options.by_hosts = not targets.isdisjoint(HOSTS)
+    if options.by_hosts and (not targets <= set(HOSTS) or options.signals != ["KILL"] or options.servers):
+        parser.error(f"--targets: {' and '.join(HOSTS)} go with each other alone, are killed (KILL), and have no further --servers")
     return options, rest
 
 
@@ -456,7 +313,7 @@ def main() -> int:
     flags = ["--output_dir", str(folder), "--name", "run"]
     if not any(word in ("--max_steps", "--steps") or word.startswith(("--max_steps=", "--steps=")) for word in rest):
         flags += ["--max_steps", "999999"]  # the schedule ends the run
-    run = Run([*rest, *flags], folder, options.servers)
+    run = HostRun([*rest, *flags], folder) if options.by_hosts else Run([*rest, *flags], folder, options.servers)
     if (run.config.trainer.ranks or 1) == 1:
         options.targets = [target for target in options.targets if not target.startswith("rank")]
     chaos = Chaos(run, options)

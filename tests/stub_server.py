@@ -27,6 +27,8 @@ class StubServer(WebServer):
         self.stamp: int | None = None
         """The version that its answers claim, if it is another one."""
         self.garbage = False
+        self.status_s = 0.0
+        """Seconds until it says what it holds."""
         self.counts: Counter[str] = Counter()
         self.sessions: list[int] = []
         """Of the requests that it was sent, and of those that it has answered."""
@@ -60,6 +62,7 @@ class StubServer(WebServer):
 
     async def get_status(self, _: web.Request) -> web.Response:
         await self.alive()
+        await asyncio.sleep(self.status_s)
         return web.json_response({"policy_version": self.version, **self.about})
 
     async def __aenter__(self) -> "StubServer":

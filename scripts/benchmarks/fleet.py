@@ -35,7 +35,7 @@ def start(status: Path, delay_s: float) -> subprocess.Popen[bytes]:
 
 
 class Play:
-    """Sessions of `turns` requests, `in_flight` at once; `ends` are the times at which one came to its end."""
+    """Sessions of `turns` requests, `in_flight` at once. `answered` are the times of answers, `ends` those at which a session was over."""
 
     def __init__(self, folder: Path, in_flight: int, turns: int):
         from rl.config.command_line import build, parse_args
@@ -47,6 +47,7 @@ class Play:
         config = build(parse_args(["--name", "r", "--output_dir", str(folder), "--orchestrator.environment.id", "e"]))
         self.status = config.run_dir.status
         self.in_flight, self.turns, self.next = in_flight, turns, 0
+        self.answered: list[float] = []
         self.ends: list[float] = []
         self.answers: Counter[int] = Counter()
         self.lost = 0
@@ -68,6 +69,7 @@ class Play:
                 for _ in range(self.turns):
                     answer = await self.client.generate(session, [session], {})
                     self.answers[session] += answer.token_ids == [session]
+                    self.answered.append(time.monotonic())
                 self.ends.append(time.monotonic())
             except InferenceLostError:
                 self.lost += 1
@@ -95,12 +97,15 @@ class Play:
         await self.client.close()
         return times
 
-    def rate(self, begin: float, end: float) -> float:
-        return sum(begin <= at < end for at in self.ends) / (end - begin)
+    def rates(self, begin: float, end: float) -> tuple[float, float]:
+        """Answers, and rollouts that ended, a second. When fewer servers are left rollouts take longer: those under way at the end of a
+        short phase stand for more answers than those at its begin, and only the rate of answers is that of the servers."""
+        answers, ends = (sum(begin <= at < end for at in times) / (end - begin) for times in (self.answered, self.ends))
+        return answers, ends
 
 
-async def alone(args: argparse.Namespace) -> float:
-    """Rollouts a second of one sound server with its part of the load."""
+async def alone(args: argparse.Namespace) -> tuple[float, float]:
+    """Answers and rollouts a second of one sound server with its part of the load."""
     with tempfile.TemporaryDirectory() as folder:
         play = Play(Path(folder), args.in_flight // 2, args.turns)
         server = start(play.status("inference"), args.delay)
@@ -109,10 +114,11 @@ async def alone(args: argparse.Namespace) -> float:
         finally:
             server.kill()
             server.wait()
-        return play.rate(times[0] + 1.0, times[-1])
+        return play.rates(times[0] + 1.0, times[-1])
 
 
-async def troubled(args: argparse.Namespace, sound_rate: float) -> dict[str, object]:
+async def troubled(args: argparse.Namespace, sound: tuple[float, float]) -> dict[str, object]:
+    """Against four servers, three of them in trouble; `sound`: what `alone` found."""
     with tempfile.TemporaryDirectory() as folder:
         play = Play(Path(folder), args.in_flight, args.turns)
         servers = [start(play.status(name), delay) for name, delay in (("inference", args.delay), ("inference-a-1", args.delay))]
@@ -131,15 +137,16 @@ async def troubled(args: argparse.Namespace, sound_rate: float) -> dict[str, obj
         first = times[0] + 1.0  # its first sessions end
         phases = [("one dies, one is slow", first, times[1], 2), ("one is left, one is slow", times[1], times[2], 1)]
         phases.append(("one has joined, one is slow", times[2] + args.join, times[3], 2))
-        of_sound = {name: round(play.rate(begin, end) / (sound * sound_rate), 3) for name, begin, end, sound in phases}
-        played = sum(play.rate(begin, end) * (end - begin) for _, begin, end, _ in phases)
-        possible = sum(sound_rate * sound * (end - begin) for _, begin, end, sound in phases)
+        over = {name: [a / (num * b) for a, b in zip(play.rates(*when), sound, strict=True)] for name, *when, num in phases}
+        played = sum(play.rates(*when)[0] * (when[1] - when[0]) for _, *when, _ in phases)
+        possible = sum(sound[0] * num * (end - begin) for _, begin, end, num in phases)
         counts = [count for session, count in play.answers.items() if session <= play.next - play.in_flight]
         return {
             "rollouts": len(play.ends),
-            "rollouts_per_s_of_a_sound_server": round(sound_rate, 1),
-            "over_sound_ones": round(played / possible, 3),
-            "over_sound_ones_by_phase": of_sound,
+            "answers_per_s_of_a_sound_server": round(sound[0], 1),
+            "answers_over_sound_ones": round(played / possible, 3),
+            "answers_over_sound_ones_by_phase": {name: round(answers, 3) for name, (answers, _) in over.items()},
+            "ended_rollouts_over_sound_ones_by_phase": {name: round(ends, 3) for name, (_, ends) in over.items()},
             "lost": play.lost,
             "answered_more_than_once": sum(count > args.turns for count in counts),
         }

@@ -19,25 +19,24 @@ from typing import Any
 
 import msgspec
 import torch
+from benchmarks.gpu_attention import attention
 from benchmarks.gpu_bench import Bench, apart, compilations, in_process, say
 from benchmarks.trainer import measure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from rl.config.run import RLConfig
 from rl.config.trainer import FakeDataConfig
 from rl.system.errors import RunError
 from rl.trainer import determinism, logprobs
-from rl.trainer.attention import TreeMask, attend_blocks, attend_flex
-from rl.trainer.balance import Layout
 from rl.trainer.fake import FakeBatches
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.performance import Timer, peak_flops, work_of
 from rl.trainer.model import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.packing import Packed, fill_blocks, pack
+from rl.trainer.packing import Packed
 from rl.trainer.parallel.world import World
 from rl.trainer.prefetch import prepare
 from rl.trainer.start import Learner
@@ -73,38 +72,6 @@ def train(bench: Bench, learner: Learner, packed: Packed) -> float:
     train_step(learner, packed, 1e-6, Timer())
     bench.synchronize()
     return time.monotonic() - since
-
-
-def attention(bench: Bench) -> None:
-    """FlexAttention, blocks and a dense mask: how near to blocks in float32, and how fast, forward and backward."""
-    heads, keys, width, dtype = (4, 2, 16, torch.float32) if bench.tiny else (16, 8, 128, torch.bfloat16)
-    for length in (300, 700) if bench.tiny else (1024, 4096, 16384, 65536):
-        data = FakeDataConfig(samples=8, group_size=4, prompt_tokens=length // 10, completion_tokens=length // 10)
-        batch = FakeBatches(data, 1000, seed=0).receive(1)
-        row = fill_blocks(pack(batch, [1.0] * 8, Layout(0, 1, 1 << 20, 64)).micro_batches[0], 1).to(bench.device)
-        tree = TreeMask(row.ends, row.position_ids)
-        torch.manual_seed(0)
-        tensors = [torch.randn(1, n, len(row.ends), width, device=bench.device) for n in (heads, keys, keys, heads)]
-
-        def run(attend: Callable[..., Tensor], dtype: torch.dtype, tensors: list[Tensor] = tensors, tree: TreeMask = tree) -> list[Tensor]:
-            inputs = [x.to(dtype).requires_grad_(attend is not attend_flex or bench.on_gpu) for x in tensors[:3]]
-            out = attend(*inputs, tree, None, width**-0.5)
-            grads = torch.autograd.grad(out, inputs, tensors[3].transpose(1, 2).to(dtype)) if out.requires_grad else ()
-            return [out.detach(), *grads]
-
-        exact = run(attend_blocks, torch.float32)
-        kinds = {"flex": attend_flex, "blocks": attend_blocks} | ({"dense": attend_dense} if length <= 4096 else {})
-        for name, attend in kinds.items():
-            before = compilations()
-            found = run(attend, dtype)
-            errors = dict(zip(("output", "d_query", "d_key", "d_value"), map(apart, found, exact), strict=False))
-            ms = round(1e3 * bench.seconds(partial(run, attend, dtype), rounds=2), 2)
-            say(f"{name} {len(row.ends)}", **errors, ms=ms, compilations=compilations() - before, aim="errors of flex as those of blocks")
-
-
-def attend_dense(query: Tensor, key: Tensor, value: Tensor, tree: TreeMask, window: int | None, scale: float) -> Tensor:
-    keys, values = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    return scaled_dot_product_attention(query, keys, values, attn_mask=tree.dense(window), scale=scale).transpose(1, 2)
 
 
 def gradients(bench: Bench) -> None:
@@ -363,14 +330,14 @@ def tests(bench: Bench) -> None:
 PARTS: dict[str, Callable[..., None]] = {
     "gradients": gradients,
     "attention": attention,
-    "train_0.6B": partial(training, name="0.6B"),
-    "train_4B": partial(training, name="4B"),
-    "tree": tree,
-    "head": head,
-    "bare": bare,
-    "offload": offload,
-    "storage": storage,
-    "memory": memory,
-    "replay": replay,
     "tests": tests,
+    "replay": replay,
+    "offload": offload,
+    "train_0.6B": partial(training, name="0.6B"),
+    "tree": tree,
+    "bare": bare,
+    "memory": memory,
+    "train_4B": partial(training, name="4B"),
+    "head": head,
+    "storage": storage,
 }

@@ -2,13 +2,15 @@
 
 Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
 masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics. They take turns in one
-process, so that whatever else the machine does meets both.
+process, so that whatever else the machine does meets both. With --token-log the bare one is ours without a token log instead, and the
+ratio is that log's cost, writing included.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import FakeDataConfig
+from rl.config.trainer import FakeDataConfig, TokenLogConfig
 from rl.launch.devices import MALLOC
+from rl.run_dir.paths import RunDir
 from rl.trainer.fake import FakeBatches
 from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.model import load_policy, score
@@ -33,6 +36,7 @@ from rl.trainer.parallel.loading import Rows
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.prefetch import prepare
 from rl.trainer.start import Learner
+from rl.trainer.store.token_files import TokenFiles
 from rl.trainer.train import train_step
 
 Step = Callable[[Packed], dict[str, float]]
@@ -44,10 +48,12 @@ def synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def our_step(folder: str, config: RLConfig, world: World) -> Step:
-    """The trainer's own."""
+def our_step(folder: str, config: RLConfig, world: World, log: Path | None = None) -> Step:
+    """The trainer's own. log: a run directory for its token log; None: it keeps none."""
     model = load_policy(folder, config.model, config.trainer, world)
     learner = Learner(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
+    if log:
+        learner.token_files = TokenFiles(RunDir(log, log / "weights"), TokenLogConfig())
 
     def step(packed: Packed) -> dict[str, float]:
         timer = Timer()
@@ -96,12 +102,14 @@ def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     return step
 
 
-def measure(folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, **trainer: object) -> dict[str, object]:
+def measure(
+    folder: str, data: FakeDataConfig, rounds: int, use_gpus: bool, log: Path | None = None, **trainer: object
+) -> dict[str, object]:
     """Medians of `rounds` steps of each, after one to warm up, and the median ratio of neighbours: of their seconds, and, for a machine
     that others use too, of the processor time that they took."""
     config = RLConfig(model=ModelConfig(name=folder), trainer={"micro_batch_tokens": 1 << 16, **trainer})
     world = start_world(use_gpus, 600.0)
-    steps = {"ours": our_step(folder, config, world), "bare": bare_step(folder, config, world)}
+    steps = {"ours": our_step(folder, config, world, log), "bare": (our_step if log else bare_step)(folder, config, world)}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     shape = AutoConfig.from_pretrained(folder).get_text_config()
     batches = FakeBatches(data, shape.vocab_size, seed=0)
@@ -135,13 +143,15 @@ def main() -> None:
     parser.add_argument("--completion-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--token-log", action="store_true", help="ours with a token log over ours without one")
     args = parser.parse_args()
     if not args.gpu and not MALLOC.keys() <= os.environ.keys():  # as `rl` starts the trainer; read when a process begins
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
     data = FakeDataConfig(
         samples=args.samples, group_size=args.group_size, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens
     )
-    result = measure(args.model, data, args.rounds, args.gpu)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(args.model, data, args.rounds, args.gpu, Path(folder) if args.token_log else None)
     print(json.dumps({"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0], **result}, indent=2))
 
 

@@ -1,6 +1,10 @@
-"""Reinforcement learning for language models. Runs on Linux alone, which every command says before an import fails elsewhere."""
+"""Reinforcement learning for language models: `rl.open`, `rl.train`, `rl.evaluate` (docs/python.md).
+
+Runs on Linux alone, which every command says before an import fails elsewhere.
+"""
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
     where = (
@@ -9,3 +13,23 @@ if sys.platform != "linux":
         else f"this is {sys.platform}: use a Linux machine, or a Linux container (Docker, Podman)"
     )
     raise SystemExit(f"rl runs on Linux; {where}")
+
+if TYPE_CHECKING:
+    from rl.api import evaluate as evaluate
+    from rl.api import open as open
+    from rl.api import train as train
+
+API = ("evaluate", "open", "train")
+"""What the package itself offers, loaded when it is asked for; see rl.api."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in API:
+        from rl import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'rl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *API]

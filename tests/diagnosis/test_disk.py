@@ -25,19 +25,25 @@ def test_what_is_kept_is_counted(tmp_path, monkeypatch):
         "5 policy versions": 5 * 2 * weights,  # the newest three, the one that is written, the newest checkpoint's
         "5 checkpoints": 5 * 12 * weights,  # two, the one that is written, 20 and 40
         "50 batches": 50 * 64 * 2048 * disk.TOKEN_BYTES,
+        "token logs": 50 * 64 * 2048 * 7,
+        "spans": 32 << 20,
     }
+    (need,) = disk.needs(config(tmp_path, "--max_steps", "100000", "--trainer.token_log.max_gib", "0.5"), model(tmp_path))
+    assert need.parts["token logs"] == 1 << 29
     (need,) = disk.needs(config(tmp_path, "--trainer.lora.rank", "4", "--orchestrator.batches.keep_last", "7"), model(tmp_path))
     assert need.parts["3 checkpoints"] == 3 * 12 * 4 * 128 and "7 batches" in need.parts
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 2**20))
     _, said, warning = disk.disk_estimate(config(tmp_path), model(tmp_path))
-    assert "328 MiB" in said and "1 MiB are free" in said and "may get full: free some" in warning
+    assert "447 MiB" in said and "1 MiB are free" in said and "may get full: free some" in warning
 
 
 def test_what_is_kept_is_told(tmp_path):
     assert disk.kept_text(config(tmp_path)) == (
-        "keeps: checkpoints: the newest 2; policy versions: the newest 3; batches: all; rollouts: all, as gzip after 100 steps"
+        "keeps: checkpoints: the newest 2; policy versions: the newest 3; batches: all; rollouts: all, as gzip after 100 steps; "
+        "token logs: the newest 1 GiB"
     )
+    assert "token logs: none" in disk.kept_text(config(tmp_path, "--trainer.token_log.max_gib", "0"))
     flags = ["--orchestrator.batches.keep_last", "7", "--trainer.checkpoint.keep_every", "20"]
     told = disk.kept_text(config(tmp_path, *flags))
     assert "checkpoints: the newest 2 and every 20th" in told and "batches: the newest 7, those since the oldest checkpoint;" in told

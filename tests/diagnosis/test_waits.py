@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 
@@ -243,10 +244,27 @@ def test_a_rank_without_a_heartbeat(run):
     assert found.problems == [found.bottleneck]
 
 
-def test_a_process_on_another_machine_is_judged_by_its_heartbeat_alone(run):
+@pytest.mark.parametrize(("heartbeat", "age"), [(45.0, "45 s"), (-3600.0, "1 s")], ids=["old", "ahead"])
+def test_a_process_on_another_machine_is_judged_by_its_heartbeat_alone(run, monkeypatch, capsys, heartbeat, age):
+    monkeypatch.setattr("rl.diagnosis.state.SILENT_S", 0.5)
     run.working()
-    run.status("inference", SERVING, host="elsewhere", heartbeat=45.0)
-    assert "its machine, elsewhere, is gone or cut off" in run.bottleneck()
+    run.config.supervisor.silence_s = 1.0
+    run.status("inference", SERVING, host="elsewhere", heartbeat=heartbeat)
+    assert f"no heartbeat of the inference for {age}" in run.bottleneck() and "elsewhere, is gone or cut off" in run.bottleneck()
+    assert "watching for up to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("off", [400.0, -3600.0])
+def test_a_process_on_a_machine_with_another_clock_lives_as_long_as_its_heart_beats(run, off):
+    run.working()
+    run.status("inference", SERVING, host="elsewhere", heartbeat=off, since=off + 70.0, address="http://h:1")
+    timer = threading.Timer(
+        0.2, lambda: run.status("inference", SERVING, host="elsewhere", heartbeat=off - 2.0, since=off + 70.0, address="http://h:1")
+    )
+    timer.start()
+    inference = read_state(run.dir, run.config).processes["inference"]
+    timer.join()
+    assert (inference.silent, inference.silent_s, round(inference.phase_s)) == (False, 0.0, 72)
 
 
 def test_the_model_is_downloaded(run):

@@ -87,15 +87,18 @@ class Servers:
 
     def __init__(self, version: int = 3):
         self.version, self.questions = version, 0
+        self.others: dict[str, int] = {}
+        """Further servers, and what they hold."""
 
     def find(self) -> list[str]:
-        return [POLICY_URL.removesuffix("/v1")]
+        return [POLICY_URL.removesuffix("/v1"), *self.others]
 
-    async def loaded_version(self) -> int:
+    async def loaded_version(self, urls=()) -> int:
         self.questions += 1
         if self.version < 0:
             raise InferenceLostError("waited 1 s for inference server 0")
-        return self.version
+        held = {POLICY_URL.removesuffix("/v1"): self.version} | self.others
+        return min(version for url, version in held.items() if not urls or url in urls)
 
 
 def policy(**spec) -> SimpleNamespace:
@@ -312,6 +315,21 @@ def test_the_version_is_that_of_the_episodes_start_and_asked_once_a_second(tmp_p
     assert (asyncio.run(run()), ours.servers.questions) == ([3] * 20, 1)
     ours.servers.version = -1
     fails("inference", "waited 1 s", tmp_path, NemoGym(), with_policy=ours)
+
+
+@pytest.mark.parametrize(
+    ("asked", "version"),
+    [
+        ("http://localhost:8321/v1", 7),
+        (["http://127.0.0.1:8321/v1", "http://10.0.0.2:8000/v1"], 5),
+        ("http://10.0.0.3:8000/v1", 2),
+        ("http://router:8000/v1", 2),  # which may pass a request to any
+    ],
+)
+def test_an_agent_that_asks_some_of_several_servers_has_the_versions_of_those(tmp_path, asked, version):
+    ours = policy()
+    ours.servers.version, ours.servers.others = 7, {"http://10.0.0.2:8000": 5, "http://10.0.0.3:8000": 2}
+    assert play(tmp_path, NemoGym(policy_url=asked), with_policy=ours).versions == [version]
 
 
 def test_a_gym_in_front_of_an_endpoint_is_played_without_tokens(tmp_path):

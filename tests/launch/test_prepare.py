@@ -4,15 +4,18 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rl.commands.policy_spec import run_dir_of
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.run import RLConfig
-from rl.launch.prepare import Prepared, prepare, ranges, stored_config
-from rl.run_dir.lease import hold_role
+from rl.config.stored import run_dir_of, stored_config
+from rl.launch.prepare import Prepared, prepare, ranges
+from rl.run_dir import lease
+from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
@@ -381,6 +384,19 @@ def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):
     assert f"{place.root}: trainer of this run is already running (pid {os.getpid()} on " in place.fails(resume=-1)
     survivor.close()
     place(resume=-1)
+
+
+def test_dead_roles_on_another_host_are_watched_together(place, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    place()
+    far = msgspec.json.encode(LockOwner(1, "far", "0123abcd-4026531836", "1"))
+    for role in ("orchestrator", "trainer", "inference", "trainer-1"):
+        lock = place.run_dir.lock(role)
+        lock.touch()
+        lease.lease_path(lock, 3).write_bytes(far)
+    began = time.monotonic()
+    place(resume=-1)
+    assert 0.5 <= time.monotonic() - began < 1.2
 
 
 def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_clean(place, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from rl.config.command_line import from_toml
@@ -278,6 +279,49 @@ def test_configuration_errors_exit_with_2(rl):
     code, _, err = rl("--trainer-gpus", "64")
     assert code == 2 and err.startswith("rl: trainer.gpus = 64\n    there are ")
     assert not rl.root.exists()
+
+
+def test_tensorboard_has_what_metrics_jsonl_has_also_after_a_resume(rl):
+    assert rl("--tensorboard")[0] == 0
+    (file,) = rl.run_dir.tensorboard.iterdir()
+    values = scalars(file)
+    assert values["loss/mean"] == [(step, pytest.approx(-0.01)) for step in (1, 2, 3)]
+    assert values["reward/mean"] == [(step, pytest.approx(step / 10)) for step in (1, 2, 3)] and "step" not in values
+    assert values["eval/e/reward_mean"] == [(0, pytest.approx(0.1)), (3, pytest.approx(0.9))]
+    assert rl("--tensorboard", "--resume", orchestrator="", trainer="")[0] == 0  # it has no checkpoint: back to the begin
+    (file,) = rl.run_dir.tensorboard.iterdir()
+    assert scalars(file) == {"eval/e/reward_mean": [(0, pytest.approx(0.1))]}
+
+
+def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads out of an event file: records of a length, a checksum, an event, a checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, at, found = file.read_bytes(), 0, {}
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+        at += 16 + length
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
+    """The orchestrator waits for a file, which the test writes when it has seen the page."""
+    waits = "while not (root / 'seen').exists(): time.sleep(0.05)\n"
+    process = rl.start("--view", orchestrator=waits + SCRIPTS["orchestrator"], trainer=waits + SCRIPTS["trainer"])
+    address = next(line.split()[1] for line in process.stdout if line.startswith("view "))
+    with httpx.Client() as browser:
+        assert browser.get(address).status_code == 200
+        (row,) = browser.get(f"{address.partition('?')[0]}api/runs").json()["runs"]
+    assert (row["key"], row["state"]) == ("r", "live") and address.partition("token=")[2] not in (rl.root / "logs/view-1.log").read_text()
+    (rl.root / "seen").touch()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "") and "3 steps in" in out
+    assert not (rl.root / "logs/view-1.log").exists() and rl.nobody_left()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
 
 
 def test_resume_command():

@@ -95,6 +95,38 @@ def test_a_slow_or_dead_server_delays_no_load_and_joins_when_it_has_caught_up(tm
     in_world(tmp_path, work)
 
 
+def test_a_server_that_is_late_once_keeps_what_it_has_and_loses_it_when_it_is_late_again(tmp_path):
+    async def work(world):
+        busy, other = await world.add("inference", delay_s=0.8), await world.add("inference-a-1")
+        await world.policy.start()
+
+        async def ask(session):
+            world.client.balancer.homes[session] = busy.url
+            world.client.balancer.servers[busy.url].tokens = 0.0  # it is not known to be slower
+            asked = asyncio.create_task(world.client.generate(session, [session], {}))
+            while session not in busy.sessions:
+                await asyncio.sleep(0.01)
+            return asked
+
+        async def settle_until(urls, closed):
+            while ({*world.told[-1].urls}, {*world.told[-1].closed}) != (urls, closed):
+                await world.policy.settle()
+
+        asked, busy.status_s = await ask(1), 0.4
+        await settle_until({other.url}, {busy.url})
+        assert (await world.client.generate(2, [2], {})).token_ids == [2] and other.sessions == [2]
+        busy.status_s = 0.0
+        assert (await asked).token_ids == [1] and other.sessions == [2]  # nothing was asked twice
+        await settle_until({busy.url, other.url}, set())
+        asked = await ask(3)
+        busy.hangs.set()
+        await settle_until({other.url}, {busy.url})
+        await settle_until({other.url}, set())
+        assert (await asked).token_ids == [3] and other.sessions == [2, 3]
+
+    in_world(tmp_path, work)
+
+
 def test_servers_join_and_leave_while_the_run_goes_on(tmp_path):
     async def work(world):
         first = await world.add("inference", 3)
@@ -187,6 +219,27 @@ def test_the_version_that_a_server_reads_is_kept_for_it(tmp_path):
             await asyncio.sleep(0.05)
         await world.policy.settle()
         assert world.policy.in_use() == set()
+
+    in_world(tmp_path, work)
+
+
+def test_the_version_that_a_killed_server_was_reading_is_kept_for_a_minute_by_our_own_clock(tmp_path, monkeypatch):
+    monkeypatch.setattr(served_policy, "CLAIM_S", 0.2)
+
+    async def work(world):
+        def beat(time_there):
+            status = RoleStatus(phase=Phase.LOADING_MODEL, policy_version=2, heartbeat=time_there)
+            write_status(world.run_dir.status("inference-c-1"), status)
+
+        for time_there in (9e9, 9e9 + 2, 5.0):  # its host's clock may show anything
+            beat(time_there)
+            assert world.policy.in_use() == {2}
+            await asyncio.sleep(0.12)
+            assert world.policy.in_use() == {2}
+        await asyncio.sleep(0.12)
+        assert world.policy.in_use() == set()
+        beat(7.0)  # it was only stopped
+        assert world.policy.in_use() == {2}
 
     in_world(tmp_path, work)
 

@@ -27,7 +27,7 @@ class Servers:
 
     def __init__(self, *versions, slow=()):
         self.versions = list(versions)
-        self.loads, self.refusal, self.slow, self.known = [], None, slow, {}
+        self.loads, self.refusal, self.slow, self.known, self.silent = [], None, slow, {}, set()
 
     async def held(self):
         self.known = {str(i): version for i, version in enumerate(self.versions) if version is not None}
@@ -103,6 +103,9 @@ def evaluated(config, *versions):
         (3, [2, 5], False, [3], 3),
         (3, [7], False, [3], 3),  # of another history
         (9, [2], False, [], 2),  # what was loaded is not there any more
+        (9, [7], False, [5], 5),  # and they hold what is not there, either
+        (9, [7, 4, 3], False, [], 3),
+        (9, [7], True, [5], 5),
     ],
 )
 def test_a_server_that_comes_back(world, loaded, held, pinned, loads, then):

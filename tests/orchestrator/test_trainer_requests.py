@@ -1,14 +1,21 @@
 """What the orchestrator takes for the end of the trainer."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 
 import pytest
 
+import rl.wire.batch_file
 from rl.orchestrator import trainer_requests
+from rl.orchestrator.probe import Prompt, add_prompt
+from rl.orchestrator.progress import Progress
 from rl.orchestrator.trainer_requests import TrainerRequests
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RoleStatus, write_status
+from rl.wire.inference_client import Generation
+from rl.wire.messages import VersionSpan
+from tests.trainer.samples import make_sample
 from tests.waiting import until
 
 
@@ -32,3 +39,27 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
         assert not requests.trainer_has_ended()
         time.sleep(0.05)
     until(requests.trainer_has_ended)
+
+
+def test_a_probe_asks_for_the_first_groups_and_reads_no_batch(tmp_path, monkeypatch):
+    """A batch of millions of tokens is decoded in one call, which would hold the event loop, in whatever thread."""
+    progress, asked = Progress(9), []
+    for group in (7, 7, 3, 8, 5, 4):
+        add_prompt(progress.prompts, make_sample([group, group], [9], group=group))
+    assert list(progress.prompts.values()) == [Prompt([group, group], 1.0) for group in (7, 3, 8, 5)]
+    progress.newest = 1
+
+    async def generate(session, token_ids, sampling):
+        asked.append((token_ids, sampling))
+        return Generation([6], [-0.5], [VersionSpan(1, 1)], "stop")
+
+    async def reply(sender, answer):
+        answers.append(answer)
+
+    answers, policy = [], SimpleNamespace(loaded=1, servers=SimpleNamespace(generate=generate))
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    monkeypatch.setattr(rl.wire.batch_file, "decode_batch", None)
+    requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
+    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+    assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]
+    assert [sample.token_ids for sample in answers[0].samples] == [[group, 6] for group in (7, 3, 8, 5)]

@@ -148,6 +148,20 @@ def test_the_holder_renews_its_lease(lock):
     assert held.path.stat().st_size == 0
 
 
+def test_a_server_that_starts_while_its_files_are_deleted_locks_the_file_that_others_see(tmp_path):
+    lock = tmp_path / "inference-a.example.org-1.lock"
+    starting = lease.Attempt(lock)
+    forget_dead_servers(tmp_path)
+    assert not lock.exists()
+    assert starting.take() is None
+    held = starting.take()
+    assert held and os.path.samestat(os.fstat(held.fd), lock.stat()) and read_json(lock, LockOwner) == this_process()
+    forget_dead_servers(tmp_path)
+    held.check()
+    assert lock.exists()
+    held.close()
+
+
 def test_what_dead_servers_left_goes_and_a_live_one_stays(tmp_path, monkeypatch):
     """Those on other hosts, which only time can judge, are watched together."""
     monkeypatch.setattr(lease, "LEASE_S", 1.0)

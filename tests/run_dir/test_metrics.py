@@ -179,6 +179,26 @@ def test_lines_that_come_at_once_are_in_the_order_of_their_times(path, monkeypat
     assert steps_of(path) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_metrics_file_that_was_deleted_is_made_again_piece_by_piece(path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 1000)
+    monkeypatch.setattr(metrics, "PIECE_BYTES", 1000)
+    logs = [MetricsLog(path, source) for source in "ab"]
+    for step in range(100):
+        monkeypatch.setattr(metrics.time, "time", lambda step=step: float(step))
+        for log in logs:
+            log.write(step, {"x": 1.0})
+    appended, append = [], Merger._append
+    monkeypatch.setattr(Merger, "_append", lambda self, data: appended.append(len(data)) or append(self, data))
+    merger = Merger(path)
+    merger.merge()
+    whole = path.read_bytes()
+    steps = [json.loads(line)["step"] for line in whole.splitlines()]
+    assert max(appended) < 1100 and len(appended) >= 10 and steps == sorted([*range(100)] * 2)
+    path.unlink()
+    merger.merge()
+    assert path.read_bytes() == whole
+
+
 def test_who_lost_its_role_writes_no_line_and_merges_none(path):
     def fence():
         raise RunError("lost")

@@ -1,5 +1,6 @@
 """Names of a run, and what counts as complete."""
 
+from rl.run_dir.files import clean_leftovers
 from rl.run_dir.paths import RunDir, numbered
 
 
@@ -25,6 +26,20 @@ def test_only_complete_things_are_numbered(tmp_path):
         (tmp_path / name).touch()
     assert list(numbered(tmp_path, ".batch")) == [3]
     assert numbered(tmp_path / "none") == {}
+
+
+def test_a_million_steps(tmp_path):
+    run_dir = make(tmp_path)
+    run_dir.batches.mkdir(parents=True)
+    for step in (1_000_000, 999_998, 999_999, 1_000_001):
+        run_dir.batch(step).touch()
+    run_dir.weights(1_000_000).mkdir(parents=True)
+    (run_dir.weights_dir / ".1000001.old").mkdir()
+    assert list(numbered(run_dir.batches, ".batch").items()) == [(n, run_dir.batch(n)) for n in range(999_998, 1_000_002)]
+    assert (run_dir.newest_batch(), run_dir.newest_weights()) == (1_000_001, (1_000_000, run_dir.weights(1_000_000)))
+    assert clean_leftovers(run_dir.weights_dir, ours="") == [run_dir.weights_dir / ".1000001.old"]
+    away = run_dir.discard_after(999_999)
+    assert run_dir.newest_batch() == 999_999 and list(numbered(away / "batches", ".batch")) == [1_000_000, 1_000_001]
 
 
 def test_the_newest(tmp_path):
@@ -54,3 +69,14 @@ def test_weights_that_lie_elsewhere_are_discarded_as_weights(tmp_path):
     away = run_dir.discard_after(4)
     assert away is not None and (away / "weights" / "000005" / "model.safetensors").read_text() == "w"
     assert not run_dir.weights(5).exists()
+
+
+def test_token_logs_go_with_their_steps(tmp_path):
+    run_dir = make(tmp_path)
+    run_dir.tokens_dir.mkdir(parents=True)
+    for step in (4, 5):
+        run_dir.tokens(step).touch()
+    away = run_dir.discard_after(4)
+    assert (
+        away is not None and (away / "tokens" / "000005.safetensors").exists() and list(numbered(run_dir.tokens_dir, ".safetensors")) == [4]
+    )

@@ -1,11 +1,14 @@
 """GPUs and CPU time that this process may use."""
 
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rl.system.linux import place
 from rl.system.machine import cpu_quota, visible_gpus
 
 
@@ -24,6 +27,15 @@ def test_a_containers_quota(tmp_path):
     assert cpu_quota(path) == 2.5
     path.write_text("max 100000\n")
     assert cpu_quota(path) == math.inf == cpu_quota(tmp_path / "none")
+
+
+def test_where_a_process_is_is_looked_up_once_and_again_in_a_child(monkeypatch):
+    here, looked, read_bytes = place(), [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: looked.append(path) or read_bytes(path))
+    assert place() == here and not looked
+    if (pid := os.fork()) == 0:
+        os._exit(0 if place() == here and looked else 1)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

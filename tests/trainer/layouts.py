@@ -125,17 +125,30 @@ def state(model, optimizer) -> dict[str, torch.Tensor]:
     return tensors | {f"moment.{names[p]}": whole(values["exp_avg"]) for p, values in optimizer.state.items()}
 
 
+class Kept:
+    """In place of TokenFiles: the columns of each step, of rank 0."""
+
+    def __init__(self):
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def start(self, step, columns):
+        for name in ("trainer_logprobs", "flags") if columns else ():
+            self.tensors[f"tokens.{step}.{name}"] = torch.from_numpy(columns[name]).float()
+
+
 def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of each step; the weights after the last, and the first step's gradient (AdamW's moment is a tenth of it, clipped)."""
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
-    metrics, first = [], {}
+    metrics, first, kept = [], {}, Kept()
     for batch in make_batches(layout.alone):
         packed = prepare(batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches)
-        metrics.append(train_step(Learner(model, optimizer, config.trainer, world), packed, 1e-3, Timer()))
+        metrics.append(train_step(Learner(model, optimizer, config.trainer, world, token_files=kept), packed, 1e-3, Timer()))
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
-    return metrics, gradients | {name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")}
+    return metrics, kept.tensors | gradients | {
+        name: value for name, value in state(model, optimizer).items() if name.startswith("weight.")
+    }
 
 
 def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -> dict[str, torch.Tensor]:

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import rl.trainer.main
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import OptimConfig
+from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
@@ -24,6 +26,7 @@ from rl.system.errors import DAMAGED, GIVE_UP
 from rl.trainer.model import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
+from rl.wire.batch_file import write_batch
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
@@ -117,9 +120,33 @@ def test_end_to_end(straight):
     assert [line["optim/lr"] for line in lines.values()] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4])
 
 
+def test_every_token_and_every_part_of_a_step_is_on_record(straight):
+    run_dir, _ = straight
+    for batch in batches():
+        write_batch(run_dir.batch(batch.step), batch, {})  # as the orchestrator does
+    run = Run(run_dir.root, cache=False)
+    for step in (1, STEPS):
+        samples = run.tokens(step)
+        entropies, ratios = (np.concatenate([getattr(one, name)[one.loss_mask] for one in samples]) for name in ("entropies", "ratio"))
+        means = {name: run.curve(name, "trainer")[1][step - 1] for name in ("entropy/mean", "ratio/mean", "masked_fraction")}
+        assert not run.batch(step).fault and len(entropies) == sum(sum(one.sample.loss_mask) for one in samples)
+        assert np.mean(entropies) == pytest.approx(means["entropy/mean"], rel=1e-3)  # they are float16
+        assert np.mean(ratios) == pytest.approx(means["ratio/mean"], rel=1e-5)
+        stopped = np.concatenate([(one.clipped | one.masked)[one.loss_mask] for one in samples])
+        assert stopped.mean() == pytest.approx(means["masked_fraction"], rel=1e-6)
+    spans = [done for done in run.timeline().spans if done.process == "trainer"]
+    lanes = {lane: [done for done in spans if done.lane == lane] for lane in {done.lane for done in spans}}
+    assert set(lanes) == {"phase", "step", "prefetch", "publisher", "saver", "token_files"}
+    assert [done.step for done in lanes["publisher"] if done.name == "write_version"] == list(range(1, STEPS + 1))
+    for step, seconds in zip(*run.curve("time/forward_backward"), strict=True):
+        passes = [done.end - done.begin for done in lanes["step"] if (done.name, done.step) == ("forward_backward", step)]
+        assert sum(passes) == pytest.approx(seconds, abs=2e-3)  # what is shorter than a millisecond is no span
+    assert {mark.name for mark in run.timeline().marks} == {"step"}
+
+
 def test_versions_are_complete_models(straight, tied_folder):
     run_dir, _ = straight
-    model = AutoModelForCausalLM.from_pretrained(run_dir.weights(STEPS))
+    model = Run(run_dir.root, cache=False).load_model()
     assert model.config.architectures == ["LlamaForCausalLM"] and model.dtype.is_floating_point
     assert AutoTokenizer.from_pretrained(run_dir.weights(STEPS)).chat_template
     assert "lm_head.weight" not in load_file(run_dir.weights(STEPS) / "model.safetensors")  # tied: written once
@@ -145,6 +172,8 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
     assert orchestrator.asked == [3, 4, 5]
     for version in range(1, STEPS + 1):
         ours, theirs = (d.weights(version) / "model.safetensors" for d in (run_dir, straight[0]))
+        assert ours.read_bytes() == theirs.read_bytes(), version
+        ours, theirs = (d.tokens(version) for d in (run_dir, straight[0]))
         assert ours.read_bytes() == theirs.read_bytes(), version
 
 

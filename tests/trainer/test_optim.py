@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RunError
 from rl.trainer.model import score
-from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, lr_at, make_optimizer
+from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, lr_at, make_optimizer, require_host_memory
 from rl.trainer.store import checkpoint
 from tests.trainer.samples import branching_batch
 from tests.trainer.test_model import policy, rows_of
@@ -25,6 +27,15 @@ def test_schedules():
     assert rates(schedule="cosine") == [1.0, 0.853553, 0.5, 0.146447]
     assert rates(schedule="linear", warmup_steps=2) == [0.5, 1.0, 1.0, 0.5]
     assert rates(schedule="linear", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_moments_that_do_not_fit_into_the_hosts_memory_are_refused(monkeypatch):
+    weights = [torch.empty(1 << 28, device="meta"), torch.empty(3 << 28, device="meta")]  # 2^30 weights, whose moments take 8 GiB
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=15 << 30))
+    require_host_memory(weights)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(RunError, match=r"takes 16\.0 GiB for the moments of 2 rank\(s\), and this machine has 15\.0 GiB"):
+        require_host_memory(weights)
 
 
 def test_gradient_norm_and_clipping():

@@ -192,6 +192,9 @@ def test_lay_out_of_a_piece_from_the_middle_begins_with_a_whole_sample():
 def test_a_pass_on_a_gpu_is_larger_by_default():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     recomputes = TrainerConfig(activation_checkpointing="full")
-    assert [micro_batch_tokens(TrainerConfig(), device) for device in (cpu, gpu)] == [4096, 4096]  # activations of more would not fit
-    assert [micro_batch_tokens(recomputes, device) for device in (cpu, gpu)] == [4096, 16384]
-    assert [micro_batch_tokens(TrainerConfig(micro_batch_tokens=100), device) for device in (cpu, gpu)] == [100, 100]
+    keeps = TrainerConfig()  # activations of more would not fit
+    assert [micro_batch_tokens(keeps, device, "flex") for device in (cpu, gpu)] == [4096, 4096]
+    for mode in ("blocks", "flex", "unpacked"):
+        assert [micro_batch_tokens(recomputes, device, mode) for device in (cpu, gpu)] == [4096, 16384]
+    assert [micro_batch_tokens(recomputes, device, "eager") for device in (cpu, gpu)] == [4096, 4096]  # its masks and scores are dense
+    assert [micro_batch_tokens(TrainerConfig(micro_batch_tokens=100), device, "eager") for device in (cpu, gpu)] == [100, 100]

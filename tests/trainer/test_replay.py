@@ -100,6 +100,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(recorded):
     content = read_digests(folder / "digests.json")
     assert content["tensors"] == {name: sha256(tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
     assert content["made_by"] | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__} == content["made_by"]
+    assert content["made_by"] | {"attention": "blocks", "compiled": False} == content["made_by"]
     assert "files" in content and "files" not in read_digests(recorded[0].run_dir.digests(STEPS))
 
 

@@ -16,6 +16,7 @@ from rl.trainer.attention import attention
 from rl.trainer.loss import compute_loss
 from rl.trainer.losses import loss_function
 from rl.trainer.measure.statistics import Statistics
+from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model import score
 from rl.trainer.packing import fill_blocks
 from rl.trainer.train import loss_inputs
@@ -74,7 +75,8 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_
     model.set_attn_implementation("rl_watched")
     samples = branching_batch()
     (row,) = rows_of(samples)
-    statistics = Statistics(samples, world.device)
+    tokens = TokenColumns(samples.num_loss_tokens, world.device, has_reference=False)
+    statistics = Statistics(samples, world.device, tokens)
     with Watch() as watch, monkeypatch.context() as patch:
         for name in ("tolist", "cpu", "numpy"):
             patch.setattr(torch.Tensor, name, lambda tensor, *_, name=name: watch.seen.append(name))
@@ -85,4 +87,5 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_
         total.backward()
         statistics.add(batch, total.detach(), scores, terms)
     assert watch.seen == []
+    assert torch.equal(tokens.values[1, batch.places], scores.logprobs.detach()) and tokens.values[0].eq(1).all()
     assert math.isfinite(statistics.total_loss(world)) and all(p.grad is not None for p in model.parameters())

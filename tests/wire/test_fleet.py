@@ -198,6 +198,21 @@ def test_an_address_that_is_not_ours():
     assert refused.value.exit_code == GIVE_UP
 
 
+def test_the_version_of_some_servers_is_waited_for_although_others_are_there(monkeypatch):
+    monkeypatch.setattr(inference_client, "RETRY_S", 0.01)
+
+    async def work(servers, old, new):
+        assert await servers.loaded_version() == 2 and await servers.loaded_version([new.url]) == 7
+        new.hangs.set()
+        monkeypatch.setattr(inference_client, "STATUS_S", 0.05)
+        await asyncio.sleep(0.1)
+        with pytest.raises(InferenceLostError, match="no answer within"):
+            await servers.loaded_version([new.url])
+        return await servers.loaded_version()
+
+    assert play(work, StubServer(2), StubServer(7), timeout_s=0.3) == 2
+
+
 def test_a_hanging_server_delays_no_look_at_the_others(monkeypatch):
     monkeypatch.setattr(inference_client, "LOOK_S", 0.1)
     monkeypatch.setattr(inference_client, "STATUS_S", 0.5)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.config.run import RLConfig
-from rl.launch.prepare import MAX_LISTED, as_written, ranges, runs_in, stored_config
+from rl.config.stored import run_dir_of, stored_config
+from rl.launch.prepare import MAX_LISTED, ranges, runs_in
 from rl.models.folder import read_json
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import numbered
 from rl.run_dir.token import authorization, hides_keys
 from rl.system.errors import ConfigError, RunError
 from rl.wire.worker_messages import Endpoint
@@ -96,14 +97,6 @@ def named_run(spec: str) -> Path:
     if version:
         raise ConfigError(f"{spec}: give the run alone, without @{version}")
     return root
-
-
-def run_dir_of(root: Path, config: RLConfig) -> RunDir:
-    """A run's directory where it lies now. Versions outside of it bear the name that the run had when it was last started."""
-    if not config.trainer.weights.dir:
-        return RunDir(root, root / "weights")
-    named_so = config.run_dir.weights_dir
-    return RunDir(root, named_so if named_so.exists() else as_written(root).run_dir.weights_dir)
 
 
 def check_not_a_run(spec: str) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.options import Option, option_lines, take
-from rl.commands.policy_spec import named_run, run_dir_of
+from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, to_toml, write_config
 from rl.config.run import RLConfig
+from rl.config.stored import run_dir_of, stored_config
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig
 from rl.launch import devices, roles
 from rl.launch.children import Children
-from rl.launch.prepare import ranges, stored_config
+from rl.launch.prepare import ranges
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines

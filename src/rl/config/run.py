@@ -99,6 +99,8 @@ class RLConfig(Settings):
     supervisor: SupervisorConfig = SupervisorConfig()
     wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
     """Logging to Weights & Biases; `--wandb` switches it on."""
+    tensorboard: bool = False
+    """Writes the numbers as TensorBoard's event files, too, into `tensorboard/` of the run. Needs the extra `tensorboard`."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()

@@ -28,8 +28,8 @@ class OptimConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until max_steps."""
     offload: bool = False
-    """Whether AdamW's two moments stay in the CPU's memory and visit the GPU once an optimizer step: 8 bytes a weight less there, a slower
-    optimizer step."""
+    """Whether AdamW's two moments stay in the CPU's memory and visit the GPU once an optimizer step: 8 bytes a weight less there and
+    more here, a slower optimizer step."""
 
 
 class CheckpointConfig(Settings):
@@ -57,6 +57,14 @@ class WeightsConfig(Settings):
     case."""
     keep_every: int | None = Field(None, ge=1)
     """Versions whose number is a multiple of this one are kept as well."""
+
+
+class TokenLogConfig(Settings):
+    """What the trainer computed at each trained token, a file a step under tokens/: log-probability, entropy, whether a clip or mask
+    acted. 7 bytes a token."""
+
+    max_gib: Unbounded = Field(1.0, ge=0)
+    """Size of all these files together, GiB; the oldest are deleted. 0: none are written; `inf`: all are kept."""
 
 
 def parse_targets(value: object) -> object:
@@ -127,7 +135,7 @@ class TrainerConfig(Settings):
     data: DataConfig = DataConfig()
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Tokens of one forward and backward pass on one rank: the first thing to lower when memory runs out. Default: 4,096; on GPUs with
-    `activation_checkpointing` 16,384."""
+    `activation_checkpointing` 16,384, where attention is not eager."""
     minibatches: int = Field(1, ge=1)
     """Parts of a batch, each of whole groups and with an optimizer step of its own. A clipped loss then compares the policy with the one
     that the batch began with."""
@@ -153,6 +161,7 @@ class TrainerConfig(Settings):
     """Whether the run ends, instead of warning, when trainer and inference disagree on tokens of the same policy version."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
+    token_log: TokenLogConfig = TokenLogConfig()
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Seconds that the trainer waits for one batch before it ends with a diagnosis."""
 

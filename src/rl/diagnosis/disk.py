@@ -1,4 +1,4 @@
-"""The disk space that a run will use: policy versions, checkpoints, batches, rollouts."""
+"""The disk space that a run will use: policy versions, checkpoints, batches, rollouts, token logs, spans."""
 
 import math
 import shutil
@@ -10,6 +10,7 @@ from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import read_header
+from rl.run_dir.spans import MAX_BYTES as MAX_SPANS_BYTES
 from rl.wire.batch_file import PLAIN_STEPS
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
@@ -17,9 +18,14 @@ CHECKPOINT_BYTES = 12
 """A weight in float32 and AdamW's two means."""
 TOKEN_BYTES = 26
 """A token in a batch file: id, mask, log-probability, advantage; and its text in rollouts/."""
+TOKEN_LOG_BYTES = 7
+"""A token in a token log: log-probability, entropy, flags."""
+SPAN_FILES = 4
+"""Trainer, orchestrator, inference, a worker; few runs fill the files of more."""
 SPARE = 1.1
 """Below this much more than is needed a disk counts as too small: logs, metrics and evals have no estimate."""
-REMEDY = "free some, choose another output_dir, or keep less (trainer.weights, trainer.checkpoint, orchestrator.batches: keep_last)"
+KEYS = "trainer.weights, trainer.checkpoint, orchestrator.batches: keep_last; trainer.token_log"
+REMEDY = f"free some, choose another output_dir, or keep less ({KEYS})"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -56,7 +62,10 @@ def kept_text(config: RLConfig) -> str:
     if config.sft is None:
         batches, rollouts = config.orchestrator.batches, config.orchestrator.rollouts
         needed = ", those since the oldest checkpoint" if batches.keep_last else ""
+        tokens = config.trainer.token_log.max_gib
+        logs = {0.0: "none", math.inf: "all"}.get(tokens, f"the newest {tokens:g} GiB")
         parts |= {"batches": f"{newest(batches)}{needed}", "rollouts": f"{newest(rollouts)}, as gzip after {PLAIN_STEPS} steps"}
+        parts |= {"token logs": logs}
     return "keeps: " + "; ".join(f"{what}: {which}" for what, which in parts.items())
 
 
@@ -88,10 +97,18 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
     if config.sft is None:
         steps = min(config.orchestrator.batches.keep_last or config.max_steps, config.max_steps)
         parts[f"{steps} batches"] = (steps - len(numbers(run_dir.batches, ".batch"))) * batch_bytes(config, run_dir)
+        parts["token logs"] = token_log_bytes(config) - on_disk(run_dir.tokens_dir)
+        parts["spans"] = SPAN_FILES * 2 * MAX_SPANS_BYTES - on_disk(run_dir.spans)
     places = [(run_dir.root, parts), (run_dir.weights_dir, published)]
     if existing(run_dir.root).stat().st_dev == existing(run_dir.weights_dir).stat().st_dev:
         places = [(run_dir.root, published | parts)]
     return [Need(place, shutil.disk_usage(existing(place)).free, {k: max(0, v) for k, v in what.items()}) for place, what in places]
+
+
+def token_log_bytes(config: RLConfig) -> int:
+    """Bytes of all token logs at most: what the setting allows, or as many as full contexts in all steps would take."""
+    tokens = config.max_steps * config.orchestrator.batch_size * config.model.max_model_len
+    return int(min(config.trainer.token_log.max_gib * 2**30, tokens * TOKEN_LOG_BYTES))
 
 
 def tensor_shapes(folder: Path) -> list[list[int]]:

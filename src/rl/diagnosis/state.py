@@ -1,9 +1,13 @@
-"""A run as its files show it at one moment: which processes live and what they do, how far it is, what happened. Nothing is written."""
+"""A run as its files show it at one moment: which processes live and what they do, how far it is, what happened. Nothing is written.
+
+Ages are by this host's clock, but for processes on other hosts whose heartbeat looks wrong by it: that is watched for a few seconds.
+"""
 
 import contextlib
 import shlex
 import socket
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +25,7 @@ from rl.system.linux import place
 
 SILENT_S = 5 * HEARTBEAT_S
 """Age from which a missing heartbeat is reported, seconds. (`rl` acts later: supervisor.silence_s.)"""
+POLL_S = 0.1
 RECENT = 10
 """Steps over which paces and shares are taken."""
 STARTED_SLACK_S = 5.0
@@ -34,6 +39,7 @@ class Process:
     name: str
     status: RoleStatus
     now: float
+    """The time, by the clock of its host."""
     alive: bool | None
     """None: it runs on another machine, so only its heartbeat tells."""
     stopped: dict[int, str] = field(default_factory=dict)
@@ -184,11 +190,13 @@ class RunState:
 
 
 def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
-    """The state of a run. Nothing here waits, and a file that is missing or half written counts as not there."""
+    """The state of a run. Only `other_clocks` waits, and a file that is missing or half written counts as not there."""
     now = time.time()
     evals = reversed(numbered(run_dir.evals).items())
-    statuses = [(path.stem, read_status(path)) for path in sorted(run_dir.status_dir.glob("*.json"))]
-    processes = {name: inspect_process(name, status, now) for name, status in statuses if status and status.pid is not None}
+    paths = sorted(run_dir.status_dir.glob("*.json"))
+    statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
+    clocks = other_clocks(run_dir, statuses, now)
+    processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
     return RunState(
         run_dir=run_dir,
         config=config,
@@ -204,6 +212,28 @@ def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
         newest_eval=next((version for version, path in evals if any(path.glob("*.jsonl"))), None),
         quarantined=numbers(run_dir.batches, ".quarantined"),
     )
+
+
+def other_clocks(run_dir: RunDir, statuses: dict[str, RoleStatus], now: float) -> dict[str, float]:
+    """What the clocks of other hosts show, by process, for those there whose heartbeat looks old, or ahead of time, by this host's clock.
+
+    It is watched for up to SILENT_S: one that changes meanwhile is new, whatever time it names, and one that does not is at least so old.
+    `statuses` gets the newer ones.
+    """
+    ages = {name: now - status.heartbeat for name, status in statuses.items() if status.phase and status.heartbeat and not is_here(status)}
+    doubtful = [name for name, age in ages.items() if not -HEARTBEAT_S <= age <= SILENT_S]
+    if doubtful:
+        text = f"watching for up to {SILENT_S:.0f} s whether there are new heartbeats of {', '.join(doubtful)}, on other hosts"
+        print(text, file=sys.stderr, flush=True)
+    clocks, since = dict[str, float](), time.monotonic()
+    while doubtful and (watched_s := time.monotonic() - since) <= SILENT_S:
+        time.sleep(POLL_S)
+        for name in doubtful[:]:
+            newer = read_status(run_dir.status(name))
+            if newer and newer.heartbeat and newer.heartbeat != statuses[name].heartbeat:
+                statuses[name], clocks[name] = newer, newer.heartbeat
+                doubtful.remove(name)
+    return clocks | {name: max(now, now - ages[name] + watched_s + POLL_S) for name in doubtful}
 
 
 def inspect_process(name: str, status: RoleStatus, now: float) -> Process:

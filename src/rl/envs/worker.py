@@ -18,6 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from rl.run_dir import spans
 from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent, raise_open_files
@@ -116,6 +117,8 @@ class Worker:
             now = Clocks.now()
             await socket.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
             before = now
+            spans.gauges(playing=len(self.plays))
+            spans.flush()
             await asyncio.sleep(HEARTBEAT_S)
 
     def describe(self, question: Describe) -> Description:
@@ -169,7 +172,8 @@ class Worker:
         from rl.envs.policy import RolloutError
 
         try:
-            return await self.env.play(order, num_episodes)
+            with spans.span("play", "rollouts", task=order.task, split=order.split):
+                return await self.env.play(order, num_episodes)
         except RolloutError as error:
             failed = Rollout(stop="error", cause=error.cause, error=str(error))
         except asyncio.CancelledError:
@@ -273,6 +277,8 @@ def main() -> None:
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every rollout
     setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
     sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # they end in a log
+    if setup.spans:
+        spans.start(Path(setup.spans), f"worker-{setup.worker_id}")
     worker, problem = None, None
     try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other
         for key, table in (("args", setup.env.args), ("set_kwargs", setup.env.set_kwargs)):
@@ -286,6 +292,7 @@ def main() -> None:
             runner.run(serve(setup, None if problem else worker, problem or ""))
         except SystemExit as end:  # also raised by an environment in a task of its own; then nothing may hold up the end
             os._exit(end.code if isinstance(end.code, int) else 1)
+    spans.stop()
     sys.stdout.flush()
     os._exit(0)  # the environment is closed; taking the interpreter down would cost two seconds more
 

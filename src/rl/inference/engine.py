@@ -17,6 +17,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
 from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.run_dir import spans
 from rl.run_dir.checksums import check_version
 from rl.system.errors import RunError
 from rl.wire.inference_client import Generation, LoadedVersion
@@ -55,6 +56,7 @@ class VersionedEngine(AsyncLLM):
         self.vocab_size = self.model_config.get_vocab_size()
         self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
         self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
+        self.sampling = spans.Busy("sampling", "requests")
         self.load_lock = asyncio.Lock()
         self.adapter_ids = itertools.count(1)
         self.adapter_versions: dict[int, int] = {}
@@ -102,7 +104,7 @@ class VersionedEngine(AsyncLLM):
     async def sample(self, token_ids: list[int], params: SamplingParams, session: int | None = None) -> Generation:
         """Answers one prompt; log-probabilities are nats under the distribution that was sampled from. Cancelling aborts the request."""
         request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
-        with self.ranks.use(session) as rank:
+        with self.sampling(), self.ranks.use(session) as rank:
             try:
                 queue = await self.add_request(request_id, prompt, params, data_parallel_rank=rank)
                 output = await queue.get()
@@ -140,7 +142,8 @@ class VersionedEngine(AsyncLLM):
         if self.slots:
             await self.add_adapter(policy_version, path)
             return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
-        await self.stage(path)
+        with spans.span("stage", "weights", policy_version):
+            await self.stage(path)
         staged = time.perf_counter()
         drain_s, pause_s = await self.swap(policy_version)
         return LoadedVersion(policy_version, verified - start, staged - verified, drain_s, pause_s)
@@ -207,14 +210,15 @@ class VersionedEngine(AsyncLLM):
             ordered = time.perf_counter()
             await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
             stopped = time.perf_counter()
-            await self.on_every_worker("swap_weights")
-            fence = asyncio.get_running_loop().create_future()
-            self.engine_core.outputs_queue.put_nowait(fence)
-            await fence
-            self.policy_version = policy_version
-            for state in self.output_processor.request_states.values():
-                state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
-            await self.resume_generation()
+            with spans.span("pause", "weights", policy_version):
+                await self.on_every_worker("swap_weights")
+                fence = asyncio.get_running_loop().create_future()
+                self.engine_core.outputs_queue.put_nowait(fence)
+                await fence
+                self.policy_version = policy_version
+                for state in self.output_processor.request_states.values():
+                    state.queue.version_starts.append((state.detokenizer.num_output_tokens(), policy_version))
+                await self.resume_generation()
         finally:
             self.swapping = False
         self.broken = ""

@@ -18,6 +18,7 @@ from rl.inference.adapter import is_adapter
 from rl.inference.server import Served, bind, common_environment, cpu_environment, serve
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
+from rl.run_dir import spans
 from rl.run_dir.checksums import check_version
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
@@ -125,6 +126,7 @@ def run(config: RLConfig) -> int:
     except RunError as error:  # its file cannot be used: as wrong a setting as an RL_TOKEN that cannot
         return report(error, WRONG_SETTINGS)
     name, lease, sock = take_role(config)
+    spans.start(run_dir.spans, name)
     status = Status(run_dir.status(name), name)
     try:
         newest = newest_sound_version(run_dir, lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version))

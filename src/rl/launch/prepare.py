@@ -10,13 +10,16 @@ import re
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import from_toml, read_toml, without_none, write_config
+from rl.config.command_line import write_config
+from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
+from rl.config.stored import as_written
 from rl.launch.repair import repair
 from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
@@ -24,13 +27,14 @@ from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import server_files
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import RunError
 
 MAY_CHANGE = (
     "name",
     "output_dir",
     "max_steps",
     "wandb",
+    "tensorboard",
     "trainer.gpus",
     "trainer.cpus",
     "trainer.ranks",
@@ -42,6 +46,7 @@ MAY_CHANGE = (
     "trainer.compile",
     "trainer.strict_parity",
     "trainer.checkpoint",
+    "trainer.token_log",
     "trainer.weights.keep_last",
     "trainer.weights.keep_every",
     "sft.epochs",
@@ -144,8 +149,9 @@ def use_again(run_dir: RunDir) -> list[str]:
 
     Returns notes for the console.
     """
-    kinds = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.evals, run_dir.data, run_dir.environments)
-    for path in (*kinds, sources_dir(run_dir.metrics)):
+    made = (run_dir.batches, run_dir.rollouts_dir, run_dir.digests_dir, run_dir.tokens_dir, run_dir.spans)
+    made += (run_dir.evals, run_dir.data, run_dir.environments)
+    for path in (*made, sources_dir(run_dir.metrics)):
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
         path.unlink(missing_ok=True)
@@ -165,15 +171,15 @@ def is_run_or_free(root: Path) -> bool:
 
 
 def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. One on another host that
-    was given up, and lives nevertheless, finds its role taken.
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. Those on another host,
+    which only time can judge, are watched together; one that was given up, and lives nevertheless, finds its role taken.
 
     Inference servers that `rl` has not started go on, unless `all_servers` are to have ended.
     """
-    deadline = time.monotonic() + ROLE_WAIT_S
     further = set() if all_servers else {*run_dir.status_dir.glob("inference-*.lock")}
-    for path in sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further):
-        hold_role(path, max(0.0, deadline - time.monotonic())).close()
+    locks = sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further)
+    with ThreadPoolExecutor(len(locks) or 1, "survivors") as threads:
+        list(threads.map(lambda path: hold_role(path, ROLE_WAIT_S).close(), locks))
 
 
 def delete_run(run_dir: RunDir, lease: Lease) -> None:
@@ -197,7 +203,7 @@ def delete_run(run_dir: RunDir, lease: Lease) -> None:
 def delete_weights(weights_dir: Path) -> None:
     """Deletes the versions, finished or not, in a weights directory, and nothing else: it may lie outside the run."""
     for path in list(weights_dir.iterdir()) if weights_dir.is_dir() else []:
-        if re.fullmatch(r"\d{6}|\.\d{6}\..*", path.name):
+        if re.fullmatch(r"\d{6,}|\.\d{6,}\..*", path.name):
             shutil.rmtree(path)
     with contextlib.suppress(OSError):
         weights_dir.rmdir()
@@ -230,21 +236,6 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
-
-
-def stored_config(root: Path) -> RLConfig:
-    """The configuration that a run was last started with, and where it lies now. Raises RunError."""
-    path = root / "config.toml"
-    try:
-        return from_toml(path)
-    except ConfigError as error:
-        raise RunError(f"{path} was not written by this version of rl:\n{error}") from None
-
-
-def as_written(root: Path) -> RLConfig:
-    """The same, and where it lay then. Raises RunError."""
-    config, table = stored_config(root), read_toml(str(root / "config.toml"))
-    return config.model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:
@@ -319,23 +310,3 @@ def moved(old: Any, new: Any) -> bool:
 
 def may_change(key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in MAY_CHANGE)
-
-
-def leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """Every single value by its dotted key. Unlike command_line.flatten it enters lists of tables, whose entries are keyed by number."""
-    if isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        items = ((str(i), item) for i, item in enumerate(value))
-    else:
-        return {} if value == {} else {key: value}
-    found: dict[str, Any] = {}
-    for name, item in items:
-        found |= leaves(item, f"{key}.{name}" if key else name)
-    return found
-
-
-def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
-    """(key, old value, new value) of each setting that differs; None stands for a setting that is not set."""
-    before, after = leaves(without_none(old)), leaves(without_none(new))
-    return [(key, before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)]

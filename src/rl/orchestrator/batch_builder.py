@@ -17,9 +17,11 @@ from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
 from rl.orchestrator.old_files import OldFiles
 from rl.orchestrator.pending import PendingLog, PendingRollouts, without_episodes
+from rl.orchestrator.probe import Prompt, add_prompt
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks import TaskRef
+from rl.run_dir import spans
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
@@ -120,10 +122,14 @@ class BatchBuilder:
             log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
 
     def _state_of(self, step: int) -> OrchestratorState:
-        """Raises CorruptFileError for a damaged batch file, RunError for a sound one that another version of rl wrote."""
+        """The state after a batch; its prompts are noted. Raises CorruptFileError for a damaged batch file, RunError for a sound one that
+        another version of rl wrote."""
         data = sound_batch(path := self.run_dir.batch(step))
         try:
-            return batches.decode_state(decode_batch(data, str(path)).state)
+            content = decode_batch(data, str(path))
+            for sample in content.batch.samples:
+                add_prompt(self.progress.prompts, sample)
+            return batches.decode_state(content.state)
         except CorruptFileError as error:
             raise RunError(f"{error}. Go on with the version of rl that wrote it, or start another run") from None
 
@@ -208,16 +214,20 @@ class BatchBuilder:
             history=self.history,
             pending=refs(waiting),
         )
-        await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
-        self.progress.newest, self.pending.groups = step, waiting
+        prompts = await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
+        self.progress.newest, self.progress.prompts, self.pending.groups = step, prompts, waiting
         await asyncio.to_thread(self._write_after_batch, step, state.metrics)
         log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
 
-    def _write_batch(self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]) -> None:
-        """Writes a batch, with its metrics in its state. In a thread: of a large batch it takes seconds."""
-        batch = batches.form(step, used, dropped, self.rules)
-        state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
-        batches.commit(self.run_dir, batch, state)
+    def _write_batch(
+        self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]
+    ) -> dict[int, Prompt]:
+        """Writes a batch, with its metrics in its state, and returns its prompts. In a thread: of a large batch it takes seconds."""
+        with spans.span("commit", "batches", step):
+            batch = batches.form(step, used, dropped, self.rules)
+            state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
+            batches.commit(self.run_dir, batch, state)
+        return batch.prompts
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
         """Writes what follows from a batch and a start would make again."""

@@ -1,7 +1,7 @@
 """From finished groups to the next batch: which groups, and what is written of them. All but the writing is pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 from rl.orchestrator.batch_metrics import SampleCounts
 from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.judge import Rules, normalise
+from rl.orchestrator.probe import Prompt, add_prompt
 from rl.orchestrator.samples import group_samples
 from rl.orchestrator.tasks import TaskRef, TaskState
 from rl.run_dir.files import CorruptFileError, write_file
@@ -67,17 +68,20 @@ class FormedBatch:
     counts: SampleCounts
     lines: bytearray
     """Those of rollouts/*.jsonl, one for every rollout, trained or not."""
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    """Group -> what probes are made of."""
 
 
 def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> FormedBatch:
     """Makes a batch. Advantages become final here."""
     normalise(used, rules)
-    samples, counts = [], SampleCounts(step)
+    samples, counts, prompts = [], SampleCounts(step), dict[int, Prompt]()
     for group in used:
         for sample in group_samples(group, rules[group.env].mask_truncated):
             samples.append(ENCODER.encode(sample))
             counts.add(sample)
-    return FormedBatch(step, samples, counts, rollout_lines([*used, *dropped], step, rules))
+            add_prompt(prompts, sample)
+    return FormedBatch(step, samples, counts, rollout_lines([*used, *dropped], step, rules), prompts)
 
 
 def commit(run_dir: RunDir, batch: FormedBatch, state: OrchestratorState) -> None:

@@ -25,6 +25,7 @@ from rl.orchestrator.served_policy import ServedPolicy
 from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_source, worker_setups
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.teacher import make_teachers
+from rl.run_dir import spans
 from rl.run_dir.files import clean_leftovers, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, forget_dead_servers, hold_role
 from rl.run_dir.metrics import merging
@@ -54,7 +55,10 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
         homes = homes_of(config, log.info, recorded=True)  # `rl` has made them, unless it runs on another machine, or not at all
         record(config, homes)
-        await pool.start_all(worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address))
+        setups = worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address)
+        for setup in setups:
+            setup.spans = str(config.run_dir.spans.absolute())
+        await pool.start_all(setups)
         ready = await pool.sizes(settings.worker_timeout_s)
         log.info("environments are ready: %s", {env: (sizes.num_train, sizes.num_eval) for env, sizes in ready.items()})
         if faults := task_faults(config, ready):
@@ -106,6 +110,7 @@ def main() -> None:
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
         if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
             write_config(run_dir.config, config)
+        spans.start(run_dir.spans, "orchestrator")
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above, which would do it
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():

@@ -22,6 +22,8 @@ class OldFiles:
         self.batches = Retention(run_dir.batches, (".batch",), config.batches.keep_last, config.batches.keep_every)
         self.rollouts = Retention(run_dir.rollouts_dir, ROLLOUT_SUFFIXES, kept.keep_last, kept.keep_every)
         self.first_step = first_step(run_dir)
+        self.oldest_checkpoint = 0
+        """The oldest one that was there at the last look; those that come are newer. 0: there was none, or the branch's first alone."""
         self.plain: deque[int] | None = None
         """Steps whose rollouts are not compressed, ascending; None: the directory was not listed yet."""
         self.thread = ThreadPoolExecutor(1, "compress")
@@ -32,10 +34,8 @@ class OldFiles:
 
         Of batches nothing goes that a resume from any checkpoint needs. `step`: of the batch that was just committed.
         """
-        checkpoints = set(numbers(self.run_dir.checkpoints)) if self.batches.keep_last is not None else set()
-        if len(checkpoints) > 1:  # a branch keeps the one that it begins with
-            checkpoints.discard(self.first_step)
-        self.batches.delete_old(step, needed_from=min(checkpoints, default=0))
+        if self.batches.keep_last is not None:
+            self.batches.delete_old(step, needed_from=self._oldest_checkpoint())
         self.rollouts.delete_old(step)
         if self.plain is None:
             self.plain = deque(numbers(self.run_dir.rollouts_dir, ".jsonl"))
@@ -45,6 +45,15 @@ class OldFiles:
             count = min(2, len(self.plain) - PLAIN_STEPS)  # two: it catches up with the files of a run that an older rl began
             old = [self.plain.popleft() for _ in range(count)]
             self.compressing = self.thread.submit(self._compress, old)
+
+    def _oldest_checkpoint(self) -> int:
+        """The step of the oldest checkpoint, 0 without one. The directory is listed only when that one has gone."""
+        if not (self.oldest_checkpoint and self.run_dir.checkpoint(self.oldest_checkpoint).exists()):
+            there = numbers(self.run_dir.checkpoints)
+            others = [step for step in there if step != self.first_step]  # a branch keeps the one that it begins with
+            self.oldest_checkpoint = min(others, default=0)
+            return min(others or there, default=0)
+        return self.oldest_checkpoint
 
     def _compress(self, steps: list[int]) -> None:
         for step in steps:

@@ -28,6 +28,7 @@ from rl.orchestrator.served_policy import ServedPolicy
 from rl.orchestrator.tasks import TaskRef, TaskSource
 from rl.orchestrator.teacher import Teacher
 from rl.orchestrator.trainer_requests import TrainerRequests
+from rl.run_dir import spans
 from rl.run_dir.status import Phase, Status, last_seen
 from rl.system.errors import RunError
 from rl.wire.http import RefusedError
@@ -227,7 +228,8 @@ class Orchestrator:
     async def load(self, version: WeightVersion) -> None:
         """Has inference hold a version."""
         self.status.enter(Phase.LOADING_VERSION, version.policy_version)
-        self.clock.pause_s += await self.policy.load(version)
+        with spans.span("load_version", "weights", version.policy_version):
+            self.clock.pause_s += await self.policy.load(version)
 
     async def _next_version(self) -> WeightVersion | None:
         """Waits for a version to load; None once there will be no other, or inference came back with one.
@@ -256,7 +258,8 @@ class Orchestrator:
         for entry in self.evaluator.due(version, self.progress.final):
             self.status.enter(Phase.EVALUATING, version, entry.label)
             async with self.policy.pin():
-                await self.evaluator.evaluate(entry, version, self.policy.settle)
+                with spans.span("eval", "evals", version, eval=entry.label):
+                    await self.evaluator.evaluate(entry, version, self.policy.settle)
             self._check_target()
             await self.progress.notify()
 

@@ -1,20 +1,33 @@
 """Probes: completions without reward, on which the trainer compares its log-probabilities with inference's."""
 
 import asyncio
+from collections.abc import Collection
+from typing import NamedTuple
 
 from rl.wire.inference_client import InferenceServers
-from rl.wire.messages import TrainBatch, TrainingSample
+from rl.wire.messages import TrainingSample
 
 PROMPTS, TOKENS = 4, 32
 
 
-async def probe(servers: InferenceServers, batch: TrainBatch, max_model_len: int) -> list[TrainingSample]:
-    """A completion by the loaded version of one prompt of each of the batch's first groups, cut from the left if it fills the context."""
-    firsts = list({sample.group_id: sample for sample in reversed(batch.samples)}.values())[-PROMPTS:]
+class Prompt(NamedTuple):
+    """The ids before the first sampled token of a sample, and the temperature at which that was sampled."""
+
+    token_ids: list[int]
+    temperature: float
+
+
+def add_prompt(prompts: dict[int, Prompt], sample: TrainingSample) -> None:
+    """Notes the prompt of a group's first sample, by group, for the first PROMPTS groups of a batch."""
+    if len(prompts) < PROMPTS and sample.group_id not in prompts:
+        prompts[sample.group_id] = Prompt(sample.token_ids[: sample.loss_mask.index(True)], sample.temperature)
+
+
+async def probe(servers: InferenceServers, prompts: Collection[Prompt], max_model_len: int) -> list[TrainingSample]:
+    """A completion of each prompt by the loaded version. A prompt that fills the context is cut from the left."""
     room = max(1, max_model_len - TOKENS)
-    prompts = [sample.token_ids[: sample.loss_mask.index(True)][-room:] for sample in firsts]
-    asked = zip(prompts, firsts, strict=True)
-    return await asyncio.gather(*(complete(servers, ids, sample.temperature, TOKENS, i) for i, (ids, sample) in enumerate(asked)))
+    asked = [complete(servers, prompt.token_ids[-room:], prompt.temperature, TOKENS, i) for i, prompt in enumerate(prompts)]
+    return await asyncio.gather(*asked)
 
 
 async def complete(servers: InferenceServers, prompt: list[int], temperature: float, num_tokens: int, group_id: int) -> TrainingSample:

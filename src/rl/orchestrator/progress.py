@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from rl.orchestrator.probe import Prompt
+
 
 class Progress:
     """Numbers of the run that only grow, but for `final`, and the condition that tells of every change."""
@@ -10,6 +12,8 @@ class Progress:
     def __init__(self, max_steps: int):
         self.newest = 0
         """The last batch."""
+        self.prompts: dict[int, Prompt] = {}
+        """Of the last batch's first groups, for probes: to decode it again would hold the event loop."""
         self.final = max_steps
         """The last batch that there will be."""
         self.end_reason = ""

@@ -8,7 +8,7 @@ was loaded when it began or of newer ones, whichever servers play it, and lag is
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from rl.orchestrator.evaluator import Evaluator
 from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.status import read_status, server_files
+from rl.run_dir.status import Beats, read_status, server_files
 from rl.wire.http import AwayError, RefusedError
 from rl.wire.inference_client import InferenceLostError, InferenceServers
 from rl.wire.messages import WeightVersion
@@ -33,6 +33,8 @@ LATE_S = 1.0
 with the others, and it joins them when it has caught up."""
 LOOK_EVERY_S = 0.5
 """So often servers are looked at while a version is loaded."""
+CLAIM_S = 60.0
+"""A starting server whose heartbeat has been the same for so long is taken for dead: reading a large model delays one by half of it."""
 Tell = Callable[[Fleet], Awaitable[None]]
 
 
@@ -77,6 +79,8 @@ class ServedPolicy:
         self.late: list[str] = []
         """The servers that were late at the last load."""
         self.fleet: Fleet | None = None
+        self.beats = Beats()
+        """Of the servers that start."""
         self.scan()
 
     def scan(self) -> None:
@@ -124,9 +128,12 @@ class ServedPolicy:
         return min([self.loaded, *(number for number in self.versions if self.evaluator.due(number, final))])
 
     def in_use(self) -> set[int]:
-        """The versions that a server is reading, to start from or to load: one for each server."""
-        starting = filter(None, map(read_status, server_files(self.run_dir.status_dir)))
-        claimed = {status.policy_version for status in starting if status.policy_version and not status.address}
+        """The versions that a live server is reading, to start from or to load: one for each server."""
+        claimed = set()
+        for path in server_files(self.run_dir.status_dir):
+            status = read_status(path)
+            if status and status.policy_version and not status.address and self.beats.silent_s(path.name, status) < CLAIM_S:
+                claimed.add(status.policy_version)
         return claimed | set(self.loading.values())
 
     async def load(self, version: WeightVersion) -> float:
@@ -257,7 +264,7 @@ class ServedPolicy:
             log.warning("inference came back with version %d", oldest)
         elif self.loaded not in self.on_disk(after=self.loaded - 1):
             if not any(map(self._may_answer, held)):
-                await self._take_over(oldest)
+                await self._follow(held)
         elif any(map(self._may_answer, held)):
             for url, version in self.servers.known.items():
                 if not self._may_answer(version):
@@ -265,6 +272,16 @@ class ServedPolicy:
         else:
             log.warning("inference came back with version %d: it gets version %d again", oldest, self.loaded)
             await self._load(self.versions[self.loaded])
+
+    async def _follow(self, held: Collection[int]) -> None:
+        """Goes on with the oldest version that a server holds, now that the loaded one is not on disk any more; where they hold
+        none of this run's, with the newest on disk."""
+        if ours := [version for version in held if version in self.versions]:
+            return await self._take_over(min(ours))
+        newest = max(self.on_disk())
+        log.warning("inference holds version %d, which is not there, as version %d: it gets version %d", min(held), self.loaded, newest)
+        if await self._load(self.versions[newest]) is not None:
+            await self._take_over(newest)
 
     async def _take_over(self, version: int) -> None:
         """Makes a version the loaded one; no group counts on it before all workers know who holds it."""
@@ -280,7 +297,7 @@ class ServedPolicy:
         """Tells everybody which servers get requests, if that has changed."""
         known = self.servers.known
         urls = [url for url, version in known.items() if self._may_answer(version, loaded)]
-        closed = [url for url in known if url not in urls]
+        closed = [url for url in (*known, *sorted(self.servers.silent)) if url not in urls]
         fleet = Fleet(urls, closed, self.loaded if loaded is None else loaded, max(self.versions))
         if fleet != self.fleet:
             self.fleet = fleet

@@ -9,8 +9,8 @@ from rl.orchestrator.probe import probe
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.served_policy import ServedPolicy
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.status import Phase, Status, last_seen, read_status
-from rl.wire.batch_file import batch_head, batch_part, decode_batch, sound_batch
+from rl.run_dir.status import Beats, Phase, Status, last_seen, read_status
+from rl.wire.batch_file import batch_head, batch_part
 from rl.wire.messages import (
     Acknowledged,
     BatchPart,
@@ -21,7 +21,6 @@ from rl.wire.messages import (
     Probe,
     Published,
     RunEnded,
-    TrainBatch,
 )
 from rl.wire.transport import ANSWER_WITHIN_S, TrainerServer
 
@@ -46,8 +45,7 @@ class TrainerRequests:
         self.end_delivered = asyncio.Event()
         self.has_trainer = False
         """Whether a trainer with a status file was there; others (tests) are not waited for."""
-        self.heartbeat: tuple[float | None, float] | None = None
-        """The trainer's heartbeat, and when that was first seen here (time.monotonic): its host may have another clock."""
+        self.beats = Beats()
 
     async def serve(self, server: TrainerServer, group: asyncio.TaskGroup) -> None:
         """Loop. Consumes the trainer's requests. Produces answers; one that has to wait is made by a task of its own."""
@@ -91,12 +89,9 @@ class TrainerRequests:
         """Answers with completions by a version once inference holds it, with none if it holds a later one, or that it does not yet."""
         if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
             return await server.reply(sender, NotReady(self.status.current))
-        batch = await asyncio.to_thread(self._newest_batch)
-        samples = await probe(self.policy.servers, batch, self.max_model_len) if self.policy.loaded == version else []
+        prompts = self.progress.prompts.values()
+        samples = await probe(self.policy.servers, prompts, self.max_model_len) if self.policy.loaded == version else []
         return await server.reply(sender, Probe(samples))
-
-    def _newest_batch(self) -> TrainBatch:
-        return decode_batch(sound_batch(self.run_dir.batch(self.progress.newest)), f"batch {self.progress.newest}").batch
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:
         """Waits until the trainer has ended, as long as it makes progress within `timeout_s` seconds.
@@ -126,6 +121,4 @@ class TrainerRequests:
         status = read_status(self.run_dir.status("trainer"))
         if status is None:
             return True
-        if self.heartbeat is None or self.heartbeat[0] != status.heartbeat:
-            self.heartbeat = status.heartbeat, time.monotonic()
-        return time.monotonic() - self.heartbeat[1] > DEAD_S
+        return self.beats.silent_s("trainer", status) > DEAD_S

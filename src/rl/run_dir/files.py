@@ -32,7 +32,7 @@ MAGIC = b"rl1\n"
 HEADER = struct.Struct("<4sQ16s")
 """Magic, payload length in bytes, BLAKE2b-128 of the payload."""
 
-LEFTOVER = re.compile(r"\.(?P<name>\d{6}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?:(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)|\d+)-\d+\.tmp")
+LEFTOVER = re.compile(r"\.(?P<name>\d{6,}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?:(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)|\d+)-\d+\.tmp")
 """Temporary names of this module and no others: a weights directory may lie among files that are not ours. Those without a place are of
 versions of rl before it stood there."""
 SERIAL = itertools.count(1)

@@ -83,6 +83,10 @@ def lease_path(lock: Path, number: int) -> Path:
     return lock.with_name(f"{lock.stem}.{number:06d}.lease")
 
 
+def open_lock(lock: Path) -> int:
+    return os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+
+
 def newest_lease(lock: Path, known: int = 0) -> int:
     """The number of the newest lease of a role, 0 if there is none. The listing may be of some time ago; `known` is one that was seen."""
     newest = max(known, *lease_numbers(lock), 0)
@@ -156,7 +160,7 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline, attempt = time.monotonic() + wait_s, Attempt(lock)
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(os.close, attempt.fd)
+        on_failure.callback(attempt.close)
         told = False
         while not (lease := attempt.take()):
             if time.monotonic() >= deadline and not attempt.undecided:
@@ -176,7 +180,7 @@ class Attempt:
     """The way to a role that another process may hold."""
 
     def __init__(self, lock: Path):
-        self.lock, self.fd = lock, os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        self.lock, self.fd = lock, open_lock(lock)
         self.owner: LockOwner | None = None
         """Who holds the lease, as far as that was seen."""
         self.seen: tuple[int, int] | None = None
@@ -198,6 +202,10 @@ class Attempt:
             if error.errno not in NO_LOCKS:
                 raise
             locks = False
+        if not self._is_open():
+            os.close(self.fd)
+            self.fd = open_lock(self.lock)
+            return None
         newest = newest_lease(self.lock)
         if newest and not self._is_free(lease_path(self.lock, newest), newest, locks):
             return self._unlock(locks)
@@ -215,6 +223,18 @@ class Attempt:
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, msgspec.json.encode(mine), 0)
         return Lease(self.lock, newest + 1, self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _is_open(self) -> bool:
+        """Whether the open file still has its name: `forget_dead_servers` deletes locks, and one that has no name locks nobody out."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.lock))
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return False
 
     def _unlock(self, locks: bool) -> None:
         if locks:
@@ -267,7 +287,7 @@ def forget_dead_servers(status_dir: Path) -> None:
             elif attempt.undecided:
                 undecided.append(attempt)
             else:
-                os.close(attempt.fd)
+                attempt.close()
         attempts = undecided
         if attempts:
             time.sleep(POLL_S)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from rl.run_dir.files import LineReader, end_of_last_line, with_path, write_all, write_file
+from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, with_path, write_all, write_file
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
 from rl.system.errors import RunError
@@ -92,22 +92,30 @@ class Merger:
         """What tells that a file is still as this merger left it: its inode (a cut replaces it), of metrics.jsonl its size, too."""
 
     def merge(self) -> None:
-        """Appends what is new, with one write. Lines of several sources that come at once are in the order of their times."""
+        """Appends what is new, with one write, or several of PIECE_BYTES. Lines of several sources that come at once are in the order of
+        their times."""
         known = self.left and all(identity(path, self.path) == left for path, left in self.left.items())
         merged = set[bytes]()
         if not known:
             os.close(open_lines(self.path))
             merged, self.readers = {blake2b(line) for line in all_lines(LineReader(self.path))}, {}
-        new = []
-        for source in source_files(self.path):
-            reader = self.readers.setdefault(source, LineReader(source))
-            new.append([line for line in all_lines(reader) if not (merged and blake2b(line) in merged) and parse_line(line)])
-        self.left = None
-        if data := b"".join(line + b"\n" for line in heapq.merge(*new, key=time_of)):
+        new = [self._new_lines(source, merged) for source in source_files(self.path)]
+        self.left, data = None, bytearray()
+        for line in heapq.merge(*new, key=time_of):
+            data += line + b"\n"
+            if len(data) >= PIECE_BYTES:
+                self._append(data)
+                data = bytearray()
+        if data:
             self._append(data)
         self.left = {path: identity(path, self.path) for path in (self.path, *self.readers)}
 
-    def _append(self, data: bytes) -> None:
+    def _new_lines(self, source: Path, merged: set[bytes]) -> Iterator[bytes]:
+        """The lines of a source that were not read before, less those whose checksums are in `merged`; in memory piece by piece."""
+        reader = self.readers.setdefault(source, LineReader(source))
+        return (line for line in all_lines(reader) if not (merged and blake2b(line) in merged) and parse_line(line))
+
+    def _append(self, data: bytearray) -> None:
         if self.fence:
             self.fence()
         file = open_lines(self.path)

@@ -16,11 +16,12 @@ PENDING_ROLLOUTS = "pending.jsonl"
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:
-    """The numbers of the complete entries `000012<suffix>` of a directory, ascending; without temporary names.
+    """The numbers of the complete entries `000012<suffix>` of a directory, ascending; without temporary names. From 1000000 on they have
+    seven digits.
 
     It lists the whole directory, so nothing that happens every step, group or heartbeat may call it.
     """
-    names = re.compile(rf"([0-9]{{6}}){re.escape(suffix)}")
+    names = re.compile(rf"([0-9]{{6}}|[1-9][0-9]{{6,}}){re.escape(suffix)}")
     try:
         return sorted(int(match[1]) for match in map(names.fullmatch, os.listdir(directory)) if match)
     except (FileNotFoundError, NotADirectoryError):
@@ -50,6 +51,8 @@ class RunDir:
         self.origin = root / "origin.json"
         """Where a branch comes from: an origin.Origin."""
         self.wandb = root / "wandb.json"
+        self.tensorboard = root / "tensorboard"
+        """Event files, made from metrics.jsonl."""
         self.curves = root / "curves.png"
         self.batches = root / "batches"
         self.pending = self.batches / "pending.log"
@@ -58,6 +61,9 @@ class RunDir:
         """What is in pending.log, for people."""
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
+        self.tokens_dir = root / "tokens"
+        self.spans = root / "spans"
+        """What each process did from when to when, see rl.run_dir.spans."""
         self.evals = root / "evals"
         self.environments = root / "environments"
         """What each environment was played with: a text file of packages."""
@@ -72,7 +78,7 @@ class RunDir:
     @property
     def folders(self) -> list[Path]:
         """All directories that the run writes to."""
-        kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.evals, self.status_dir]
+        kinds = [self.batches, self.rollouts_dir, self.checkpoints, self.digests_dir, self.tokens_dir, self.evals, self.status_dir]
         return [self.root, self.weights_dir, sources_dir(self.metrics), *kinds, *self.evals.glob("*/"), *self.discarded.glob("*/")]
 
     def batch(self, step: int) -> Path:
@@ -85,6 +91,10 @@ class RunDir:
     def digests(self, policy_version: int) -> Path:
         """SHA-256 of each tensor of a version; stays when the version is deleted."""
         return self.digests_dir / f"{policy_version:06d}.json"
+
+    def tokens(self, step: int) -> Path:
+        """What the trainer computed at each token of a batch, see rl.run_dir.token_log."""
+        return self.tokens_dir / f"{step:06d}.safetensors"
 
     def rollouts(self, step: int) -> Path:
         return self.rollouts_dir / f"{step:06d}.jsonl"
@@ -152,6 +162,7 @@ class RunDir:
             (self.checkpoints, ""),
             (self.weights_dir, ""),
             (self.digests_dir, ".json"),
+            (self.tokens_dir, ".safetensors"),
             (self.batches, ".quarantined"),
             (self.batches, ".batch"),
             (self.rollouts_dir, ".jsonl"),

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from rl.run_dir import spans
 from rl.run_dir.files import clean_leftovers, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
@@ -147,6 +148,8 @@ class Status:
         self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
         self.progress, self.progressed = 0, (0, time.time())
         """The count, and its value when it was last seen to have grown, with the time of that."""
+        self.entered = time.monotonic()
+        """When it entered its phase."""
         self.gauges: dict[str, Callable[[], int]] = {}
         """Field of RoleStatus -> its value at the moment, which every heartbeat asks for."""
         self.enter(Phase.STARTING)
@@ -157,6 +160,7 @@ class Status:
         with self.changing:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
+                self._note_phase()
             now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
             self.current = msgspec.structs.replace(self.current, **now, **fields)
         self._write()
@@ -171,10 +175,20 @@ class Status:
         self.stopped.set()
         with self.writing:
             self.path.unlink(missing_ok=True)
+        self._note_phase()
+        spans.stop()
+
+    def _note_phase(self) -> None:
+        """Notes the phase that ends."""
+        before, self.entered = self.entered, time.monotonic()
+        if self.current.phase:
+            spans.note(self.current.phase.value, before, self.entered, "phase", self.current.step)
 
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT_S):
             self._write()
+            spans.gauges(progress=self.progress, **{name: read() for name, read in self.gauges.items()})
+            spans.flush()
 
     def _write(self) -> None:
         # A status is for the eyes of others: a full disk must not end the process through it.
@@ -222,6 +236,21 @@ def read_status(path: Path) -> RoleStatus | None:
             with contextlib.suppress(msgspec.ValidationError):
                 found[field.name] = msgspec.convert(content[field.name], field.type)
     return RoleStatus(**found)
+
+
+class Beats:
+    """For how long heartbeats have been the same, by this process's clock: another host's may show any time."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[float | None, float]] = {}
+        """Name -> the last heartbeat, and when it was first seen (time.monotonic)."""
+
+    def silent_s(self, name: str, status: RoleStatus) -> float:
+        """Seconds since the heartbeat of a process, given its newest status, was first seen to be what it is."""
+        now = time.monotonic()
+        if name not in self.seen or self.seen[name][0] != status.heartbeat:
+            self.seen[name] = status.heartbeat, now
+        return now - self.seen[name][1]
 
 
 def read_address(path: Path) -> str | None:

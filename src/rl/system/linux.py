@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def raise_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+@cache
 def place() -> str:
     """Where the process ids of this process mean something: this start of this machine, and the pid namespace (a container has its own).
 
@@ -48,6 +50,9 @@ def place() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     return f"{blake2b(boot, digest_size=4).hexdigest()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+os.register_at_fork(after_in_child=place.cache_clear)  # unshare(2) gives the children another pid namespace
 
 
 def ancestors() -> Iterator[int]:

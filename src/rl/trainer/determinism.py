@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rl.config.trainer import TrainerConfig
+from rl.trainer.modes import Mode, is_compiled
 from rl.trainer.packing import micro_batch_tokens
 from rl.trainer.parallel.world import World
 
@@ -29,7 +30,7 @@ def apply(settings: TrainerConfig, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # that finds bugs, and costs a write of every buffer
 
 
-def conditions(settings: TrainerConfig, world: World) -> dict[str, Any]:
+def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, Any]:
     """The conditions that a version's bits depend on, beside base model, configuration and batches. Recorded with its digests."""
     on_gpu = world.device.type == "cuda"
     return {
@@ -37,11 +38,13 @@ def conditions(settings: TrainerConfig, world: World) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(world.device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "ranks": world.size,
-        "micro_batch_tokens": micro_batch_tokens(settings, world.device),
+        "micro_batch_tokens": micro_batch_tokens(settings, world.device, mode),
+        "attention": mode,
+        "compiled": is_compiled(settings, mode),
         "deterministic": is_deterministic(settings, world.device),
     }
 
 
 def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The conditions that differ, as text; empty when all are equal."""
+    """The conditions that differ, as text; empty when all are equal. What was not recorded there, in an older run, is not compared."""
     return ", ".join(f"{key} {there[key]} there and {here.get(key)} here" for key in there if there[key] != here.get(key))

@@ -78,6 +78,10 @@ class LossTerms:
     """log p - log teacher, whose mean over sampled tokens is KL(p || teacher); nan where there is no teacher, None if nowhere."""
     update_kl: Tensor | None = None
     """k3 of log p - log o: an estimate of KL(o || p), how far the batch's optimizer steps have moved the policy; None without o."""
+    clipped: Tensor | None = None
+    """Bool: the loss's own clip stops the token."""
+    outside: Tensor | None = None
+    """Bool: one of the masks on r leaves it out."""
 
 
 def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunction) -> LossTerms:
@@ -107,6 +111,8 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
         reference_kl=None if kl is None else kl.detach(),
         teacher_kl=teacher_kl,
         update_kl=None if inputs.old_logprobs is None else k3(log_update(inputs).detach()),
+        clipped=clipped,
+        outside=masked,
     )
 
 

@@ -15,6 +15,7 @@ from rl.config.command_line import load_config, to_toml
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
+from rl.run_dir import spans
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
@@ -64,9 +65,12 @@ def run(config: RLConfig, rank: int) -> None:
     lease = None
     if rank == 0:
         lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
-        clean_leftovers(config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, ours="")
+        own = (config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, config.run_dir.tokens_dir)
+        clean_leftovers(*own, ours="")
         # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
         checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
+    if not config.trainer.data.fake:  # a benchmark writes only what is asked for
+        spans.start(config.run_dir.spans, name)
     status = Status(config.run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.sft is None)

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from rl.trainer.attention import TreeMask
 from rl.trainer.compiled import compiled, kept_operations
 from rl.trainer.logprobs import head_logprobs, token_logprobs
 from rl.trainer.lora import add_adapters
-from rl.trainer.modes import Mode, call, turn_off_randomness
+from rl.trainer.modes import Mode, call, is_compiled, turn_off_randomness, widen_windows
 from rl.trainer.packing import MicroBatch
 from rl.trainer.parallel.loading import load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
@@ -47,6 +48,7 @@ def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world
     if frozen:
         model.requires_grad_(False)
     freeze_rope(model, config.max_model_len)
+    widen_windows(model)
     turn_off_randomness(model)
     change_layers(model, settings, choice.mode, world)
     head = model.get_output_embeddings()
@@ -72,7 +74,7 @@ they take. Products within a compiled layer are none: they are computed again.""
 def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, world: World) -> None:
     """Compiles the layers and has them recompute activations, as configured. Before sharding: FSDP's hooks stay outside of both."""
     model.train()
-    compiles = mode == "flex" if settings.compile is None else settings.compile
+    compiles = is_compiled(settings, mode)
     if compiles and settings.compile is None and world.is_main:
         print("trainer.compile: true, the default with flex; the first steps compile, for a minute or more", flush=True)
     kind = settings.activation_checkpointing
@@ -114,9 +116,14 @@ class LossHead:
         return self.scores
 
 
+def mode_of(*models: PreTrainedModel) -> Mode:
+    """How the model computes a row; of several models that compute the same rows the mode that allows the least of them."""
+    return max((model.get_output_embeddings().forward.mode for model in models), key=get_args(Mode).index)
+
+
 def is_packed(model: PreTrainedModel) -> bool:
     """Whether a row of this model may hold several samples."""
-    return model.get_output_embeddings().forward.mode != "unpacked"
+    return mode_of(model) != "unpacked"
 
 
 @dataclass(frozen=True)

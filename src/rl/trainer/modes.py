@@ -16,6 +16,7 @@ from rl.trainer.attention import TreeMask
 from rl.trainer.parallel.world import World
 
 Mode = Literal["blocks", "flex", "eager", "unpacked"]
+"""Those to the right allow shorter rows: eager as its masks are dense, unpacked one sample."""
 
 
 def possible_modes(settings: TrainerConfig, world: World) -> list[Mode]:
@@ -29,6 +30,11 @@ def possible_modes(settings: TrainerConfig, world: World) -> list[Mode]:
         return [settings.attention]
     packed: list[Mode] = ["flex", "blocks"] if on_gpu else ["blocks"]
     return packed if shared else [*packed, "eager", "unpacked"]
+
+
+def is_compiled(settings: TrainerConfig, mode: Mode) -> bool:
+    """trainer.compile, or its default for the mode."""
+    return mode == "flex" if settings.compile is None else settings.compile
 
 
 def implementation(mode: Mode, model_class: type[PreTrainedModel]) -> str:
@@ -73,6 +79,16 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     window, slides = getattr(config, "sliding_window", None) or None, getattr(config, "use_sliding_window", True)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def widen_windows(model: PreTrainedModel) -> None:
+    """Gives Command models the windows that vLLM serves them with (vllm/model_executor/models/commandr.py): they were trained with layers
+    that see `sliding_window` tokens beside the query's own, and transformers counts that one among them."""
+    if model.config.model_type in ("cohere2", "cohere2_moe"):
+        model.config.sliding_window += 1
+        for module in model.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window += 1
 
 
 def turn_off_randomness(model: PreTrainedModel) -> None:

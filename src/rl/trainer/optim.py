@@ -1,9 +1,11 @@
 """AdamW and its steps, the learning-rate schedule, and the gradient norm."""
 
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -79,7 +81,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW with its state allocated at once, so that a checkpoint loads into it as it saves from it.
 
     Vectors (norms, biases) are not decayed. Fused and unfused AdamW differ in the last bit: a run keeps to one of them. Raises RunError for
-    an offload without GPUs.
+    an offload without GPUs, or without the memory for it.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -89,12 +91,25 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     groups = [group for group in groups if group["params"]]
     if config.offload and not all(parameter.is_cuda for parameter in parameters):
         raise RunError("trainer.optim.offload moves the optimizer's state from GPU to CPU memory; without a GPU leave it false")
+    if config.offload:
+        require_host_memory(parameters)
     kind, place = (OffloadedAdamW, {"device": "cpu", "pin_memory": True}) if config.offload else (torch.optim.AdamW, {})
     optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for parameter in parameters:
         optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         optimizer.state[parameter] |= {name: torch.zeros_like(parameter, **place) for name in MOMENTS}
     return optimizer
+
+
+def require_host_memory(parameters: Iterable[Tensor]) -> None:
+    """Raises RunError if the moments of all ranks of this machine do not fit into its memory: a rank would be killed without a word."""
+    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.virtual_memory().total
+    needed = ranks * sum(2 * local(parameter).nbytes for parameter in parameters)
+    if needed > total:
+        raise RunError(
+            f"trainer.optim.offload takes {needed / 2**30:.1f} GiB for the moments of {ranks} rank(s), and this machine has "
+            f"{total / 2**30:.1f} GiB: set it to false, or divide the model over more machines"
+        )
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:

@@ -5,7 +5,7 @@ the samples one by one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -14,16 +14,18 @@ from torch import Tensor
 from rl.config.trainer import TrainerConfig
 from rl.trainer.balance import Layout, piece_tokens, plan
 from rl.trainer.flex import padded, whole_blocks
+from rl.trainer.modes import Mode
 from rl.trainer.prefix_tree import Line, Piece, lay_out, make_line
 from rl.wire.messages import TrainBatch
 
 MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_GPU = 4096, 16384
-"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost, and the memory where activations are recomputed."""
+"""Of one pass on one rank. A GPU has less to do in a smaller one than its calls cost, and the memory where activations are recomputed; but
+not for eager attention, whose scores and mask grow with the square."""
 
 
-def micro_batch_tokens(settings: TrainerConfig, device: torch.device) -> int:
+def micro_batch_tokens(settings: TrainerConfig, device: torch.device, mode: Mode) -> int:
     """The most tokens of one pass on one rank; a sample that is longer goes alone."""
-    large = device.type == "cuda" and settings.activation_checkpointing != "none"
+    large = device.type == "cuda" and settings.activation_checkpointing != "none" and mode != "eager"
     return settings.micro_batch_tokens or (MICRO_BATCH_TOKENS_GPU if large else MICRO_BATCH_TOKENS)
 
 
@@ -47,6 +49,7 @@ class MicroBatch:
     advantages: Tensor  # [N] float32
     weights: Tensor  # [N] float32, see minibatches.sample_weights
     sequences: Tensor  # [N] int64: place of the token's sample in the batch
+    places: Tensor  # [N] int64: place of the token among all loss tokens of the batch, sample after sample
     envs: Tensor  # [N] int64: place of the token's environment in TrainBatch.envs
     teacher_logprobs: Tensor | None  # [N] float32, nan where there is none; None: none has any
     fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
@@ -94,17 +97,21 @@ def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, parts: Seq
     default: one of all.
     """
     minibatches, computed, length = [], 0, 0
+    starts = list(accumulate((sum(sample.loss_mask) for sample in batch.samples), initial=0))
     for places in parts or [None]:
         line = make_line(batch, places)
         ranks = plan(line, layout)
-        minibatches.append([to_micro_batch(line, piece, batch, weights) for piece in ranks[layout.rank]])
+        minibatches.append([to_micro_batch(line, piece, batch, weights, starts) for piece in ranks[layout.rank]])
         computed += sum(piece_tokens(line, piece) for pieces in ranks for piece in pieces)
         length += int(line.lengths.sum())
     return Packed(batch, minibatches, 1.0 - computed / max(1, length))
 
 
-def to_micro_batch(line: Line, piece: Piece, batch: TrainBatch, weights: Sequence[float]) -> MicroBatch:
-    """The samples of one piece: their tokens as trees in one row, and what each loss token brings along."""
+def to_micro_batch(line: Line, piece: Piece, batch: TrainBatch, weights: Sequence[float], starts: Sequence[int]) -> MicroBatch:
+    """The samples of one piece: their tokens as trees in one row, and what each loss token brings along.
+
+    starts: how many loss tokens of the batch come before each sample.
+    """
     items = line.items[piece[0] : piece[1]]
     if not items:
         return empty_micro_batch()
@@ -138,6 +145,9 @@ def to_micro_batch(line: Line, piece: Piece, batch: TrainBatch, weights: Sequenc
         advantages=by_token("advantages"),
         weights=by_item([weights[item.place] for item in items], np.float32),
         sequences=by_item([item.place for item in items], np.int64),
+        places=torch.from_numpy(
+            np.concatenate([starts[item.place] + np.arange(count) for item, count in zip(items, counts, strict=True)])[order]
+        ),
         envs=by_item([env_of[item.sample.env] for item in items], np.int64),
         teacher_logprobs=by_token("teacher_logprobs") if has_teacher else None,
         fresh=torch.from_numpy(fresh[order]),
@@ -155,6 +165,6 @@ def empty_micro_batch() -> MicroBatch:
     """One token without any loss: a rank without work still takes part in the collectives."""
     zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     row = {"input_ids": zero, "position_ids": zero, "ends": zero + 1, "queries": None, "predictors": zero, "temperatures": torch.ones(1)}
-    integers = dict.fromkeys(("rows", "targets", "sequences", "envs"), none)
+    integers = dict.fromkeys(("rows", "targets", "sequences", "places", "envs"), none)
     floats = dict.fromkeys(("logprobs", "advantages", "weights"), none.float())
     return MicroBatch(**row, **integers, **floats, teacher_logprobs=None, fresh=none.bool())

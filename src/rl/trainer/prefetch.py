@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from rl.config.run import RLConfig
+from rl.run_dir import spans
 from rl.trainer.balance import Layout
 from rl.trainer.batch_sources import BatchSource
 from rl.trainer.minibatches import cut, minibatch_weights
+from rl.trainer.modes import Mode
 from rl.trainer.packing import Packed, fill_blocks, micro_batch_tokens, pack
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
@@ -45,8 +47,10 @@ class Prefetch:
     def _make(self, step: int) -> Packed | Skipped | None:
         if step in self.quarantined:
             return Skipped()
-        batch = self.source.receive(step)
-        return None if batch is None else self.pack(batch)
+        with spans.span("fetch_batch", "prefetch", step):
+            batch = self.source.receive(step)
+        with spans.span("pack", "prefetch", step):
+            return None if batch is None else self.pack(batch)
 
     def take(self, step: int, others: Iterable[Background] = ()) -> Packed | Skipped | None:
         """The batch of `step`, or None when the run has ended. An error of `others` ends the wait.
@@ -59,14 +63,14 @@ class Prefetch:
             return self.background.result(f"batch {step}, which rank 0 was to send; see its log", self.deadline_s, others)
 
 
-def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1, several: bool = True) -> Packed:
+def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1, mode: Mode = "blocks") -> Packed:
     """Packs a batch for this rank in so many minibatches, each token with its weight in the loss of its own.
 
-    `several`: whether a row may hold more than one sample, see model.is_packed.
+    `mode`: how the model computes them, see model.mode_of.
     """
-    settings = config.trainer
+    settings, several = config.trainer, mode != "unpacked"  # whether a row may hold more than one sample
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
-    max_tokens = micro_batch_tokens(settings, world.device) * world.context_size * several  # of a row, which that many ranks share
+    max_tokens = micro_batch_tokens(settings, world.device, mode) * world.context_size * several  # of a row, which that many ranks share
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
     packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)

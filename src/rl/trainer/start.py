@@ -25,7 +25,7 @@ from rl.trainer.losses import custom_function
 from rl.trainer.measure.agreement import ParityWatch
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.performance import Timer, Work, performance, work_of
-from rl.trainer.model import DTYPES, is_packed, load_policy
+from rl.trainer.model import DTYPES, load_policy, mode_of
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed
 from rl.trainer.parallel.world import World
@@ -34,8 +34,10 @@ from rl.trainer.reference import load_reference
 from rl.trainer.replay import Comparer, StateComparer, origin
 from rl.trainer.sft.source import validate
 from rl.trainer.store import checkpoint, versions
+from rl.trainer.store.background import Background
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
+from rl.trainer.store.token_files import TokenFiles
 from rl.wire.agreement import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
 
@@ -54,6 +56,13 @@ class Learner:
     """Compares trainer and inference; None where nothing is sampled."""
     status: Status | None = None
     """Counts the micro batches of a step, where somebody reads them."""
+    token_files: TokenFiles | None = None
+    """Writes what was computed at each token; None where there is no batch of the run's to read it with, or nothing is to be written."""
+
+    @property
+    def writers(self) -> tuple[Background, ...]:
+        """Its threads, whose errors end a wait."""
+        return (self.token_files.background,) if self.token_files else ()
 
     def advance(self) -> None:
         """Counts a micro batch."""
@@ -105,7 +114,7 @@ class Trainer:
 
     def receive(self, step: int) -> Packed | Skipped | None:
         """The batch of `step`, None when the run has ended; the one after it is asked for. Raises the errors of all threads."""
-        ready = self.batches.take(step, (self.publisher.background, self.saver.background))
+        ready = self.batches.take(step, (self.publisher.background, self.saver.background, *self.learner.writers))
         if ready is not None and step < self.last:
             self.batches.ask(step + 1)
         self.saver.start_clock()
@@ -118,7 +127,7 @@ class Trainer:
             return
         self.status.enter(Phase.PUBLISHING, self.step)
         self.publisher.finish()  # before the copy: two of them would take twice the memory
-        made_by = determinism.conditions(learner.settings, learner.world)
+        made_by = determinism.conditions(learner.settings, learner.world, mode_of(learner.model))
         version = versions.snapshot(learner.model, self.base, DTYPES[self.config.model.dtype], made_by, learner.world)
         self.publisher.start(self.step, version, {self.saver.step, self.saver.began})
 
@@ -166,6 +175,8 @@ class Trainer:
         if self.step > self.saver.began and not self.config.trainer.data.fake:
             self.save_checkpoint()
         self.publisher.finish()
+        if self.learner.token_files:
+            self.learner.token_files.finish()
         self.status.enter(Phase.CHECKPOINTING, self.saver.began)
         self.saver.finish()
 
@@ -197,14 +208,16 @@ def start(
     parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], settings.strict_parity, client)
     source = source or FromOrchestrator(client, waits[0], world)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches
-    several = all(is_packed(each) for each in (model, reference) if each)
-    packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches, several=several)
+    mode = mode_of(*(each for each in (model, reference) if each))
+    packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches, mode=mode)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s, quarantined_steps(log, world))
     publisher, saver = Publisher(run_dir, settings.weights, client, waits[1]), Saver(run_dir, settings, world, step)
     if replay:
         publisher, saver = Comparer(run_dir, settings.weights, waits[1], log), StateComparer(run_dir, settings, world, step, log)
     metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
-    learner = Learner(model, optimizer, settings, world, reference, parity, status)
+    none = replay or config.sft or settings.data.fake or not settings.token_log.max_gib
+    token_files = None if none else TokenFiles(run_dir, settings.token_log)
+    learner = Learner(model, optimizer, settings, world, reference, parity, status, token_files)
     return Trainer(config, Path(base), learner, step, batches, publisher, saver, work_of(model), metrics, status)
 
 

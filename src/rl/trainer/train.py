@@ -11,6 +11,7 @@ from rl.trainer.losses import loss_function
 from rl.trainer.measure.memory import explain_out_of_memory
 from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
+from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.minibatches import compares_with_old, keep_old_logprobs
 from rl.trainer.model import Scores, score
 from rl.trainer.optim import lr_at, optimizer_step
@@ -31,7 +32,7 @@ def train(trainer: Trainer) -> None:
     """
     trainer.begin()
     for step in range(trainer.step + 1, trainer.last + 1):
-        timer = Timer()
+        timer = Timer(step)
         ready = trainer.receive(step)
         timer.lap("wait_for_batch")
         if ready is None:
@@ -68,7 +69,9 @@ def train_step(learner: Learner, packed: Packed, lr: float, timer: Timer) -> dic
     Raises RunError, for numbers that are not finite or (strict) for a disagreement with inference. Nothing of the step remains then: what
     is on disk lies between steps.
     """
-    world, statistics, norms = learner.world, Statistics(packed.batch, learner.world.device), []
+    world, norms = learner.world, list[float]()
+    tokens = TokenColumns(packed.batch.num_loss_tokens, world.device, bool(learner.reference)) if learner.token_files else None
+    statistics = Statistics(packed.batch, world.device, tokens)
     step, optim = packed.batch.step, learner.settings.optim
     if compares_with_old(learner.settings):
         keep_old_logprobs(learner.model, chain(*packed.minibatches[1:]), world, learner.advance)
@@ -82,6 +85,8 @@ def train_step(learner: Learner, packed: Packed, lr: float, timer: Timer) -> dic
         timer.lap("optimizer")
     metrics = statistics.metrics(world) | (agreement if learner.parity else {})
     metrics["loss/mean"] /= len(norms)
+    if tokens and learner.token_files:
+        learner.token_files.start(step, tokens.columns(world))
     timer.lap("forward_backward")
     return metrics | {"optim/grad_norm": fmean(norms), "optim/lr": lr, "optim/steps": len(norms)}
 

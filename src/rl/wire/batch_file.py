@@ -151,22 +151,47 @@ def compress_rollouts(path: Path) -> None:
 
 def check_rollouts(path: Path) -> None:
     """Raises CorruptFileError unless a file of rollouts is what was written. One without a checksum beside it passes."""
+
+    def digest() -> str:
+        try:
+            with reading(path), open_rollouts(path) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise CorruptFileError(damaged_gzip(path, error)) from None
+
+    if not check_sum(path, digest) and path.suffix == ".gz":
+        digest()
+
+
+def check_sum(path: Path, digest: Callable[[], str]) -> bool:
+    """Whether a file of rollouts has a checksum beside it. Raises CorruptFileError if `digest`, of its text, is another."""
     try:
         with reading(sum_path(path)):
             expected = sum_path(path).read_bytes()[:64]
     except FileNotFoundError:
-        expected = b""
+        return False
     if expected and re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
         raise CorruptFileError(f"{sum_path(path)}: damaged; delete it to believe {path.name} as it is")
-    if not expected and path.suffix != ".gz":
-        return
-    try:
-        with reading(path), open_rollouts(path) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest().encode()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorruptFileError(f"{path}: damaged ({error}); move it away to go on without it") from None
-    if expected and found != expected:
+    if expected and digest().encode() != expected:
         raise CorruptFileError(f"{path}: damaged, its checksum does not fit; move it away to go on without it")
+    return bool(expected)
+
+
+def damaged_gzip(path: Path, error: Exception) -> str:
+    """What is said of a compressed file that cannot be read."""
+    return f"{path}: damaged ({error}); move it away to go on without it"
+
+
+def sound_rollouts(path: Path) -> bytes:
+    """The text of a file of rollouts, its checksum verified where it has one. Raises CorruptFileError, or FileNotFoundError."""
+    try:
+        with reading(path):
+            data = path.read_bytes()
+            data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorruptFileError(damaged_gzip(path, error)) from None
+    check_sum(path, lambda: sha256(data))
+    return data
 
 
 def remove_rollouts(run_dir: RunDir, *, after: int) -> None:

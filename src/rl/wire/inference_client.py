@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from rl.wire.worker_messages import Fleet
 PROTOCOL = 2
 """Counts up when what servers are asked, or what they answer, changes its meaning."""
 STATUS_S = 5.0
-"""A server that does not give its version within this time counts as away."""
+"""A server that does not give its version within this time gets no new requests, and after a second time in a row counts as away."""
 LOOK_S = 1.0
 """Longest wait for the versions of all servers: whoever needs longer holds up no other."""
 TOKEN_REMEDY = (
@@ -144,6 +145,8 @@ class InferenceServers:
         """The oldest version that may answer a new request."""
         self.known: dict[str, int] = {}
         """Sound server -> the version that it holds."""
+        self.silent: set[str] = set()
+        """Servers that were sound, and did not say so in time now: they keep the requests that they have."""
         self.faults: dict[str, InferenceLostError] = {}
         """Server -> why it is none of this run's."""
         self.away: dict[str, str] = {}
@@ -170,6 +173,7 @@ class InferenceServers:
         for url in [*self.known]:
             if url not in urls:
                 del self.known[url]
+        self.silent &= {*urls}
         for url in urls:
             if url not in self.asking:
                 self.asking[url] = asyncio.create_task(self._ask(url))
@@ -190,25 +194,40 @@ class InferenceServers:
                 raise InferenceLostError(f"{other}: start it from the same installation as the orchestrator")
             if self.expected and (fault := self.expected.fault(found)):
                 raise InferenceLostError(f"inference at {url} {fault}")
-            self.known[url] = found.policy_version
+            self._note_sound(url, found.policy_version)
             self.faults.pop(url, None)
             self.away.pop(url, None)
         except InferenceLostError as error:
             if str(error) != str(self.faults.get(url)):
                 log.warning("%s", error)
             self.faults[url] = error
-            self.known.pop(url, None)
-        except (AwayError, TimeoutError, OSError) as error:
-            self.away[url] = str(error) or f"no answer within {STATUS_S:.0f} s"
-            self.known.pop(url, None)
+            self._note_gone(url)
+        except TimeoutError:
+            self.away[url] = f"no answer within {STATUS_S:.0f} s"
+            if self.known.pop(url, None) is None:
+                self._note_gone(url)
+            else:
+                self.silent.add(url)
+        except (AwayError, OSError) as error:
+            self.away[url] = str(error)
+            self._note_gone(url)
         finally:
             if self.asking.get(url) is asyncio.current_task():
                 del self.asking[url]
 
-    async def wait_for_any(self) -> dict[str, int]:
-        """What the servers hold, as soon as there is a sound one. Raises InferenceLostError, at once where only wrong ones are set."""
+    def _note_sound(self, url: str, version: int) -> None:
+        self.known[url] = version
+        self.silent.discard(url)
+
+    def _note_gone(self, url: str) -> None:
+        self.known.pop(url, None)
+        self.silent.discard(url)
+
+    async def wait_for_any(self, urls: Collection[str] = ()) -> dict[str, int]:
+        """What the servers hold, or those at `urls`, as soon as there is a sound one. Raises InferenceLostError, at once where only wrong
+        ones are set."""
         since = time.monotonic()
-        while not (held := await self.held()):
+        while not (held := {url: version for url, version in (await self.held()).items() if not urls or url in urls}):
             faults = [self.faults[url] for url in self.find() if url in self.faults]
             lasting = [fault for fault in faults if fault.exit_code == GIVE_UP]
             if lasting or (faults and len(faults) == len(self.fixed)) or time.monotonic() - since > self.timeout_s:
@@ -216,9 +235,9 @@ class InferenceServers:
             await asyncio.sleep(RETRY_S)
         return held
 
-    async def loaded_version(self) -> int:
-        """The oldest version that a server holds. Waits for the first server; raises InferenceLostError."""
-        return min((await self.wait_for_any()).values())
+    async def loaded_version(self, urls: Collection[str] = ()) -> int:
+        """The oldest version that a server holds, or one of those at `urls`. Waits for the first of them; raises InferenceLostError."""
+        return min((await self.wait_for_any(urls)).values())
 
     def last_seen(self) -> str:
         """What our own server last reported; of others only their addresses are known."""
@@ -297,7 +316,7 @@ class InferenceServers:
             raise InferenceLostError(f"inference at {url} was to load version {version.policy_version}, and says {held.policy_version}")
         if asked := self.asking.pop(url, None):  # before the load, perhaps
             asked.cancel()
-        self.known[url] = held.policy_version
+        self._note_sound(url, held.policy_version)
         return held.pause_s
 
     async def _fly(self, server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:

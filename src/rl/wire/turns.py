@@ -149,6 +149,20 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             chain = self.chains[chain.base]
         return array("i", b"".join(reversed(parts)))
 
+    def first_rewritten(self) -> int | None:
+        """The index of the first turn whose prompt does not begin with prompt and completion of any earlier turn; None without one.
+
+        Only a turn that begins a chain can be one: those that extend it continue what stands there.
+        """
+        begun = set[int]()
+        for index, answer in enumerate(self.answers):
+            if index and answer.chain not in begun:
+                common = self._common(self.ids(answer.chain, answer.start).tobytes())
+                if not any(other.end <= common[other.chain] for other in self.answers[:index]):
+                    return index
+            begun.add(answer.chain)
+        return None
+
     def by_chain(self) -> list[list[Answer]]:
         """The answers in each chain."""
         found: list[list[Answer]] = [[] for _ in self.chains]

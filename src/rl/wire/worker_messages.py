@@ -72,6 +72,8 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     """Interpreter of a virtual environment of its own; empty: ours."""
     most: int = 0
     """So many workers like this one the pool may have, as their load demands; 0: those that it is told to start."""
+    spans: str = ""
+    """Folder for its spans, see rl.run_dir.spans; empty: it notes none."""
 
 
 class PlayGroup(msgspec.Struct, tag=True):

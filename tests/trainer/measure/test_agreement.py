@@ -27,7 +27,7 @@ def sampled(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     folders = {(dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name]) for dtype in LIMITS for name in PACKED + LENGTH_DEPENDENT}
 
-    process = inference_zygote().fork("tests.sample_families", *map(str, folders.values()), log=root / "log")
+    process = inference_zygote().fork("scripts.sample_families", "512", *map(str, folders.values()), log=root / "log")
     try:
         assert process.wait(280) == 0, process.log.read_text()[-3000:]
     finally:

@@ -1,5 +1,7 @@
 """The estimate against what torch really keeps, and what the message says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
@@ -101,6 +103,14 @@ def test_a_large_model_is_told_of_offload_shards_and_adapters():
     ]
     assert freed["trainer.optim.offload = true"] == 8 * 8e9
     assert freed["trainer.lora = true"] / GIB == pytest.approx(14 * 8e9 / 2**30, rel=0.1)  # masters, gradients, moments; - a frozen copy
+
+
+def test_what_offload_takes_of_the_hosts_memory_is_told():
+    sizes = Sizes(8 * 2**30, 0, 220 * 10**6, 32, 4096, 128256, 32 * 80_000, 32 * 45_000)
+    case = Case(4096, 2048, 1024, 2, 1, "full", False, 2, "cuda")
+    assert "trainer.optim.offload = true: 32.00 GiB (for 32.00 GiB of the host's memory)" in advice(sizes, case, 4096)
+    said = advice(sizes, replace(case, offload=True), 4096)
+    assert "optimizer 0.00, " in said and " and 32.00 GiB of the host's memory. Each of these" in said
 
 
 def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder, world):

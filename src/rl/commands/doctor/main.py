@@ -7,11 +7,11 @@ from itertools import chain
 
 from rl.commands.doctor.machine import machine_checks
 from rl.commands.options import Option, load, take, usage
-from rl.commands.policy_spec import named_run, run_dir_of
+from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config
 from rl.config.run import RLConfig
+from rl.config.stored import run_dir_of, stored_config
 from rl.launch.children import Children
-from rl.launch.prepare import stored_config
 
 OPTIONS = (
     Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),

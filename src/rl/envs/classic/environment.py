@@ -35,6 +35,7 @@ from rl.envs.classic.rows import load_rows
 from rl.envs.environment import limited, places
 from rl.envs.policy import SAMPLING_KEYS, Policy, RolloutError
 from rl.models.chat import Message, Tool
+from rl.run_dir import spans
 from rl.system.functions import Blame
 from rl.system.user_function import as_number
 from rl.wire.rollouts import Episode, Rollout, Split
@@ -241,7 +242,8 @@ class ClassicEnvironment:
                     play.failure = play.failure or also
             elif not all(play.is_empty for play in plays):
                 async with limited(self.scoring, self.spec.timeout_s, "scoring the rollout"):
-                    await self._call_rubric(env, plays, states)
+                    with spans.span("score", "scoring"):
+                        await self._call_rubric(env, plays, states)
         except RolloutError as error:
             for play in plays:
                 play.failure = error

@@ -1,9 +1,10 @@
 """Environments of a NeMo Gym deployment, over HTTP: an episode is one `POST {agent}/run`, generated and scored there.
 
 NeMo Gym runs in a virtual environment of its own (docs/nemo_gym.md) and asks our inference servers for tokens by itself, so two things
-differ from the other kinds. A token's policy version is the one that the servers had loaded when its episode began: a lower bound, for
-weights may be swapped in the middle; the logprobs are always those of the weights that sampled. And a later turn is rendered from text by
-the server's chat template: its ids are exactly what the policy saw, but need not continue the turn before, and then begin a new sample.
+differ from the other kinds. A token's policy version is the oldest one that the agent's own servers held when its episode began: a lower
+bound, for weights may be swapped in the middle; the logprobs are always those of the weights that sampled. And a later turn is rendered
+from text by the server's chat template: its ids are exactly what the policy saw, but need not continue the turn before, and then begin a
+new sample.
 """
 
 import asyncio
@@ -82,8 +83,9 @@ class NemoGymEnvironment:
         self.rows: dict[Split, list[Row]] = {"train": train, "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else train}
         self.generating = places(spec.max_generating)
         self.agents: dict[str, Agent] = {}
-        self.agents_at = self.version_at = -math.inf
-        self.version = 0
+        self.agents_at = -math.inf
+        self.versions: dict[tuple[str, ...], tuple[float, int]] = {}
+        """Policy servers -> when they were asked (time.monotonic), and the oldest version that one of them held."""
         self.version_lock = asyncio.Lock()
 
     def num_tasks(self, split: Split) -> int:
@@ -135,28 +137,36 @@ class NemoGymEnvironment:
 
     async def _episode(self, row: Row, body: dict[str, Any]) -> Episode:
         async with limited(self.generating, self.spec.timeout_s, "a NeMo Gym episode (generation and scoring)"):
-            version = await self._policy_version()
             agent = self._agent_name(row.agent)
             self._check_policy_urls(agent)
+            version = await self._policy_version(agent)
             reply = await self._run(agent, body)
         rollout = to_rollout(reply, body, version)
         if self.policy.spec.enforce_monotonicity:
-            check_append_only(rollout.turns)
+            check_append_only(rollout)
         return [rollout]
 
-    async def _policy_version(self) -> int | None:
-        """The loaded version, at most a second old; None if an endpoint plays."""
+    async def _policy_version(self, agent: str) -> int | None:
+        """The oldest version that the agent's servers hold, at most a second old; None if an endpoint plays."""
         if self.policy.endpoint is not None:
             return None
+        urls = self._own_servers(agent)
         async with self.version_lock:
-            if time.monotonic() - self.version_at > RECENT_S:
+            asked_at, version = self.versions.get(urls, (-math.inf, 0))
+            if time.monotonic() - asked_at > RECENT_S:
                 asked_at = time.monotonic()
                 try:
-                    self.version = await self.policy.servers.loaded_version()
+                    version = await self.policy.servers.loaded_version(urls)
                 except InferenceLostError as error:
                     raise RolloutError("inference", str(error)) from error
-                self.version_at = asked_at
-            return self.version
+                self.versions[urls] = asked_at, version
+            return version
+
+    def _own_servers(self, agent: str) -> tuple[str, ...]:
+        """Those of the run's servers that the agent asks; none if it asks at an address that is not known here, as a router's."""
+        ours = {address(url): url for url in self.policy.servers.find()}
+        asked = [ours.get(address(url)) for url in self.agents[agent].policy_urls]
+        return tuple(sorted(url for url in asked if url)) if all(asked) else ()
 
     async def _run(self, agent: str, body: dict[str, Any]) -> dict[str, Any]:
         """The agent's answer to a row. Asks again, with growing pauses, while nobody answers or the answer is a server error."""
@@ -279,7 +289,13 @@ def resolved(config: dict[str, Any], value: Any) -> Any:
     return config.get(name) if name else value
 
 
+def address(url: str) -> tuple[str | None, int | None]:
+    """Host and port of an address; the host is empty for this machine."""
+    parts = urlsplit(url)
+    return "" if parts.hostname in LOOPBACK else parts.hostname, parts.port
+
+
 def local_port(url: str) -> int | None:
     """The port of an address on this machine; None elsewhere."""
-    parts = urlsplit(url)
-    return parts.port if parts.hostname in LOOPBACK else None
+    host, port = address(url)
+    return None if host else port

@@ -107,17 +107,14 @@ def to_turns(items: Iterable[dict[str, Any]], version: int) -> list[Turn]:
     return turns
 
 
-def check_append_only(turns: list[Turn]) -> None:
+def check_append_only(rollout: Rollout) -> None:
     """Raises RolloutError if a turn does not continue the ids of an earlier one."""
-    earlier: list[list[int]] = []
-    for turn in turns:
-        if earlier and not any(turn.prompt_ids[: len(ids)] == ids for ids in earlier):
-            raise RolloutError(
-                "not_append_only",
-                f"turn {len(earlier) + 1} does not continue an earlier turn's token ids: NeMo Gym renders history from text. "
-                "Unset orchestrator.enforce_monotonicity: then such a turn starts a new sample",
-            )
-        earlier.append(turn.token_ids)
+    if (rewritten := rollout.turns.first_rewritten()) is not None:
+        raise RolloutError(
+            "not_append_only",
+            f"turn {rewritten + 1} does not continue an earlier turn's token ids: NeMo Gym renders history from text. "
+            "Unset orchestrator.enforce_monotonicity: then such a turn starts a new sample",
+        )
 
 
 def input_items(params: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from rl.models.folder import resolve_model
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
 from rl.trainer.kl import MAX_LOG_RATIO, k3
-from rl.trainer.model import is_packed, load_policy, score
+from rl.trainer.model import is_packed, load_policy, mode_of, score
 from rl.trainer.modes import layer_windows
 from rl.trainer.packing import MicroBatch, Packed, fill_blocks, micro_batch_tokens, pack
 from rl.trainer.parallel.world import World, start_world
@@ -119,7 +119,7 @@ def main() -> None:
 
 def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: World) -> list[tuple[int, float, float]]:
     """(position, temperature, difference) of every sampled token of the batch."""
-    row_tokens = micro_batch_tokens(config.trainer, world.device) * is_packed(model)
+    row_tokens = micro_batch_tokens(config.trainer, world.device, mode_of(model)) * is_packed(model)
     layout = Layout(world.data_rank, world.data_size, row_tokens, model.config.get_text_config().hidden_size)
     found: list[tuple[int, float, float]] = []
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:

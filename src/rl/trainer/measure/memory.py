@@ -15,7 +15,7 @@ from rl.system.errors import RunError
 from rl.trainer.fake import full_batch
 from rl.trainer.logprobs import CHUNK_ELEMENTS, SLICE_BYTES
 from rl.trainer.measure.performance import layer_matrices
-from rl.trainer.model import DTYPES, score
+from rl.trainer.model import DTYPES, mode_of, score
 from rl.trainer.packing import MicroBatch, Packed, micro_batch_tokens
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
@@ -110,6 +110,11 @@ def estimate(sizes: Sizes, case: Case) -> dict[str, float]:
     }
 
 
+def on_host(sizes: Sizes, case: Case) -> float:
+    """Bytes that a rank whose optimizer is offloaded takes of the host's memory."""
+    return 8 * sizes.trained / case.shards
+
+
 def remedies(sizes: Sizes, case: Case, micro_batch_tokens: int) -> dict[str, float]:
     """Settings and the bytes that each alone would free, the most first."""
     half, ranks = max(1, micro_batch_tokens // 2), case.context_parallel
@@ -152,18 +157,20 @@ def advice(sizes: Sizes, case: Case, micro_batch_tokens: int) -> str:
     """Text that says what takes how much memory, and which setting would free how much."""
     memory = estimate(sizes, case)
     parts = ", ".join(f"{use} {needed / GIB:.2f}" for use, needed in memory.items())
-    frees = "; ".join(f"{name}: {free / GIB:.2f} GiB" for name, free in remedies(sizes, case, micro_batch_tokens).items())
-    return f"A rank needs about {sum(memory.values()) / GIB:.2f} GiB ({parts}). Each of these frees about so much: {frees}"
+    host = f"{on_host(sizes, case) / GIB:.2f} GiB of the host's memory"
+    costs = {"trainer.optim.offload = true": f" (for {host})"}
+    freed = remedies(sizes, case, micro_batch_tokens)
+    frees = "; ".join(f"{name}: {free / GIB:.2f} GiB{costs.get(name, '')}" for name, free in freed.items())
+    beside = f" and {host}" if case.offload else ""
+    return f"A rank needs about {sum(memory.values()) / GIB:.2f} GiB ({parts}){beside}. Each of these frees about so much: {frees}"
 
 
 def try_largest(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, pack: Callable[[TrainBatch], Packed], config: RLConfig, world: World
 ) -> None:
     """Trains a full row of random tokens and drops the gradients, so that a GPU is out of memory now and not at some later step."""
-    row_tokens, vocab_size = (
-        micro_batch_tokens(config.trainer, world.device) * world.context_size,
-        model.config.get_text_config().vocab_size,
-    )
+    row_tokens = micro_batch_tokens(config.trainer, world.device, mode_of(model)) * world.context_size
+    vocab_size = model.config.get_text_config().vocab_size
     rows = pack(full_batch(world.data_size, row_tokens, config.model.max_model_len, vocab_size)).micro_batches
     with explain_out_of_memory(model, rows, config, world):
         score(model, rows[0].to(world.device), world).logprobs.sum().backward()
@@ -184,8 +191,8 @@ def explain_out_of_memory(model: PreTrainedModel, batches: list[MicroBatch], con
         if not is_out_of_memory(error):
             raise
         case = case_of(max(batches, key=lambda batch: len(batch.input_ids)), config, world)
-        first_line = str(error).partition("\n")[0]
+        first_line, row_tokens = str(error).partition("\n")[0], micro_batch_tokens(config.trainer, world.device, mode_of(model))
         raise RunError(
             f"out of memory on rank {world.rank} with a micro batch of {case.tokens} tokens, its longest sequence {case.longest} "
-            f"({first_line}). " + advice(sizes_of(model), case, micro_batch_tokens(config.trainer, world.device))
+            f"({first_line}). " + advice(sizes_of(model), case, row_tokens)
         ) from error

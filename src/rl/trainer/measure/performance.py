@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl.run_dir import spans
 from rl.trainer.modes import layer_windows
 from rl.trainer.packing import MicroBatch, Packed
 from rl.trainer.parallel.world import World
@@ -29,10 +30,16 @@ PEAK_FLOPS = {
 """Operations a second in bfloat16 on dense matrices, by device name, the first that is found: NVIDIA's data sheets of these products."""
 
 
+SHORTEST_S = 1e-3
+"""Of a part that is noted as a span."""
+
+
 class Timer:
     """Measures the seconds of each part of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int | None = None) -> None:
+        """step: under which the parts are noted as spans; None: they are not."""
+        self.step = step
         self.seconds: dict[str, float] = {}
         self.start = self.last = time.monotonic()
 
@@ -40,6 +47,8 @@ class Timer:
         """Counts the time since the last lap to `part`."""
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
+        if self.step is not None and now - self.last > SHORTEST_S:
+            spans.note(part, self.last, now, "step", self.step)
         self.last = now
 
     @property

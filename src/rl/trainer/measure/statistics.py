@@ -9,6 +9,7 @@ from torch import Tensor
 from rl.trainer.kl import MAX_LOG_RATIO
 from rl.trainer.loss import LossTerms
 from rl.trainer.measure.agreement import AgreementSums
+from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model import Scores
 from rl.trainer.packing import MicroBatch
 from rl.trainer.parallel.world import World
@@ -35,8 +36,9 @@ MEANS = (
 class Statistics:
     """Sums over the loss tokens of this rank's micro batches, a row for each of the batch's E environments."""
 
-    def __init__(self, batch: TrainBatch, device: torch.device) -> None:
-        self.envs = batch.envs
+    def __init__(self, batch: TrainBatch, device: torch.device, tokens: TokenColumns | None = None) -> None:
+        """tokens: where each token's own values are noted; None: nowhere."""
+        self.envs, self.tokens = batch.envs, tokens
         size = len(self.envs)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
@@ -59,6 +61,8 @@ class Statistics:
         self.loss += loss
         if not len(terms.ratio):
             return
+        if self.tokens:
+            self.tokens.add(batch, scores, terms)
         nothing = torch.full_like(terms.ratio, math.nan)
         kl = terms.kl if first or terms.update_kl is not None else nothing
         kls = [torch.where(batch.fresh, kl, nothing), torch.where(batch.fresh, nothing, kl)]

@@ -126,7 +126,7 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
     predictors, temperatures = (slots % longest)[batch.predictors[kept]], batch.temperatures[kept]
     if not len(predictors):  # one position's logits all the same: every rank takes part in every collective
         predictors, temperatures = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-    names = ("targets", "logprobs", "advantages", "weights", "sequences", "envs", "teacher_logprobs", "fresh")
+    names = ("targets", "logprobs", "advantages", "weights", "sequences", "places", "envs", "teacher_logprobs", "fresh")
     values = {name: None if getattr(batch, name) is None else getattr(batch, name)[tokens] for name in names}
     rows = (kept.cumsum(0) - 1)[batch.rows[tokens]]
     queries = parts[world.context_rank]

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rl.config.trainer import WeightsConfig
+from rl.run_dir import spans
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
@@ -46,13 +47,15 @@ class Publisher:
     def _publish(self, number: int, version: Version, checkpoints: Collection[int], since: float) -> None:
         path = self.run_dir.weights(number).absolute()
         self.wait.about(Phase.PUBLISHING, number, "writing it")
-        if not self._is_there(number, path, version):
-            fence = partial(check_fence, self.run_dir.lock("trainer"))
-            # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
-            version.write(path, self.run_dir.digests(number), new=not path.exists(), fence=fence)
+        with spans.span("write_version", "publisher", number):
+            if not self._is_there(number, path, version):
+                fence = partial(check_fence, self.run_dir.lock("trainer"))
+                # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
+                version.write(path, self.run_dir.digests(number), new=not path.exists(), fence=fence)
         needed = Acknowledged(number)
         if self.client:
-            needed = self.client.published(WeightVersion(number, str(path)), self.wait)
+            with spans.span("announce_version", "publisher", number):
+                needed = self.client.published(WeightVersion(number, str(path)), self.wait)
         self.latency_s = time.monotonic() - since
         keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
         self.retention.delete_old(number, keep, needed.oldest_needed)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig
+from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
@@ -82,7 +83,8 @@ class Saver:
     def _write(self, step: int, state: dict[str, Tensor], model: str, began: float, before: float) -> None:
         """`began`, `before`: when this checkpoint and the one before it were begun."""
         fence = partial(check_fence, self.run_dir.lock("trainer"))
-        checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence)
+        with spans.span("write_checkpoint", "saver", step):
+            checkpoint.write(self.run_dir.checkpoint(step), step, state, model, self.world, self.group, fence)
         self.since = time.monotonic()
         self.cost_s = self.since - began
         self.fraction = self.cost_s / max(began - before, self.cost_s)

@@ -1,0 +1,79 @@
+"""Samples from several small models with vLLM, one after another: `python scripts/sample_families.py MAX_MODEL_LEN FOLDER...`
+
+Each folder is DTYPE/NAME. Writes parity.batch into it. An error ends the process: what it leaves behind may spoil the next model. vLLM's
+arguments are those of our server (rl/inference/server.py).
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rl.inference.server import common_environment, cpu_defaults, cpu_environment
+
+LENGTHS = (5, 40, 200)
+"""Tokens of the prompts."""
+TEMPERATURES = (1.0, 0.7)
+TOKENS = 24
+SAMPLED = "parity.batch"
+LEAST_VOCABULARY = 128
+"""Ids of the prompts, which every model has."""
+
+
+def main() -> None:
+    os.environ.update(common_environment() | cpu_environment(1))
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # at each architecture, which takes half a minute of imports
+    for folder in map(Path, sys.argv[2:]):
+        llm = LLM(
+            str(folder),
+            dtype=folder.parent.name,
+            max_model_len=int(sys.argv[1]),
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            kv_cache_memory_bytes=1 << 27,
+            attention_config={"backend": "CPU_MLA"},  # where attention is latent: the default there is for bfloat16
+            seed=0,
+            **cpu_defaults({}),
+        )
+        sample(llm, folder)
+        del llm
+        cleanup_dist_env_and_memory()  # an engine of experts needs process groups that the one before did not make
+
+
+def sample(llm: Any, folder: Path) -> None:
+    """Writes a batch of what the model answers to each prompt at each temperature."""
+    from vllm import SamplingParams
+
+    from rl.wire.batch_file import write_batch
+    from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+
+    prompts = [[3 + place % (LEAST_VOCABULARY - 3) for place in range(length)] for length in LENGTHS]
+    samples = []
+    for temperature in TEMPERATURES:
+        params = SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        for ids, output in zip(prompts, outputs, strict=True):
+            answer = list(output.outputs[0].token_ids)
+            logprobs = [step[token].logprob for step, token in zip(output.outputs[0].logprobs or [], answer, strict=True)]
+            samples.append(
+                TrainingSample(
+                    token_ids=ids + answer,
+                    loss_mask=[False] * len(ids) + [True] * len(answer),
+                    logprobs=[0.0] * len(ids) + logprobs,
+                    advantages=[0.0] * (len(ids) + len(answer)),
+                    policy_versions=[VersionSpan(0, len(answer))],
+                    env="parity",
+                    group_id=len(samples),
+                    rollout_id=0,
+                    temperature=temperature,
+                )
+            )
+    write_batch(folder / SAMPLED, TrainBatch(step=1, samples=samples), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The index of a run's rollouts in the user's cache, so that a long run is not read again by every process. It may be deleted any time."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rl.records.columns import DTYPES, WORDS, Columns, Kind, Words
+
+FORMAT = "2"
+MAX_BYTES = 1 << 30
+"""Of all indices together; the ones that were not used for longest go first."""
+Identity = tuple[int, int]
+"""Size of a file, and when it last changed, ns."""
+Kept = tuple[Columns, dict[int, Identity], dict[tuple[int, str], Identity]]
+"""The columns, the files of steps, and those of evaluations by version and name."""
+
+
+def cache_file(root: Path) -> Path:
+    """Where the index of a run is kept: $XDG_CACHE_HOME/rl/records, by default ~/.cache/rl/records."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "records"
+    name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()
+    return folder / f"{root.resolve().name}-{name}.safetensors"
+
+
+def save(path: Path, columns: Columns, steps: Mapping[int, Identity], evals: Mapping[tuple[int, str], Identity]) -> None:
+    """Writes an index, if the cache can be written, and makes room for it."""
+    kept = columns.only((columns["gone"] == 0) & (columns["kind"] != Kind.PENDING))
+    tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
+    tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
+    tensors["steps"] = np.array([(step, *identity) for step, identity in steps.items()], np.int64).reshape(-1, 3)
+    about = {
+        "format": FORMAT,
+        "words": json.dumps({name: kept.words[name].words for name in WORDS}),
+        "left_out": json.dumps(sorted(kept.left_out)),
+        "evals": json.dumps([(version, name, *identity) for (version, name), identity in evals.items()]),
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError, SafetensorError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata=about)
+        temporary.rename(path)
+        make_room(path.parent)
+
+
+def make_room(folder: Path) -> None:
+    """Deletes the oldest indices beyond MAX_BYTES."""
+    files = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True)
+    total = 0
+    for path in files:
+        total += path.stat().st_size
+        if total > MAX_BYTES:
+            path.unlink(missing_ok=True)
+
+
+def load(path: Path) -> Kept | None:
+    """An index as it was kept; None if there is none that can be read."""
+    try:
+        with safe_open(path, framework="np") as file:
+            about, columns = file.metadata() or {}, Columns()
+            if about.get("format") != FORMAT:
+                return None
+            columns.words = {name: Words(words) for name, words in json.loads(about["words"]).items()}
+            columns.left_out = set(json.loads(about["left_out"]))
+            columns.arrays = {name: file.get_tensor(f"column/{name}") for name in DTYPES}
+            prefix = "metric/"
+            columns.metrics = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+            steps = {step: (size, changed) for step, size, changed in file.get_tensor("steps").tolist()}
+            evals = {(version, name): (size, changed) for version, name, size, changed in json.loads(about["evals"])}
+            columns.size = len(columns.arrays["kind"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+    same = {len(array) for arrays in (columns.arrays, columns.metrics) for array in arrays.values()} == {columns.size}
+    return (columns, steps, evals) if same else None

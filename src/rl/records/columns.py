@@ -1,0 +1,202 @@
+"""Rollouts as columns: what can be filtered, sorted and counted of a million of them takes about 100 MiB, and no file is read for it."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl.system.errors import RunError
+
+DTYPES: Mapping[str, str] = {
+    "kind": "u1",
+    "step": "i4",
+    "version": "i4",
+    "first_version": "i4",
+    "env": "u2",
+    "task": "i8",
+    "group_id": "i8",
+    "rollout_id": "i4",
+    "episode": "i4",
+    "agent": "u2",
+    "reward": "f8",
+    "advantage": "f8",
+    "outcome": "u2",
+    "stop": "u2",
+    "why": "u2",
+    "failed": "u1",
+    "truncated": "u1",
+    "num_tokens": "i4",
+    "num_turns": "i4",
+    "retries": "i4",
+    "offset": "i8",
+    "length": "i4",
+    "gone": "u1",
+}
+"""The columns. `offset` and `length` say where the line stands in its file, bytes of its text; `gone`: that file is there no more."""
+WORDS = ("env", "agent", "outcome", "stop", "why")
+"""Columns that hold a word's code."""
+OTHER = "(other)"
+MOST_WORDS, MOST_METRICS = 60_000, 64
+"""Different words of a column, and different metrics of the environments' own, that are told apart."""
+NONE = -1
+"""In place of a number that a rollout has not got."""
+
+
+class Kind(IntEnum):
+    """Which file a rollout is of: one of a step, pending.jsonl, or an evaluation's."""
+
+    STEP = 0
+    PENDING = 1
+    EVAL = 2
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """What the columns take of a line of rollouts/*.jsonl or evals/*/*.jsonl. Messages are passed over."""
+
+    reward: float | None
+    messages: msgspec.Raw
+    step: int | None = None
+    policy_version: int | None = None
+    env: str = ""
+    task: int = NONE
+    group_id: int = NONE
+    rollout_id: int = NONE
+    rollout: int = NONE
+    """The episode of an evaluation's rollout, whose lines name it so."""
+    episode: int = NONE
+    agent: str = "agent"
+    advantage: float | None = None
+    metrics: dict[str, Any] = {}
+    outcome: str = ""
+    stop: str | None = ""
+    why: str | None = None
+    trained: bool | None = None
+    truncated: bool = False
+    num_tokens: int = 0
+    num_turns: int = 0
+    retries: int = 0
+    versions: list[int] = []
+    error: str | None = None
+
+
+DECODER = msgspec.json.Decoder(Line)
+
+
+class Words:
+    """Different words of a column by number, in the order in which they came."""
+
+    def __init__(self, words: Iterable[str] = ()):
+        self.words = list(words)
+        self.codes = {word: code for code, word in enumerate(self.words)}
+
+    def code(self, word: str) -> int:
+        """The number of a word, a new one if need be."""
+        if (code := self.codes.get(word)) is None:
+            word = word if len(self.words) < MOST_WORDS else OTHER
+            code = self.codes.setdefault(word, len(self.words))
+            if code == len(self.words):
+                self.words.append(word)
+        return code
+
+
+class Columns:
+    """Rows that are only ever added. A view of a column stays what it was when it was taken."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.arrays = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
+        self.words = {name: Words() for name in WORDS}
+        self.metrics: dict[str, np.ndarray] = {}
+        """Values of reward functions and the environments' other metrics, float32, nan where a rollout has none."""
+        self.left_out: set[str] = set()
+        """Metrics beyond MOST_METRICS."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column [size] of DTYPES, or of a metric. Raises RunError for a name that is neither."""
+        arrays = self.arrays if name in self.arrays else self.metrics
+        if name not in arrays:
+            there = ", ".join([*DTYPES, *sorted(self.metrics)])
+            why = " (there are too many different metrics for it to be kept)" if name in self.left_out else ""
+            raise RunError(f"{name}: rollouts have no such field{why}; there are: {there}")
+        return arrays[name][: self.size]
+
+    def add(self, kind: Kind, lines: Sequence[Line], places: Sequence[tuple[int, int]]) -> None:
+        """Adds rows. places: (offset, length) of each."""
+        start, count = self.size, len(lines)
+        self._reserve(start + count)
+        rows = [self._row(kind, line, place) for line, place in zip(lines, places, strict=True)]
+        for name, values in zip(DTYPES, zip(*rows, strict=True), strict=True) if rows else ():
+            self.arrays[name][start : start + count] = values
+        for i, line in enumerate(lines, start=start):
+            for name, value in line.metrics.items():
+                if isinstance(value, (int, float)) and (column := self._metric(name)) is not None:
+                    column[i] = value
+        self.size += count
+
+    def _row(self, kind: Kind, line: Line, place: tuple[int, int]) -> tuple[float, ...]:
+        """The values of DTYPES, in its order."""
+        versions = line.versions or [NONE]
+        became = "error" if line.error and line.why is None else line.why or ("trained" if line.trained else "")
+        return (
+            kind,
+            NONE if line.step is None else line.step,
+            max(versions) if line.policy_version is None else line.policy_version,
+            min(versions) if line.policy_version is None else line.policy_version,
+            self.words["env"].code(line.env),
+            line.task,
+            line.group_id,
+            line.rollout_id,
+            line.rollout if line.episode == NONE else line.episode,
+            self.words["agent"].code(line.agent),
+            math.nan if line.reward is None else line.reward,
+            math.nan if line.advantage is None else line.advantage,
+            self.words["outcome"].code(line.outcome),
+            self.words["stop"].code(line.stop or ""),
+            self.words["why"].code(became),
+            line.error is not None,
+            line.truncated,
+            line.num_tokens,
+            line.num_turns,
+            line.retries,
+            *place,
+            0,
+        )
+
+    def _metric(self, name: str) -> np.ndarray | None:
+        if name not in self.metrics:
+            if len(self.metrics) >= MOST_METRICS:
+                self.left_out.add(name)
+                return None
+            self.metrics[name] = np.full(len(self.arrays["kind"]), np.nan, np.float32)
+        return self.metrics[name]
+
+    def _reserve(self, size: int) -> None:
+        there = len(self.arrays["kind"])
+        if size <= there:
+            return
+        room = max(size, there + there // 4, 1024)
+        for arrays in (self.arrays, self.metrics):
+            for name, old in arrays.items():
+                arrays[name] = np.full(room, np.nan, old.dtype) if arrays is self.metrics else np.empty(room, old.dtype)
+                arrays[name][:there] = old
+
+    def only(self, kept: np.ndarray) -> "Columns":
+        """A copy with some of the rows. kept: [size] bool."""
+        copy = Columns()
+        copy.arrays = {name: self[name][kept] for name in self.arrays}
+        copy.metrics = {name: self[name][kept] for name in self.metrics}
+        copy.words, copy.left_out = {name: Words(known.words) for name, known in self.words.items()}, set(self.left_out)
+        copy.size = int(kept.sum())
+        return copy
+
+    def code(self, name: str, word: str) -> int:
+        """The code of a word of a column; NONE, which no row has, for one that never came."""
+        return self.words[name].codes.get(word, NONE)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is taken, bytes."""
+        return sum(array.nbytes for arrays in (self.arrays, self.metrics) for array in arrays.values())

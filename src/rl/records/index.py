@@ -1,0 +1,251 @@
+"""The index of a run's rollouts: follows rollouts/ and evals/, and tells where each rollout stands. Nothing of the run is written."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rl.records import cache
+from rl.records.columns import DECODER, Columns, Kind, Line
+from rl.run_dir.files import CorruptFileError, end_of_last_line, reading
+from rl.run_dir.paths import RunDir, numbered
+from rl.wire.batch_file import sound_rollouts
+from rl.wire.messages import UNREADABLE
+
+STEP_FILE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.jsonl(\.gz)?")
+CHUNK = 8192
+"""Rows that are added at once."""
+SUSPECTS = 3
+"""So many newest steps are looked at again: an orchestrator that was killed before its commit writes their files anew."""
+CACHE_S = 2.0
+"""Reading that took longer is kept in the user's cache."""
+TICK_NS, LOOK_AGAIN = 100_000_000, -1
+"""A folder that changed within so many ns may change again without another time of change."""
+GONE_SHARE = 0.25
+"""Rows of files that are gone are removed when they are more than this part."""
+
+
+class Source(NamedTuple):
+    """A file of rollouts: `rollouts/000012.jsonl`, compressed or not, or `evals/000010/NAME.jsonl`."""
+
+    kind: Kind
+    number: int
+    """Its step or policy version."""
+    name: str = ""
+    """The evaluation."""
+
+
+PENDING = Source(Kind.PENDING, 0)
+
+
+class Identity(NamedTuple):
+    """What tells that a file is the one that was read."""
+
+    size: int
+    mtime_ns: int
+
+
+class State(NamedTuple):
+    """What tells that no file has come or gone: when the folders last changed, ns, and what `discarded/` holds."""
+
+    rollouts: int
+    discarded: tuple[str, ...]
+    evals: tuple[int, ...]
+
+
+class RolloutIndex:
+    """Columns of all rollouts. `refresh` reads what is new; it is not to be called by two threads at once."""
+
+    def __init__(self, run_dir: RunDir, cache_file: Path | None = None):
+        """cache_file: where the index outlives this process; None: nowhere."""
+        self.run_dir, self.cache_file = run_dir, cache_file
+        self.columns = Columns()
+        self.steps: dict[int, Identity] = {}
+        """The files of steps that were read."""
+        self.evals: dict[tuple[int, str], Identity] = {}
+        """Those of evaluations, by version and name."""
+        self.damaged: dict[Source, str] = {}
+        """Files that could not be read, with what is wrong; their rollouts are missing."""
+        self.gone = 0
+        """Rows of files that are not there any more."""
+        self.looked: State | None = None
+        self.pending_as_read: tuple[int, int] = (0, 0)
+        """Inode and offset up to which pending.jsonl was read."""
+        if cache_file and (found := cache.load(cache_file)):
+            self.columns, steps, evals = found
+            self.steps = {step: Identity(*identity) for step, identity in steps.items()}
+            self.evals = {key: Identity(*identity) for key, identity in evals.items()}
+
+    def refresh(self) -> None:
+        """Reads what is new, and forgets what is gone."""
+        began = time.monotonic()
+        self._read_pending()  # first: what a batch settles meanwhile is then seen twice, not never
+        gone, new = self._changes()
+        self._forget(gone)
+        self._read_files(new)
+        waits = (self.columns["kind"] == Kind.PENDING) & (self.columns["gone"] == 0)
+        if waits.any():
+            recent = self.columns["step"] > max(self.steps, default=0) - SUSPECTS
+            recent &= (self.columns["kind"] == Kind.STEP) & (self.columns["gone"] == 0)
+            self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
+        if self.gone > GONE_SHARE * self.columns.size:
+            self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
+        if self.cache_file and new and time.monotonic() - began > CACHE_S:
+            damaged = {(source.number, source.name) for source in self.damaged}
+            steps = {step: identity for step, identity in self.steps.items() if (step, "") not in damaged}
+            cache.save(self.cache_file, self.columns, steps, {key: value for key, value in self.evals.items() if key not in damaged})
+
+    def _changes(self) -> tuple[list[Source], list[Source]]:
+        """Files that are gone or others than they were, and those to read. Old ones are believed to be as they were, unless the run was
+        taken back since."""
+        folders = numbered(self.run_dir.evals)
+        state = State(mtime(self.run_dir.rollouts_dir), names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
+        newest = [
+            step for step in range(max(self.steps, default=0), max(0, max(self.steps, default=0) - SUSPECTS), -1) if step in self.steps
+        ]
+        if state == self.looked and all(self._identity(Source(Kind.STEP, step)) == self.steps[step] for step in newest):
+            return [], []
+        whole = not self.looked or state.discarded != self.looked.discarded
+        there = set(step_numbers(self.run_dir.rollouts_dir))
+        looked_at = self.steps.keys() & there if whole else newest
+        changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
+        gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]
+        new = [Source(Kind.STEP, step) for step in sorted((there - self.steps.keys()) | (changed & there))]
+        evals = {(version, path.stem): identity_of(path) for version, folder in folders.items() for path in sorted(folder.glob("*.jsonl"))}
+        gone += [Source(Kind.EVAL, *key) for key, identity in self.evals.items() if evals.get(key) != identity]
+        new += [Source(Kind.EVAL, *key) for key, identity in evals.items() if self.evals.get(key) != identity]
+        now = time.time_ns()
+        settled = all(now - changed > TICK_NS for changed in (state.rollouts, *state.evals))
+        self.looked = state if settled else state._replace(rollouts=LOOK_AGAIN)
+        return gone, new
+
+    def _identity(self, source: Source) -> "Identity | None":
+        return next((found for path in self.paths(source) if (found := identity_of(path))), None)
+
+    def paths(self, source: Source) -> list[Path]:
+        """Where a file may be: that of a step is compressed once it is old."""
+        if source.kind is Kind.EVAL:
+            return [self.run_dir.eval(source.number, source.name)]
+        plain = self.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.run_dir.rollouts(source.number)
+        return [plain] if source.kind is Kind.PENDING else [plain, compressed(plain)]
+
+    def path(self, source: Source) -> Path:
+        """Where a file is; if it is nowhere, where it would be."""
+        paths = self.paths(source)
+        return next((path for path in paths if path.exists()), paths[0])
+
+    def _forget(self, sources: list[Source]) -> None:
+        if not sources:
+            return
+        kinds = self.columns["kind"]
+        steps = [source.number for source in sources if source.kind is Kind.STEP]
+        gone = np.isin(self.columns["step"], steps) & (kinds == Kind.STEP)
+        for source in sources:
+            self.damaged.pop(source, None)
+            if source.kind is Kind.STEP:
+                del self.steps[source.number]
+            else:
+                del self.evals[source.number, source.name]
+                of_env = self.columns["env"] == self.columns.code("env", source.name)
+                gone |= (kinds == Kind.EVAL) & (self.columns["version"] == source.number) & of_env
+        self._drop(gone)
+
+    def _drop(self, rows: np.ndarray) -> None:
+        """Marks rows as gone. rows: [size] bool."""
+        if rows.any():
+            self.columns["gone"][rows] = 1
+            self.gone = int(self.columns["gone"].sum())
+
+    def _read_files(self, sources: list[Source]) -> None:
+        lines, places, kind = list[Line](), list[tuple[int, int]](), Kind.STEP
+        for source in sources:
+            path = self.path(source)
+            try:
+                identity = identity_of(path)
+                found = list(decoded(path, sound_rollouts(path)))
+            except FileNotFoundError:
+                continue  # compressed, deleted or moved at this moment: the next refresh sees it
+            except CorruptFileError as error:
+                self.damaged[source], found = str(error), []
+            if source.kind is not kind or len(lines) >= CHUNK:
+                self.columns.add(kind, lines, places)
+                lines, places, kind = [], [], source.kind
+            lines += [line for line, _ in found]
+            places += [place for _, place in found]
+            if identity and source.kind is Kind.STEP:
+                self.steps[source.number] = identity
+            elif identity:
+                self.evals[source.number, source.name] = identity
+        self.columns.add(kind, lines, places)
+
+    def _read_pending(self) -> None:
+        path, (inode, offset) = self.run_dir.pending_rollouts, self.pending_as_read
+        try:
+            with reading(path), path.open("rb") as file:
+                there, end = os.fstat(file.fileno()).st_ino, end_of_last_line(file)
+                if there != inode or end < offset:  # made anew, as at every commit
+                    self._drop(self.columns["kind"] == Kind.PENDING)
+                    offset = 0
+                file.seek(offset)
+                found = [(line, (at + offset, length)) for line, (at, length) in decoded(path, file.read(end - offset))]
+        except FileNotFoundError:
+            self._drop(self.columns["kind"] == Kind.PENDING)
+            self.pending_as_read = (0, 0)
+            return
+        except CorruptFileError as error:
+            self.damaged[PENDING] = str(error)
+            return
+        self.damaged.pop(PENDING, None)
+        self.columns.add(Kind.PENDING, [line for line, _ in found], [place for _, place in found])
+        self.pending_as_read = (there, end)
+
+
+def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
+    """(line, (offset, length)) of each whole line. Raises CorruptFileError for one that is no rollout."""
+    offset = 0
+    for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
+        try:
+            yield DECODER.decode(text), (offset, len(text))
+        except UNREADABLE as error:
+            raise CorruptFileError(f"{path}:{number}: no rollout of this version of rl: {error}") from None
+        offset += len(text)
+
+
+def step_numbers(folder: Path) -> Iterator[int]:
+    """The steps that have a file of rollouts."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from (int(match[1]) for match in map(STEP_FILE.fullmatch, os.listdir(folder)) if match)
+
+
+def compressed(path: Path) -> Path:
+    """The name that `000012.jsonl` has once it is old."""
+    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
+
+
+def names(folder: Path) -> tuple[str, ...]:
+    """What a folder holds."""
+    with contextlib.suppress(FileNotFoundError):
+        return tuple(sorted(os.listdir(folder)))
+    return ()
+
+
+def mtime(path: Path) -> int:
+    """When a directory last changed, ns; 0 without it."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def identity_of(path: Path) -> Identity | None:
+    """See Identity; None without the file."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return None
+    return Identity(there.st_size, there.st_mtime_ns)

@@ -1,0 +1,123 @@
+"""A run's numbers as columns, followed while they are written."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.run_dir.files import LineReader
+from rl.run_dir.metrics import ALWAYS, NEWEST_BYTES, parse_line, source_files
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps [n] int64, and the values of a metric at them [n] float64."""
+
+
+class Table:
+    """The lines of one source, a row for each step."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        """Step -> its row."""
+        self.times = np.empty(0)
+        """When the newest line of a row was written, seconds since the epoch."""
+        self.arrays: dict[str, np.ndarray] = {}
+        """Values by metric, nan where a row has none; with room for more rows."""
+
+    def add(self, step: int, line: dict[str, Any]) -> None:
+        """Takes in a line; of two values of a metric the later one counts."""
+        row = self.rows.setdefault(step, len(self.rows))
+        if row >= len(self.times):
+            room = max(256, row + row // 4)
+            self.arrays = {name: grown(old, room) for name, old in self.arrays.items()}
+            self.times = grown(self.times, room)
+        self.times[row] = line.get("time") or np.nan
+        for name, value in line.items():
+            if name not in ALWAYS:
+                if name not in self.arrays:
+                    self.arrays[name] = np.full(len(self.times), np.nan)
+                self.arrays[name][row] = np.nan if value is None else value
+
+    def ordered(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps, ascending, and their rows."""
+        steps, rows = np.array([*self.rows], np.int64), np.array([*self.rows.values()], np.int64)
+        order = np.argsort(steps)
+        return steps[order], rows[order]
+
+
+class Metrics:
+    """The lines of metrics.jsonl, and those of its sources that are not merged yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.tables: dict[str, Table] = {}
+        """By source."""
+        self.readers: dict[Path, LineReader] = {}
+        self.inodes: dict[Path, int] = {}
+
+    def refresh(self) -> None:
+        """Reads the lines that are new; all again if a file was cut, as a resume does."""
+        files = [self.path, *source_files(self.path)]
+        if any(self._was_replaced(path) for path in self.inodes):
+            self._forget()
+        for path in files:
+            if path not in self.readers:
+                if not path.exists():
+                    continue
+                self.readers[path], self.inodes[path] = LineReader(path), path.stat().st_ino
+                if path != self.path and (size := path.stat().st_size) > NEWEST_BYTES:
+                    self.readers[path].offset = size - NEWEST_BYTES  # within a line, which is passed over as damaged
+            while lines := self.readers[path].new():
+                for line in filter(None, map(parse_line, lines)):
+                    self.tables.setdefault(line["source"], Table()).add(line["step"], line)
+
+    def _was_replaced(self, path: Path) -> bool:
+        try:
+            there = path.stat()
+        except FileNotFoundError:
+            return True
+        return there.st_ino != self.inodes[path] or there.st_size < self.readers[path].offset
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that there are."""
+        return sorted({name for table in self.tables.values() for name in table.arrays})
+
+    def columns(self, source: str | None = None) -> dict[str, np.ndarray]:
+        """step, source, time (seconds since the epoch) and every metric as columns, in the order of steps, then sources. source: of one
+        alone."""
+        tables = {name: table for name, table in sorted(self.tables.items()) if source in (None, name)}
+        parts = {name: table.ordered() for name, table in tables.items()}
+        lengths = [len(steps) for steps, _ in parts.values()]
+        steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in parts.values())])
+        order = np.argsort(steps, kind="stable")
+
+        def values(table: Table, name: str, rows: np.ndarray) -> np.ndarray:
+            return table.arrays[name][rows] if name in table.arrays else np.full(len(rows), np.nan)
+
+        def column(name: str) -> np.ndarray:
+            found = (values(tables[of], name, rows) for of, (_, rows) in parts.items())
+            return np.concatenate([np.empty(0), *found])[order]
+
+        times = np.concatenate([np.empty(0), *(tables[name].times[rows] for name, (_, rows) in parts.items())])
+        sources = np.repeat(np.array([*tables], object), lengths)
+        names = sorted({name for table in tables.values() for name in table.arrays})
+        return {"step": steps[order], "source": sources[order], "time": times[order], **{name: column(name) for name in names}}
+
+    def curve(self, name: str, source: str | None = None) -> Curve:
+        """The finite values of a metric over steps; of several sources that have it, of the first by name. Empty where none has it."""
+        for of, table in sorted(self.tables.items()):
+            if source in (None, of) and name in table.arrays:
+                steps, rows = table.ordered()
+                values = table.arrays[name][rows]
+                return steps[np.isfinite(values)], values[np.isfinite(values)]
+        return np.empty(0, np.int64), np.empty(0)
+
+
+def grown(array: np.ndarray, room: int) -> np.ndarray:
+    """A longer copy, the rest of it nan."""
+    longer = np.full(room, np.nan)
+    longer[: len(array)] = array
+    return longer

@@ -1,0 +1,289 @@
+"""Rollouts chosen out of the index: filtered, sorted and paged as columns; the text of one is read from its file when it is asked for."""
+
+import contextlib
+import errno
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from rl.diagnosis.rollouts import Row, messages_text, parse_rollout, rollout_text
+from rl.records.columns import NONE, WORDS, Columns, Kind
+from rl.records.index import RolloutIndex, Source
+from rl.run_dir.files import CorruptFileError, reading
+from rl.system.errors import RunError
+from rl.wire.batch_file import sound_rollouts
+
+KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
+"""Words for the kinds."""
+Bounds = Mapping[str, tuple[float | None, float | None]]
+"""Least and greatest value of a number, both included; None: any."""
+LAST = 2**31 - 1
+"""In place of the step of what no batch has settled."""
+MAX_TEXT_BYTES = 64 << 20
+"""Of decompressed files, in memory at once."""
+
+
+class Texts:
+    """The lines of rollouts. Compressed files are kept for a while, as they cannot be read in the middle."""
+
+    def __init__(self, index: RolloutIndex):
+        self.index = index
+        self.kept: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
+        """By path and time of change."""
+        self.lock = threading.Lock()
+
+    def line(self, source: Source, offset: int, length: int) -> tuple[bytes, Path]:
+        """A line, and its file. Raises FileNotFoundError and CorruptFileError."""
+        paths = self.index.paths(source)
+        for path in paths:  # a file may be compressed at this moment
+            with contextlib.suppress(FileNotFoundError):
+                return self._read(path, offset, length), path
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(paths[0]))
+
+    def _read(self, path: Path, offset: int, length: int) -> bytes:
+        if path.suffix != ".gz":
+            with reading(path), path.open("rb") as file:
+                file.seek(offset)
+                return file.read(length)
+        key = path, path.stat().st_mtime_ns
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = sound_rollouts(path)
+                while len(self.kept) > 1 and sum(map(len, self.kept.values())) > MAX_TEXT_BYTES:
+                    self.kept.popitem(last=False)
+            self.kept.move_to_end(key)
+            return self.kept[key][offset : offset + length]
+
+
+class Rollout:
+    """One rollout. Its numbers are those of the index; `row` and what follows from it are read from its file."""
+
+    def __init__(self, columns: Columns, place: int, texts: Texts):
+        self._columns, self._place, self._texts = columns, place, texts
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of the index: a number, a word, or a metric of the environment's (nan: it has none). Raises RunError."""
+        value = self._columns[name][self._place].item()
+        if name == "kind":
+            return KINDS[Kind(value)]
+        return self._columns.words[name].words[value] if name in WORDS else value
+
+    @property
+    def kind(self) -> str:
+        """`train` of a batch's file, `pending` of one that no batch has settled, `eval`."""
+        return self["kind"]
+
+    @property
+    def step(self) -> int | None:
+        """The batch that settled it; None without one."""
+        return None if self["step"] == NONE else self["step"]
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version that sampled a token of it, of an evaluation the one evaluated; None without a token."""
+        return None if self["version"] == NONE else self["version"]
+
+    @property
+    def env(self) -> str:
+        """Its environment, or the evaluation."""
+        return self["env"]
+
+    @property
+    def task(self) -> int:
+        return self["task"]
+
+    @property
+    def group_id(self) -> int | None:
+        """Its group; None in an evaluation."""
+        return None if self["group_id"] == NONE else self["group_id"]
+
+    @property
+    def rollout_id(self) -> int | None:
+        """Its place in the group; None in an evaluation."""
+        return None if self["rollout_id"] == NONE else self["rollout_id"]
+
+    @property
+    def reward(self) -> float:
+        return self["reward"]
+
+    @property
+    def advantage(self) -> float:
+        """Nan in an evaluation."""
+        return self["advantage"]
+
+    @property
+    def why(self) -> str:
+        """`trained`, or why it was not; of an evaluation `error` or nothing."""
+        return self["why"]
+
+    @property
+    def outcome(self) -> str:
+        """finished, truncated, overlong, empty, timeout or failed."""
+        return self["outcome"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The values of its reward functions and other metrics, by name."""
+        found = {name: float(values[self._place]) for name, values in self._columns.metrics.items()}
+        return {name: value for name, value in found.items() if not np.isnan(value)}
+
+    @property
+    def row(self) -> Row:
+        """The whole line of its file. Raises RunError for one that is not there any more, or damaged."""
+        kind = Kind(self._columns["kind"][self._place])
+        source = Source(kind, self["version"] if kind is Kind.EVAL else self["step"], self.env if kind is Kind.EVAL else "")
+        moved = f"rollout {self.rollout_id} of group {self.group_id} is no longer where it stood: ask for the rollouts again"
+        try:
+            line, path = self._texts.line(source, self["offset"], self["length"])
+            row = parse_rollout(line, str(path)) if line else {}
+        except FileNotFoundError as error:
+            raise RunError(f"{error.filename}: is not there any more: deleted by orchestrator.rollouts.keep_last, or moved away") from None
+        except CorruptFileError:
+            if kind is Kind.PENDING:
+                raise RunError(moved) from None
+            raise
+        wanted = {"task": self.task} if kind is Kind.EVAL else {"group_id": self["group_id"], "rollout_id": self["rollout_id"]}
+        if any(row.get(name) != value for name, value in wanted.items()):
+            raise RunError(moved)
+        return row
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation. Raises as `row` does."""
+        return self.row["messages"]
+
+    @property
+    def text(self) -> str:
+        """The conversation as text. Raises as `row` does."""
+        return messages_text(self.messages)
+
+    def __str__(self) -> str:
+        return rollout_text(self.row)
+
+    def __repr__(self) -> str:
+        place = f"version {self.version}" if self.kind == "eval" else f"step {self.step}, group {self.group_id}"
+        return f"<Rollout {self.kind} {place}, {self.env} task {self.task}, reward {self.reward:.3f}, {self.why or self.outcome}>"
+
+
+class Rollouts(Sequence[Rollout]):
+    """Some rollouts, in an order. A slice is some of them again; nothing is read from files before one is looked at."""
+
+    def __init__(self, columns: Columns, places: np.ndarray, texts: Texts):
+        self._columns, self.places, self._texts = columns, places, texts
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, which: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, which: slice) -> "Rollouts": ...
+    def __getitem__(self, which: int | slice) -> "Rollout | Rollouts":
+        if isinstance(which, slice):
+            return self._some(self.places[which])
+        return Rollout(self._columns, int(self.places[which]), self._texts)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return (Rollout(self._columns, place, self._texts) for place in self.places.tolist())
+
+    def _some(self, places: np.ndarray) -> "Rollouts":
+        return Rollouts(self._columns, places, self._texts)
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of all fields and metrics that they can be filtered and sorted by."""
+        return [*self._columns.arrays, *sorted(self._columns.metrics)]
+
+    def column(self, name: str) -> np.ndarray:
+        """The values of a field or metric [len]; words as an array of objects."""
+        values = self._columns[name][self.places]
+        if name == "kind":
+            return np.array(list(KINDS.values()), dtype=object)[values]
+        return np.array(self._columns.words[name].words, dtype=object)[values] if name in WORDS else values
+
+    def sorted(self, name: str, *, descending: bool = False) -> "Rollouts":
+        """The same by a field or metric, equal ones in their order, those without a value last."""
+        values = self._columns[name][self.places]
+        if name in WORDS:
+            ranks = np.argsort(np.argsort(np.array(self._columns.words[name].words)))
+            values = ranks[values]
+        values = -values.astype(np.float64) if descending else values
+        return self._some(self.places[np.argsort(values, kind="stable")])
+
+    def where(self, **wanted: Any) -> "Rollouts":
+        """Those that have these fields: a value, or several of which one is meant (a list, set or range); of a number also a pair (least,
+        greatest) with None for any. Raises RunError for a name that is no field."""
+        mask = np.ones(len(self.places), bool)
+        for name, value in wanted.items():
+            if value is not None:
+                mask &= self._has(name, value)
+        return self._some(self.places[mask])
+
+    def _has(self, name: str, value: Any) -> np.ndarray:
+        values = self._columns[name][self.places]
+        if isinstance(value, tuple):
+            if name in WORDS:
+                raise RunError(f"{name} = {value!r}: a pair is the least and the greatest of a number; give several words as a list")
+            least, greatest = value
+            return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
+        if isinstance(value, range) and value.step == 1:
+            return (values >= value.start) & (values < value.stop)
+        several = [*value] if isinstance(value, (list, set, frozenset, range, np.ndarray)) else [value]
+        if name == "kind":
+            several = [kind for kind, word in KINDS.items() if word in several]
+        elif name in WORDS:
+            several = [self._columns.code(name, word) for word in several]
+        return values == several[0] if len(several) == 1 else np.isin(values, several)
+
+    def containing(self, text: str) -> Iterator[Rollout]:
+        """Those whose conversation, or error, has a text in it, as its file is read; those whose file is gone are passed over."""
+        wanted = json.dumps(text, ensure_ascii=False)[1:-1]
+        for rollout in self:
+            try:
+                row = rollout.row
+            except RunError:
+                continue
+            if wanted in json.dumps([row["messages"], row.get("error")], ensure_ascii=False):
+                yield rollout
+
+    def counts(self, name: str) -> dict[Any, int]:
+        """How many have each value of a field, the most frequent first."""
+        values, counts = np.unique(self._columns[name][self.places], return_counts=True)
+        words = KINDS if name == "kind" else self._columns.words[name].words if name in WORDS else None
+        order = np.argsort(-counts, kind="stable")
+        return {(words[values[i].item()] if words is not None else values[i].item()): int(counts[i]) for i in order}
+
+    def by(self, name: str) -> "dict[Any, Rollouts]":
+        """The same in parts, one for each value of a field, in the order of the values."""
+        values = self.column(name)
+        return {value: self._some(self.places[values == value]) for value in sorted(set(values.tolist()))}
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """All fields and metrics as columns, without the places in files."""
+        return {name: self.column(name) for name in self.fields if name not in ("offset", "length", "gone")}
+
+    def frame(self, kind: str | None = None) -> Any:
+        """The columns as a table, see rl.records.frames.frame."""
+        from rl.records.frames import frame
+
+        return frame(self.columns(), kind)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} rollouts>"
+
+
+def all_rollouts(index: RolloutIndex, texts: Texts, kinds: set[Kind]) -> Rollouts:
+    """The rollouts of these kinds, as the index has them now: by step and place in the file, pending ones last, evaluations by version."""
+    columns = index.columns
+    places = np.flatnonzero((columns["gone"] == 0) & np.isin(columns["kind"], [*kinds]))
+    of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))
+    order = np.where(of_eval, columns["version"][places], np.where(waits, LAST, columns["step"][places]))
+    if len(order) and (np.diff(order) < 0).any():
+        places = places[np.argsort(order, kind="stable")]
+    return Rollouts(columns, places, texts)

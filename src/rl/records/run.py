@@ -1,0 +1,294 @@
+"""One run directory, live or finished, as an object: see rl.records for all that it answers."""
+
+import re
+import threading
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.config.run import RLConfig
+from rl.config.stored import run_dir_of, stored_config
+from rl.diagnosis.waits import Diagnosis, diagnose
+from rl.models.folder import read_json, resolve_model
+from rl.records.cache import cache_file
+from rl.records.columns import Kind
+from rl.records.frames import frame
+from rl.records.index import RolloutIndex
+from rl.records.metrics import Curve, Metrics
+from rl.records.problems import Problem, found_problems
+from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
+from rl.records.timeline import Timeline, read_timeline
+from rl.records.tokens import BatchTokens, SampleTokens
+from rl.run_dir.events import Event, read_events
+from rl.run_dir.logs import attempts, last_lines
+from rl.run_dir.origin import Origin, read_origin
+from rl.run_dir.paths import RunDir, numbered, numbers
+from rl.run_dir.status import RoleStatus, RunEnd, read_status
+from rl.run_dir.status import read_json as read_struct
+from rl.system.errors import RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
+KEPT_BATCHES = 4
+"""Decoded batches that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A policy version that anything is left of, or that was evaluated."""
+
+    number: int
+    weights: Path | None
+    """Its folder, in Hugging Face format; None: it was deleted, or is the base model."""
+    checkpoint: Path | None
+    evals: dict[str, float]
+    """Mean reward by evaluation."""
+    best_of: tuple[str, ...]
+    """The evaluations that found it best."""
+
+
+class Run:
+    """A run directory. Nothing of it is written. Every question is answered as the files are at that moment."""
+
+    def __init__(self, root: Path | str, *, cache: bool = True):
+        """cache: whether an index that took long to make is kept in the user's cache folder. Raises RunError where there is no run."""
+        self.root = Path(root).expanduser().absolute()
+        if not (self.root / "config.toml").is_file():
+            raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
+        self._cache, self._lock = cache, threading.RLock()
+        self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.root}>"
+
+    # Settings and numbers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> RLConfig:
+        """The resolved configuration. Raises RunError for one of another version of rl."""
+        return self._config((self.root / "config.toml").stat().st_mtime_ns)
+
+    def _read_config(self, _changed: int) -> RLConfig:
+        return stored_config(self.root)
+
+    @cached_property
+    def run_dir(self) -> RunDir:
+        """The names of its files. Where its configuration cannot be read, weights are looked for inside of it."""
+        try:
+            return run_dir_of(self.root, self.config)
+        except RunError:
+            return RunDir(self.root, self.root / "weights")
+
+    @cached_property
+    def _metrics(self) -> Metrics:
+        return Metrics(self.run_dir.metrics)
+
+    @property
+    def numbers(self) -> Metrics:
+        """All metrics as columns, up to date."""
+        with self._lock:
+            self._metrics.refresh()
+            return self._metrics
+
+    def metrics(self, source: str | None = None, kind: str | None = None) -> Any:
+        """A row for each (step, source), a column for each metric, nan where it has none.
+
+        source: `trainer`, `orchestrator` or `eval` alone. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; without it
+        the first of these that is installed.
+        """
+        return frame(self.numbers.columns(source), kind)
+
+    def curve(self, metric: str, source: str | None = None) -> Curve:
+        """Steps and finite values of a metric; empty where nothing has it."""
+        return self.numbers.curve(metric, source)
+
+    @property
+    def step(self) -> int:
+        """The newest step that the trainer reported; 0 before the first."""
+        table = self.numbers.tables.get("trainer")
+        return max(table.rows, default=0) if table else 0
+
+    # Rollouts ---------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _index(self) -> RolloutIndex:
+        return RolloutIndex(self.run_dir, cache_file(self.root) if self._cache else None)
+
+    @cached_property
+    def _texts(self) -> Texts:
+        return Texts(self._index)
+
+    def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
+        """Rollouts by their fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
+
+        kind: `train` of a step's file, trained or not; `pending`, which no batch has settled; `eval`. None: the first two, in this order.
+        wanted: see Rollouts.where: `step=range(10, 20), env="sums", why=["trained", "no_signal"], reward=(0.5, None)`.
+        """
+        kinds = {number for number, word in KINDS.items() if word == kind or (kind is None and number is not Kind.EVAL)}
+        if not kinds:
+            raise RunError(f"kind = {kind!r}: give {', '.join(KINDS.values())}")
+        with self._lock:
+            self._index.refresh()
+            return all_rollouts(self._index, self._texts, kinds).where(**wanted)
+
+    def group(self, group_id: int) -> Rollouts:
+        """The rollouts of a group, settled or pending, by their places in it. Raises RunError if there is none."""
+        if found := self.rollouts(group_id=group_id):
+            return found.sorted("rollout_id")
+        raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
+
+    def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
+        """One task over the run: its rollouts by the newest policy version that sampled them, ascending."""
+        return self.rollouts(kind, env=env, task=task).by("version")
+
+    @property
+    def damaged(self) -> dict[Path, str]:
+        """Files of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
+        with self._lock:
+            self._index.refresh()
+            return {self._index.path(source): fault for source, fault in self._index.damaged.items()}
+
+    # Tokens -----------------------------------------------------------------------------------------------------------------
+
+    def _read_batch(self, step: int, _changed: tuple[int, int]) -> BatchTokens:
+        return BatchTokens(self.run_dir, step)
+
+    def batch(self, step: int) -> BatchTokens:
+        """A batch and the trainer's token log. Raises RunError if it is not there (any more), CorruptFileError if it is damaged."""
+        paths = self.run_dir.batch(step), self.run_dir.tokens(step)
+        batch, log = (path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
+        return self._batch(step, (batch, log))
+
+    def tokens(self, step: int, group: int | None = None, rollout: int | None = None) -> list[SampleTokens]:
+        """The samples of a batch token by token, of one group or rollout if given. Raises as `batch` does."""
+        return list(self.batch(step).of(group, rollout))
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's tokenizer. Imports transformers. Raises RunError if the model is not there any more."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(resolve_model(self.config.model, needs_template=False))
+
+    # Versions ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> list[Version]:
+        """Policy versions of which weights, a checkpoint or an evaluation are left, ascending; 0, the base model, first."""
+        weights, checkpoints = numbered(self.run_dir.weights_dir), numbered(self.run_dir.checkpoints)
+        evals = self._eval_rewards()
+        best = self._best_versions()
+        there = sorted({0, *weights, *checkpoints, *evals})
+        return [
+            Version(
+                number,
+                weights.get(number),
+                checkpoints.get(number),
+                evals.get(number, {}),
+                tuple(name for name, of in best.items() if of == number),
+            )
+            for number in there
+        ]
+
+    def _eval_rewards(self) -> dict[int, dict[str, float]]:
+        found: dict[int, dict[str, float]] = {}
+        for name in self.numbers.names:
+            if match := re.fullmatch(r"eval/(.+)/reward_mean", name):
+                for version, reward in zip(*map(list, self.curve(name, "eval")), strict=True):
+                    found.setdefault(int(version), {})[match[1]] = float(reward)
+        return found
+
+    def _best_versions(self) -> dict[str, int]:
+        path = self.run_dir.evals / "best.json"
+        entries = read_json(path) if path.exists() else {}
+        return {name: entry["policy_version"] for name, entry in entries.items() if isinstance(entry, dict) and "policy_version" in entry}
+
+    def load_model(self, version: int | str | None = None, **options: Any) -> "PreTrainedModel":
+        """A policy version as a model of transformers, adapters on their base. Raises RunError for one that is not there.
+
+        version: a number, 0 for the base model, `best` in the only evaluation, `best:NAME`; None: the newest. options: of
+        `from_pretrained`, such as `dtype`.
+        """
+        from transformers import AutoModelForCausalLM
+
+        number, base = self._number(version), lambda: resolve_model(self.config.model, needs_template=False)
+        if number == 0:
+            return AutoModelForCausalLM.from_pretrained(base(), **options)
+        folder = self.run_dir.weights(number)
+        if not folder.is_dir():
+            there = ", ".join(map(str, numbers(self.run_dir.weights_dir))) or "none"
+            raise RunError(f"version {number} is not in {self.run_dir.weights_dir}; there are: {there} (and 0, the base model)")
+        if not (folder / "adapter_config.json").is_file():
+            return AutoModelForCausalLM.from_pretrained(folder, **options)
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base(), **options), folder)
+
+    def _number(self, version: int | str | None) -> int:
+        if version is None:
+            return max(numbers(self.run_dir.weights_dir), default=0)
+        if isinstance(version, int):
+            return version
+        name, best = version.removeprefix("best").removeprefix(":"), self._best_versions()
+        found = {of for label, of in best.items() if name in ("", label)}
+        if not version.startswith("best") or len(found) != 1:
+            raise RunError(f"version {version!r}: give a number, or best:NAME; evaluations and their best versions: {best or 'none'}")
+        return found.pop()
+
+    # What happened ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> list[Event]:
+        """Starts, deaths, restarts and repairs, oldest first."""
+        return read_events(self.run_dir.events)
+
+    def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
+        """What each process did between two moments, seconds since the epoch; None: all that is kept."""
+        return read_timeline(self.run_dir.spans, self.numbers, self.events, begin, end)
+
+    @property
+    def status(self) -> dict[str, RoleStatus]:
+        """The last word of each process: what it does or did, its heartbeat."""
+        found = {path.stem: read_status(path) for path in sorted(self.run_dir.status_dir.glob("*.json"))}
+        return {name: status for name, status in found.items() if status and status.pid is not None}
+
+    @property
+    def end(self) -> RunEnd | None:
+        """Why the run ended; None for one that goes on, or was stopped or killed."""
+        return read_struct(self.run_dir.run_end, RunEnd)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Of a branch: which run and step it began with. Raises RunError for a damaged file."""
+        return read_origin(self.run_dir)
+
+    @property
+    def logs(self) -> dict[str, dict[int, Path]]:
+        """The log files of each process by attempt."""
+        names = {match[1] for path in self.run_dir.logs.glob("*.log") if (match := LOG_NAME.fullmatch(path.name))}
+        return {name: dict(sorted(attempts(self.run_dir.logs, name).items())) for name in sorted(names)}
+
+    def log(self, process: str, attempt: int | None = None, lines: int = 100) -> list[str]:
+        """The last lines of a process's log that are not empty, of its newest attempt if none is given. Raises RunError without one."""
+        there = self.logs.get(process, {})
+        path = there.get(max(there, default=0) if attempt is None else attempt)
+        if path is None:
+            what = (
+                f"the {process} has no log"
+                if not there
+                else f"the {process} has no attempt {attempt}; there are {', '.join(map(str, there))}"
+            )
+            raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {', '.join(self.logs) or 'nobody'}")
+        return last_lines(path, lines)
+
+    def diagnosis(self) -> Diagnosis:
+        """What the run waits for and what is wrong with it, as `rl doctor RUN` says it. Raises RunError without its configuration."""
+        return diagnose(self.run_dir, self.config)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What `rl doctor RUN` finds wrong, each with its evidence; empty: nothing."""
+        return found_problems(self.diagnosis(), self.damaged, self.root)

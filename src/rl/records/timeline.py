@@ -1,0 +1,149 @@
+"""What all processes of a run did between two moments, on one clock; and as a trace that Perfetto and chrome://tracing open."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl.records.metrics import Metrics
+from rl.run_dir.events import Event
+from rl.run_dir.files import LineReader
+from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
+from rl.wire.messages import UNREADABLE
+
+MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
+"""Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Done:
+    """Something that a process did. Times are seconds since the epoch."""
+
+    process: str
+    lane: str
+    name: str
+    begin: float
+    end: float
+    step: int | None
+    """The step, batch or policy version that it was about."""
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Numbers of a process at one moment."""
+
+    process: str
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at one moment: a batch was committed, a step trained, a version evaluated, a process died."""
+
+    process: str
+    name: str
+    time: float
+    step: int | None = None
+    text: str = ""
+
+
+@dataclass
+class Timeline:
+    """Everything between two moments, each list in the order of time."""
+
+    spans: list[Done] = field(default_factory=list)
+    gauges: list[Counted] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    def trace(self) -> dict[str, Any]:
+        """As Chrome's trace event format (JSON object format). What was done at the same time in one lane is spread over several."""
+        events, numbers = list[dict[str, Any]](), dict[tuple[str, str], int]()
+        pids = {
+            name: number for number, name in enumerate(sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)}), 1)
+        }
+        for name, pid in pids.items():
+            events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+        for done, lane in spread(self.spans):
+            if (done.process, lane) not in numbers:
+                numbers[done.process, lane] = len(numbers) + 1
+                place = {"pid": pids[done.process], "tid": numbers[done.process, lane]}
+                events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": lane}})
+            about = dict(done.about) | ({} if done.step is None else {"step": done.step})
+            place = {"pid": pids[done.process], "tid": numbers[done.process, lane]}
+            times = {"ts": done.begin * MICROSECONDS, "dur": (done.end - done.begin) * MICROSECONDS}
+            events.append({"ph": "X", "name": done.name, "cat": done.lane or "span", **place, **times, "args": about})
+        for counted in self.gauges:
+            for name, value in counted.values.items():
+                place = {"pid": pids[counted.process], "tid": 0, "ts": counted.time * MICROSECONDS}
+                events.append({"ph": "C", "name": name, **place, "args": {name: value}})
+        for mark in self.marks:
+            text = f"{mark.name} {mark.step}" if mark.step is not None else mark.name
+            place = {"pid": pids[mark.process], "tid": 0, "ts": mark.time * MICROSECONDS}
+            events.append({"ph": "i", "s": "p", "name": text, **place, "args": {"text": mark.text}})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
+    """(span, its lane): spans of a lane follow each other, as the format wants. Those at the same time go to lanes of their own, as few as
+    there are at once."""
+    free: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for done in sorted(spans, key=lambda done: (done.begin, -done.end)):
+        key, heap = (done.process, done.lane), free[done.process, done.lane]
+        if heap and heap[0][0] <= done.begin:
+            _, number = heapq.heappop(heap)
+        else:
+            number = counts[key]
+            counts[key] += 1
+        heapq.heappush(heap, (done.end, number))
+        yield done, done.lane if number == 0 else f"{done.lane} {number + 1}"
+
+
+def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: float | None, end: float | None) -> Timeline:
+    """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
+    found, first, last = Timeline(), -float("inf") if begin is None else begin, float("inf") if end is None else end
+    for path in sorted(folder.glob("*.jsonl")):
+        for part in (old(path), path):
+            for entry in entries(part, path.stem):
+                if isinstance(entry, Done) and entry.end >= first and entry.begin <= last:
+                    found.spans.append(entry)
+                elif isinstance(entry, Counted) and first <= entry.time <= last:
+                    found.gauges.append(entry)
+    found.spans.sort(key=lambda done: (done.begin, -done.end))
+    found.gauges.sort(key=lambda counted: counted.time)
+    found.marks = sorted((mark for mark in marks(metrics, events) if first <= mark.time <= last), key=lambda mark: mark.time)
+    return found
+
+
+def entries(path: Path, process: str) -> Iterator[Done | Counted]:
+    """What a file of spans holds, in wall time. Damaged lines are passed over, and those before the first Start."""
+    reader, offset = LineReader(path), None
+    while lines := reader.new():
+        for text in lines:
+            try:
+                line = DECODER.decode(text)
+            except UNREADABLE:
+                continue
+            if isinstance(line, Start):
+                offset = line.time - line.monotonic
+            elif offset is None:
+                continue
+            elif isinstance(line, Span):
+                yield Done(process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
+            elif isinstance(line, Gauges):
+                yield Counted(process, line.at + offset, line.values)
+
+
+def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
+    """What happened: lines of metrics say when a batch, a step and an evaluation were done, events when a process died and was back."""
+    for source, name in MARKS.items():
+        table = metrics.tables.get(source)
+        for step, row in table.rows.items() if table else ():
+            yield Mark("orchestrator" if source == "eval" else source, name, float(table.times[row]), step)
+    for event in events:
+        yield Mark(event.process, event.event, event.time, event.step, event.reason)

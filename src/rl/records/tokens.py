@@ -1,0 +1,165 @@
+"""A batch token by token: what was sampled, and what the trainer computed, from `batches/000012.batch` and `tokens/`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir
+from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log
+from rl.system.errors import RunError
+from rl.wire.batch_file import decode_batch, sound_batch
+from rl.wire.messages import TrainingSample
+
+MAX_LOG_RATIO = 10.0
+"""The trainer's clamp of log r, see rl.trainer.kl."""
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """One sample of a batch. Arrays are aligned, [T] for its tokens; what is known of trained tokens alone is nan, 0 or False elsewhere."""
+
+    step: int
+    place: int
+    """Among the batch's samples."""
+    sample: TrainingSample
+    log: dict[str, np.ndarray]
+    """The token log's columns, of the trained tokens [n]; empty without one."""
+
+    @property
+    def env(self) -> str:
+        return self.sample.env
+
+    @property
+    def group_id(self) -> int:
+        return self.sample.group_id
+
+    @property
+    def rollout_id(self) -> int:
+        return self.sample.rollout_id
+
+    @property
+    def has_log(self) -> bool:
+        """Whether the trainer's side of it was kept."""
+        return bool(self.log)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """int64."""
+        return np.array(self.sample.token_ids, np.int64)
+
+    @cached_property
+    def loss_mask(self) -> np.ndarray:
+        """Bool: the token was sampled, and trained."""
+        return np.array(self.sample.loss_mask, bool)
+
+    @cached_property
+    def logprobs(self) -> np.ndarray:
+        """Of the sampler, nats."""
+        return np.where(self.loss_mask, np.array(self.sample.logprobs, np.float32), np.nan)
+
+    @cached_property
+    def advantages(self) -> np.ndarray:
+        return np.where(self.loss_mask, np.array(self.sample.advantages, np.float32), np.nan)
+
+    @cached_property
+    def versions(self) -> np.ndarray:
+        """int64: the policy version that sampled the token; -1 elsewhere."""
+        spans = self.sample.policy_versions
+        versions = np.full(len(self.token_ids), -1)
+        versions[self.loss_mask] = np.repeat([span.policy_version for span in spans], [span.num_tokens for span in spans])
+        return versions
+
+    @cached_property
+    def trainer_logprobs(self) -> np.ndarray:
+        """Of the trainer, as it first trained the token, nats."""
+        return self._column("trainer_logprobs")
+
+    @cached_property
+    def ratio(self) -> np.ndarray:
+        """r = exp(trainer's - sampler's log-probability), the logarithm clamped to 10 as the losses do."""
+        gap = np.clip(self.trainer_logprobs - self.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return np.exp(gap)
+
+    @cached_property
+    def entropies(self) -> np.ndarray:
+        """Of the trainer's distribution, nats."""
+        return self._column("entropies")
+
+    @cached_property
+    def reference_logprobs(self) -> np.ndarray:
+        """Of the reference model, nats."""
+        return self._column("reference_logprobs")
+
+    @cached_property
+    def teacher_gap(self) -> np.ndarray:
+        """log trainer - log teacher, nats; nan without a teacher."""
+        teacher = self.sample.teacher_logprobs
+        return self.trainer_logprobs - np.array([np.nan] * len(self.token_ids) if teacher is None else teacher, np.float32)
+
+    @cached_property
+    def clipped(self) -> np.ndarray:
+        """Bool: the loss's own clip left the token without gradient."""
+        return self._flag(CLIPPED)
+
+    @cached_property
+    def masked(self) -> np.ndarray:
+        """Bool: a mask on the ratio left the token out of the loss."""
+        return self._flag(MASKED)
+
+    @cached_property
+    def stopped_later(self) -> np.ndarray:
+        """Bool: clip or mask did so in a later epoch over the batch."""
+        return self._flag(LATER)
+
+    def _column(self, name: str) -> np.ndarray:
+        values = np.full(len(self.token_ids), np.nan, np.float32)
+        if name in self.log:
+            values[self.loss_mask] = self.log[name]
+        return values
+
+    def _flag(self, bit: int) -> np.ndarray:
+        flags = np.zeros(len(self.token_ids), bool)
+        if "flags" in self.log:
+            flags[self.loss_mask] = self.log["flags"] & bit > 0
+        return flags
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """All of it as columns, a row for each token."""
+        names = ("token_ids", "loss_mask", "logprobs", "advantages", "versions")
+        of_trainer = ("trainer_logprobs", "ratio", "entropies", "reference_logprobs", "teacher_gap", "clipped", "masked", "stopped_later")
+        place = {"position": np.arange(len(self.token_ids))}
+        return place | {name: getattr(self, name) for name in (*names, *of_trainer)}
+
+
+class BatchTokens:
+    """The samples of one batch, with the trainer's token log where there is one."""
+
+    def __init__(self, run_dir: RunDir, step: int):
+        """Raises RunError if the batch is not there any more, or damaged."""
+        self.step, path = step, run_dir.batch(step)
+        if not path.exists():
+            raise RunError(f"{path}: there is no such batch (any more: orchestrator.batches.keep_last deletes old ones)")
+        self.samples = decode_batch(sound_batch(path), str(path)).batch.samples
+        self.fault = ""
+        """Why there is no token log; empty if there is one."""
+        self.log: dict[str, np.ndarray] = {}
+        counts = [sum(sample.loss_mask) for sample in self.samples]
+        self.ends = [*accumulate(counts)]
+        log = run_dir.tokens(step)
+        try:
+            self.log = read_token_log(log, sum(counts))
+        except FileNotFoundError:
+            self.fault = f"{log}: is not there: not trained yet, deleted (trainer.token_log.max_gib), or lost in a kill"
+        except CorruptFileError as error:
+            self.fault = str(error)
+
+    def of(self, group: int | None = None, rollout: int | None = None) -> Iterator[SampleTokens]:
+        """The samples of the batch, in its order; of one group or rollout alone if those are given."""
+        for place, (sample, end) in enumerate(zip(self.samples, self.ends, strict=True)):
+            if group in (None, sample.group_id) and rollout in (None, sample.rollout_id):
+                own = slice(end - sum(sample.loss_mask), end)
+                yield SampleTokens(self.step, place, sample, {name: values[own] for name, values in self.log.items()})

@@ -1,0 +1,48 @@
+"""The thread that writes a step's token log while the next step trains, and deletes old ones."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from rl.config.trainer import TokenLogConfig
+from rl.run_dir import spans
+from rl.run_dir.lease import check_fence
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.token_log import SUFFIX, write_token_log
+from rl.trainer.store.background import Background
+
+DISK_S = 600.0
+"""For a file of some megabytes to be written."""
+GIB = 1 << 30
+
+
+class TokenFiles:
+    """Writes at most one file at a time. Rank 0's does the work, the others' do nothing."""
+
+    def __init__(self, run_dir: RunDir, config: TokenLogConfig):
+        self.run_dir, self.max_bytes = run_dir, config.max_gib * GIB
+        self.sizes: dict[int, int] | None = None
+        """Bytes of the files by step, the oldest first; None: the directory was not listed yet."""
+        self.background = Background()
+
+    def start(self, step: int, columns: Mapping[str, np.ndarray] | None) -> None:
+        """Begins to write the log of a step; `columns` is None on all ranks but 0. Waits for the one before."""
+        self.finish()
+        if columns is not None:
+            self.background.start(self._write, step, columns)
+
+    def _write(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
+        with spans.span("write_token_log", "token_files", step):
+            size = write_token_log(self.run_dir.tokens(step), columns, partial(check_fence, self.run_dir.lock("trainer")))
+        if self.sizes is None:
+            self.sizes = {number: path.stat().st_size for number, path in numbered(self.run_dir.tokens_dir, SUFFIX).items()}
+        self.sizes[step] = size
+        while len(self.sizes) > 1 and sum(self.sizes.values()) > self.max_bytes:
+            oldest = next(iter(self.sizes))
+            del self.sizes[oldest]
+            self.run_dir.tokens(oldest).unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Waits until the file in progress is written, and raises the thread's error."""
+        self.background.result(f"a token log to be written to {self.run_dir.tokens_dir}: does that disk answer?", DISK_S)

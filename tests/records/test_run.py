@@ -1,0 +1,109 @@
+"""A run directory as an object: numbers, versions, events, logs, problems, and what `import rl` costs."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rl
+from rl.records.metrics import Metrics
+from rl.records.run import Run
+from rl.run_dir.events import Event, append_event
+from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics
+from rl.system.errors import ConfigError, RunError
+from tests.records.made import group, make_run, write_step
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return make_run(tmp_path / "outputs" / "x")
+
+
+def test_numbers_are_columns_that_follow_the_files(run_dir):
+    run, trainer, orchestrator = Run(run_dir.root), *(MetricsLog(run_dir.metrics, name) for name in ("trainer", "orchestrator"))
+    assert run.metrics(kind="columns")["step"].tolist() == [] and run.step == 0
+    trainer.write(1, {"loss/mean": 0.5, "time/step": 2.0})
+    orchestrator.write(1, {"reward/mean": 0.25})
+    assert run.curve("loss/mean")[1].tolist() == [0.5]  # not merged yet
+    merger = Merger(run_dir.metrics)
+    merger.merge()
+    trainer.write(2, {"loss/mean": float("nan"), "optim/lr": 1e-6})
+    trainer.write(1, {"loss/mean": 0.75})
+    merger.merge()
+    table = run.metrics("trainer")
+    assert table.step.tolist() == [1, 2] and "reward/mean" not in table.columns and table["time/step"].isna().tolist() == [False, True]
+    assert [values.tolist() for values in run.curve("loss/mean")] == [[1], [0.75]] and run.step == 2
+    assert run.metrics(kind="columns")["source"].tolist() == ["orchestrator", "trainer", "trainer"]
+    with run_dir.metrics.open("ab") as file:
+        file.write(b'{"step": 3, "time": 1, "source": "trainer", "loss/me')
+    assert run.step == 2 and not len(run.curve("nothing")[0])
+    cut_metrics(run_dir.metrics, 1)
+    assert run.step == 1 and run.curve("optim/lr")[0].tolist() == []
+
+
+def test_many_rows_grow(tmp_path):
+    metrics, log = Metrics(tmp_path / "metrics.jsonl"), MetricsLog(tmp_path / "metrics.jsonl", "trainer")
+    for step in range(1, 700):
+        log.write(step, {"a": step / 2, **({"b": 1.0} if step > 600 else {})})
+    metrics.refresh()
+    steps, values = metrics.curve("a")
+    assert np.array_equal(values, steps / 2) and len(steps) == 699 and len(metrics.curve("b")[0]) == 99
+
+
+def test_what_happened_and_who_said_what(run_dir):
+    run = Run(run_dir.root)
+    assert run.events == [] and run.logs == {} and run.end is None and run.status == {} and run.origin is None
+    append_event(run_dir.events, Event(time=1.0, event="death", process="trainer", reason="killed"))
+    run_dir.logs.mkdir()
+    for name, text in {"trainer-1": "one\n", "trainer-2": "two\n\nthree\n", "worker-0-1": "w\n"}.items():
+        (run_dir.logs / f"{name}.log").write_text(text)
+    assert [event.reason for event in run.events] == ["killed"]
+    assert {name: [*found] for name, found in run.logs.items()} == {"trainer": [1, 2], "worker-0": [1]}
+    assert run.log("trainer") == ["two", "three"] and run.log("trainer", attempt=1) == ["one"] and run.log("trainer", lines=1) == ["three"]
+    with pytest.raises(RunError, match="the trainer has no attempt 3; there are 1, 2"):
+        run.log("trainer", attempt=3)
+    with pytest.raises(RunError, match=r"the inference has no log in .* which has those of: trainer, worker-0"):
+        run.log("inference")
+
+
+def test_problems_come_with_their_evidence(run_dir):
+    log = MetricsLog(run_dir.metrics, "orchestrator")
+    for step in range(1, 12):
+        log.write(step, {"reward/mean": 0.1, "rollouts/errored": 0.5, "rollouts/truncated": 0.4})
+    write_step(run_dir, 1, [group(0, [0.0, 1.0])])
+    run_dir.rollouts(1).write_text("damaged")
+    run_dir.batches.mkdir()
+    run_dir.batch(1).write_bytes(b"rl1")
+    found = {problem.text.split(" (")[0]: problem for problem in Run(run_dir.root).problems}
+    errored, truncated = found["50% of the rollouts failed"], found["40% of the answers were cut off"]
+    assert (errored.metrics, errored.why, errored.serious) == (("rollouts/errored",), "error", False)
+    assert (truncated.metrics, truncated.why) == (("rollouts/truncated",), None)
+    damaged = [problem.files for problem in found.values() if problem.serious and problem.files]
+    assert (run_dir.batch(1),) in damaged and (run_dir.rollouts(1),) in damaged
+
+
+def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert rl.open("x").root == rl.open("outputs/x").root == rl.open(run_dir.root).root == run_dir.root
+    assert rl.open("x").config.max_steps == 9
+    with pytest.raises(ConfigError, match=r"is no run of rl|there is no such run"):
+        rl.open("outputs/y")
+    with pytest.raises(RunError, match="there is no run"):
+        Run(tmp_path)
+    run_dir.config.write_text("nonsense = 1\n")
+    with pytest.raises(RunError, match=r"was not written by this version of rl"):
+        _ = rl.open("x").config
+    assert len(rl.open("x").rollouts()) == 0  # all else can be read
+
+
+def test_reading_a_run_loads_neither_torch_nor_tables(run_dir):
+    write_step(run_dir, 1, [group(0, [0.0, 1.0])])
+    heavy = ("torch", "vllm", "transformers", "pandas", "verifiers", "matplotlib")
+    code = (
+        f"import rl, sys; run = rl.open({str(run_dir.root)!r}, cache=False); print(len(run.rollouts()), run.rollouts()[0].text[:4], "
+        f"len(run.metrics(kind='columns')), len(run.problems), *[name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 user 3 1\n"

@@ -1,0 +1,101 @@
+"""What a process notes of its time: one bounded file, whatever the disk does."""
+
+import threading
+import time
+
+import pytest
+
+from rl.run_dir import spans
+from rl.run_dir.spans import DECODER, Busy, Gauges, Span, Start
+from rl.run_dir.status import Phase, Status
+
+
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path / "spans"
+    spans.recorder = None
+
+
+def lines(folder, name="p.jsonl"):
+    return [DECODER.decode(line) for line in (folder / name).read_bytes().splitlines()]
+
+
+def test_nothing_is_noted_before_a_process_asks_for_it(folder):
+    with spans.span("work"):
+        spans.gauges(requests=1)
+    spans.flush()
+    assert not folder.exists()
+
+
+def test_spans_and_gauges_follow_the_start_of_their_process(folder):
+    spans.start(folder, "p")
+    with spans.span("work", "lane", 3, env="sums"):
+        time.sleep(0.02)
+    with pytest.raises(ValueError), spans.span("fails"):
+        raise ValueError
+    spans.gauges(requests=2)
+    spans.stop()
+    spans.start(folder, "p")  # the next attempt
+    threading.Thread(target=lambda: spans.note("late", 1.0, 2.0)).run()
+    spans.stop()
+    found = lines(folder)
+    assert [type(line) for line in found] == [Start, Span, Span, Gauges, Start, Span]
+    start, work = found[:2]
+    assert (work.name, work.lane, work.step, work.about) == ("work", "lane", 3, {"env": "sums"}) and work.end - work.begin >= 0.02
+    assert start.monotonic <= work.begin and abs(start.time + time.monotonic() - start.monotonic - time.time()) < 1.0
+    assert found[3].values == {"requests": 2} and (found[5].begin, found[5].end) == (1.0, 2.0)
+
+
+def test_a_full_file_makes_room_and_begins_with_its_start(folder, monkeypatch):
+    monkeypatch.setattr(spans, "MAX_BYTES", 3000)
+    spans.start(folder, "p")
+    for number in range(100):
+        spans.note("work", float(number), float(number + 1), step=number)
+        spans.flush()
+    assert {path.name for path in folder.iterdir()} == {"p.jsonl", "p.jsonl.old"}
+    assert all(path.stat().st_size <= 3000 for path in folder.iterdir())
+    kept = [*lines(folder, "p.jsonl.old"), *lines(folder)]
+    steps = [line.step for line in kept if isinstance(line, Span)]
+    assert steps == list(range(steps[0], 100)) and len(steps) > 20
+    assert all(isinstance(lines(folder, name)[0], Start) for name in ("p.jsonl", "p.jsonl.old"))
+
+
+def test_a_disk_that_cannot_be_written_costs_the_spans_alone(folder):
+    folder.parent.joinpath("spans").touch()  # where the folder would be
+    spans.start(folder, "p")
+    spans.note("lost", 0.0, 1.0)
+    spans.flush()
+    folder.unlink()
+    spans.note("kept", 1.0, 2.0)
+    spans.flush()
+    assert [line.name for line in lines(folder)[1:]] == ["kept"] and isinstance(lines(folder)[0], Start)
+
+
+def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.01)
+    spans.start(folder, "p")
+    status = Status(tmp_path / "status" / "p.json", "p")
+    status.gauges["requests"] = lambda: 4
+    status.enter(Phase.TRAINING, 1)
+    status.enter(Phase.TRAINING, 1)
+    time.sleep(0.1)
+    status.enter(Phase.PUBLISHING, 1)
+    status.close()
+    found = lines(folder)
+    assert [(line.name, line.step) for line in found if isinstance(line, Span)] == [("starting", None), ("training", 1), ("publishing", 1)]
+    assert any(line.values == {"progress": 0, "requests": 4} for line in found if isinstance(line, Gauges)) and spans.recorder is None
+
+
+def test_several_requests_at_once_are_one_span(folder, monkeypatch):
+    clock = iter([10.0, 10.5, 11.0, 12.0, 12.05, 13.0, 20.0, 21.0, 40.0, 55.0])
+    monkeypatch.setattr(spans.time, "monotonic", lambda: next(clock, 60.0))
+    busy = Busy("sampling", "requests")
+    spans.start(folder, "p")  # takes the first
+    with busy(), busy():  # 10.5 and 11 to 12 and 12.05
+        pass
+    with busy():  # 13 to 20: a span of its own
+        pass
+    with busy():  # 21 to 40: long enough to be noted at once
+        pass
+    spans.stop()
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [(10.5, 12.05), (13.0, 20.0), (21.0, 40.0)]
