@@ -27,7 +27,7 @@ def play(reply=walker, **args):
     async def main():
         await env.start()
         try:
-            [[rollout]] = await env.play(order(max_tokens=60), 1)
+            [[rollout]] = await env.play(order(max_tokens=80), 1)
             return rollout
         finally:
             await env.close()

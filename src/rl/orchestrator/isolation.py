@@ -14,15 +14,39 @@ from typing import Any
 import msgspec
 
 from rl.homes.build import outside
+from rl.orchestrator.relay import RELAYED, Relay
 from rl.system.credentials import REFERENCE, strings
+from rl.system.errors import RunError
 from rl.system.process_table import MARKER
-from rl.system.sandbox import Sandbox
+from rl.system.sandbox import Sandbox, fault
 from rl.wire.worker_messages import WorkerSetup
 
 VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "PYTHONUNBUFFERED", "PYTHONPATH", "OMP_NUM_THREADS", MARKER)
 PREFIXES = ("LC_",)
-RELAYED = "http://inference"
-"""The address of any of the run's servers, as the relay takes it."""
+
+
+class Isolation:
+    """The sandboxes of a pool's workers, and the relay that they share. `directory` is the pool's own, `run_dir` what none of them sees."""
+
+    def __init__(self, directory: Path, run_dir: Path):
+        self.directory, self.run_dir = directory, run_dir
+        self.relay: Relay | None = None
+
+    def enter(self, setup: WorkerSetup, setup_path: Path) -> tuple[WorkerSetup, Sandbox | None]:
+        """The setup as its worker gets it in the file `setup_path`, and the worker's sandbox, if it is to be in one. Raises RunError."""
+        if not setup.sandbox:
+            return setup, None
+        if problem := fault():
+            raise RunError(f'environment {setup.env.name}, isolation = "sandbox": {problem}')
+        policy = setup.policy
+        if self.relay is None and policy.endpoint is None:
+            self.relay = Relay(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
+        setup = confined(setup, str(self.relay.socket) if self.relay else "")
+        return setup, sandbox_of(setup, setup_path, self.run_dir)
+
+    def close(self) -> None:
+        if self.relay:
+            self.relay.close()
 
 
 def confined(setup: WorkerSetup, relay: str) -> WorkerSetup:

@@ -22,14 +22,12 @@ import zmq
 import zmq.asyncio
 
 from rl.orchestrator.elastic import Load
-from rl.orchestrator.isolation import confined, sandbox_of
+from rl.orchestrator.isolation import Isolation
 from rl.orchestrator.nursery import Nursery
 from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, inherit, read_answer, verdict, wait_ready
-from rl.orchestrator.relay import Relay
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
 from rl.system.errors import RunError
-from rl.system.sandbox import fault
 from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Rollout, Split
 from rl.wire.transport import Rejected
@@ -43,7 +41,6 @@ from rl.wire.worker_messages import (
     LoadFailed,
     Played,
     PlayGroup,
-    PolicySpec,
     Ready,
     ToWorker,
     WorkerSetup,
@@ -79,7 +76,7 @@ class WorkerPool:
         self.socket.bind(self.address)
         self.workers: dict[str, Worker] = {}
         self.nursery = Nursery()
-        self.relay: Relay | None = None
+        self.isolation = Isolation(Path(self.directory.name), log_dir.parent)
         self.scores_groups: dict[str, bool] = {}
         """By environment."""
         self.next_play = self.num_started = 0
@@ -118,20 +115,10 @@ class WorkerPool:
             self.loads.setdefault(setup.env.name, Load(setup.most))
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
-        log, given, sandbox = self.log_dir / f"worker-{setup.worker_id}.log", setup, None
-        if setup.sandbox:
-            given = confined(setup, self._relay(setup.policy))
-            sandbox = sandbox_of(given, setup_path, self.log_dir.parent)
+        log = self.log_dir / f"worker-{setup.worker_id}.log"
+        given, sandbox = self.isolation.enter(setup, setup_path)
         self.workers[setup.worker_id] = Worker(setup, self.nursery.start(given, setup_path, log, marker, warm, sandbox))
         return self.workers[setup.worker_id]
-
-    def _relay(self, policy: PolicySpec) -> str:
-        """The socket by which sandboxed workers ask the inference servers. Raises RunError where there can be no sandbox."""
-        if problem := fault():
-            raise RunError(f'isolation = "sandbox": {problem}')
-        if self.relay is None and policy.endpoint is None:
-            self.relay = Relay(Path(self.directory.name) / "inference", policy.inference_urls, Path(policy.inference_status))
-        return str(self.relay.socket) if self.relay else ""
 
     def _end(self, worker: Worker) -> None:
         """Kills what a dead worker has left, and lets go of it. The other workers may be copies of it, and bear its marker."""
@@ -406,7 +393,6 @@ class WorkerPool:
         await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
         for child in children:
             child.reap()
-        if self.relay:
-            self.relay.close()
+        self.isolation.close()
         self.socket.close(linger=0)
         self.directory.cleanup()

@@ -13,13 +13,14 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from rl.orchestrator.isolation import RELAYED
 from rl.run_dir.token import authorization
 from rl.system.errors import RunError
 from rl.wire.http import CONNECT_S, read_answer
 from rl.wire.inference_client import InferenceServers
 
 PATH = "/generate"
+RELAYED = "http://inference"
+"""The address of any of the run's servers."""
 MAX_REQUEST_BYTES = 1 << 24
 """As inference bounds bodies."""
 LOOK_S = 0.5
