@@ -11,6 +11,7 @@ import pytest
 
 from rl.models.tokenizer_files import slim_tokenizer
 from rl.orchestrator.pool import WorkerPool
+from rl.orchestrator.pool_worker import verdict
 from rl.system import sandbox
 from rl.system.sandbox import innermost
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
@@ -115,6 +116,7 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
                     about = await pool.describe("env", "train", 1, 10.0)
                     worker = pool.workers["env-0"]
                     inner = innermost(worker.child.pid)
+                    assert "it held" in verdict(worker, 0.001, 60.0) and not verdict(worker, 8.0, 60.0)
                     first = (await pool.play("env", "train", 0, 2, SAMPLING, 0))[0]
                     os.kill(inner.pid, signal.SIGKILL)
                     second = (await pool.play("env", "train", 1, 2, SAMPLING, 0))[0]
@@ -122,6 +124,8 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
                     last = innermost(pool.workers["env-0"].child.pid)
             finally:
                 await pool.close()
+            zombies = [child for child in psutil.Process().children() if child.name() == "bwrap"]
+            assert len(zombies) <= 1, "but for the last, which nobody came after"
             assert not psutil.pid_exists(inner.pid) and not last.is_running()
             return about.tasks[0]["info"], [first, second], inference.log
 

@@ -18,7 +18,7 @@ from rl.orchestrator.relay import RELAYED, Relay
 from rl.system.credentials import REFERENCE, strings
 from rl.system.errors import RunError
 from rl.system.process_table import MARKER
-from rl.system.sandbox import Sandbox, fault
+from rl.system.sandbox import Sandbox, fault, reap_ended
 from rl.wire.worker_messages import WorkerSetup
 
 VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "PYTHONUNBUFFERED", "PYTHONPATH", "OMP_NUM_THREADS", MARKER)
@@ -41,6 +41,7 @@ class Isolation:
         policy = setup.policy
         if self.relay is None and policy.endpoint is None:
             self.relay = Relay(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
+        reap_ended()  # those of dead workers
         setup = confined(setup, str(self.relay.socket) if self.relay else "")
         return setup, sandbox_of(setup, setup_path, self.run_dir)
 

@@ -1,5 +1,7 @@
 """A sandbox for one process and all that it starts, made by bubblewrap: namespaces of its own, and of the file system what is named."""
 
+import contextlib
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rl.system import process_table
 from rl.system.linux import LAUNCHER
 
 PROGRAM = "bwrap"
@@ -70,6 +73,7 @@ def fault() -> str:
         return f"there is no {PROGRAM} here; {REMEDY}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{PROGRAM} does not run here ({error}); {REMEDY}"
+    reap_ended()
     return f"{PROGRAM} cannot make one here ({trial.stderr.strip()[-300:]}); {REMEDY}" if trial.returncode else ""
 
 
@@ -81,3 +85,12 @@ def innermost(pid: int) -> psutil.Process:
         children: Iterable[psutil.Process] = sorted(process.children(), key=lambda child: (child.create_time(), child.pid))
         process = next(iter(children), None) or process
     return process
+
+
+def reap_ended() -> None:
+    """Reaps the first processes of sandboxes that have ended. They lead sessions of their own, and a subreaper adopts them."""
+    for pid, line in process_table.table().items():
+        if line.state == "Z" and line.parent == os.getpid() and line.session == pid:
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                if psutil.Process(pid).name() == PROGRAM:
+                    os.waitpid(pid, os.WNOHANG)
