@@ -281,32 +281,6 @@ def test_configuration_errors_exit_with_2(rl):
     assert not rl.root.exists()
 
 
-def test_tensorboard_has_what_metrics_jsonl_has_also_after_a_resume(rl):
-    assert rl("--tensorboard")[0] == 0
-    (file,) = rl.run_dir.tensorboard.iterdir()
-    values = scalars(file)
-    assert values["loss/mean"] == [(step, pytest.approx(-0.01)) for step in (1, 2, 3)]
-    assert values["reward/mean"] == [(step, pytest.approx(step / 10)) for step in (1, 2, 3)] and "step" not in values
-    assert values["eval/e/reward_mean"] == [(0, pytest.approx(0.1)), (3, pytest.approx(0.9))]
-    assert rl("--tensorboard", "--resume", orchestrator="", trainer="")[0] == 0  # it has no checkpoint: back to the begin
-    (file,) = rl.run_dir.tensorboard.iterdir()
-    assert scalars(file) == {"eval/e/reward_mean": [(0, pytest.approx(0.1))]}
-
-
-def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard reads out of an event file: records of a length, a checksum, an event, a checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    data, at, found = file.read_bytes(), 0, {}
-    while at < len(data):
-        length = int.from_bytes(data[at : at + 8], "little")
-        event = Event.FromString(data[at + 12 : at + 12 + length])
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.simple_value))
-        at += 16 + length
-    return {name: sorted(points) for name, points in found.items()}
-
-
 def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
     """The orchestrator waits for a file, which the test writes when it has seen the page."""
     waits = "while not (root / 'seen').exists(): time.sleep(0.05)\n"

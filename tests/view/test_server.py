@@ -244,6 +244,20 @@ def test_reading_a_run_leaves_it_as_it_is(ask, place):
     assert looks() == before
 
 
+def test_a_run_of_another_version_of_rl_is_shown_as_far_as_it_can_be(tmp_path):
+    run = make_runs(tmp_path) / "first"
+    (run / "config.toml").write_text("bogus = [1]\n")
+    desk, routes = Desk(Library([run])), {route.name: route for route in ROUTES}
+    (row,) = routes["runs"].ask(desk, []).runs
+    assert (row.key, row.state, row.step) == ("first", "unreadable", 4) and "was not written by this version" in row.why
+    assert routes["rollouts"].ask(desk, [("run", "first")]).total == 24
+    assert routes["rollout"].ask(desk, [("run", "first"), ("group", "10"), ("rollout", "1")]).explanation.startswith("Trained in step 1")
+    assert routes["tokens"].ask(desk, [("run", "first"), ("step", "2"), ("group", "20"), ("rollout", "0")]).samples
+    found = routes["health"].ask(desk, [("run", "first")])
+    assert found.state == "unreadable" and found.processes[0].name == "trainer"
+    assert routes["timeline"].ask(desk, [("run", "first")]).lanes and routes["compare"].ask(desk, [("run", "first")]).faults
+
+
 def test_wrong_questions_are_answered_with_what_is_wrong(client):
     for path, status, words in (
         ("rollouts?run=first&sort=nothing", 409, "nothing"),
@@ -290,8 +304,8 @@ def test_types_of_the_scripts():
     """TypeScript reads the comments. It comes from npm, once."""
     if not shutil.which("npm"):
         pytest.skip("npm is not there")
-    npm = ["npm", "exec", "--yes", "--package", "typescript@5.9.3", "--"]
-    if subprocess.run([*npm, "tsc", "--version"], capture_output=True, timeout=120).returncode:
-        pytest.skip("npm does not get TypeScript")
-    done = subprocess.run([*npm, "tsc", "-p", str(PAGE / "jsconfig.json")], capture_output=True, text=True, timeout=120)
+    command = ["npm", "exec", "--yes", "--package", "typescript@5.9.3", "--", "tsc", "-p", str(PAGE / "jsconfig.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode and "error TS" not in done.stdout:
+        pytest.skip(f"npm does not get TypeScript: {done.stderr[-200:]}")
     assert done.returncode == 0, done.stdout

@@ -16,6 +16,7 @@ from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.homes.make import summary
+from rl.homes.settle import entries as environments
 from rl.homes.settle import homes_of, record
 from rl.launch import devices, roles
 from rl.launch.children import Children
@@ -31,6 +32,7 @@ from rl.run_dir.metrics import Merger, MetricsReader, read_metrics, sources_dir
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.system.sandbox import fault
 from rl.system.terminal import visible
 
 POLL_S = 0.2
@@ -60,7 +62,6 @@ class Watch:
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
         self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
-        self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.not_merged = False
         """Whether it was said that metrics.jsonl cannot be written."""
         self.console.introduce()
@@ -70,6 +71,7 @@ class Watch:
         while self.trackers and (old_lines := self.reader.new()):  # the console has read the newest of these on its own
             for tracker in self.trackers:
                 tracker.send(old_lines)
+        self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
@@ -185,6 +187,9 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     config = config.with_absolute_paths()
+    sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
+    if sandboxed and (problem := fault()):
+        raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
     homes = {} if config.sft else homes_of(config, tell, recorded=line.resume is not None)
     division = devices.split(config, machine())
     config = devices.write_into(config, division)

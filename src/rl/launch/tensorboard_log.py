@@ -20,31 +20,38 @@ class TensorboardLog:
         """Raises RunError without the package."""
         if importlib.util.find_spec(PACKAGE) is None:
             raise RunError(f"tensorboard: needs a package that is not installed: `uv pip install {PACKAGE}`, or the extra `tensorboard`")
-        from tensorboardX import SummaryWriter
+        # Not SummaryWriter: its thread dies of a full disk, and then whoever writes waits for that thread for ever.
+        from tensorboardX.event_file_writer import EventsWriter
 
         self.say, self.folder = say, run_dir.tensorboard
         self.writer: Any = None
         """None once a write has failed: then nothing is written any more."""
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.writer = SummaryWriter(str(self.folder), flush_secs=2)
+            self.folder.mkdir()
+            self.writer = EventsWriter(str(self.folder / "events"))
         except OSError as error:
             self._give_up(error)
 
     def send(self, lines: list[dict[str, Any]]) -> None:
         """Writes the values of these lines at their steps and times."""
-        if self.writer is None:
+        if self.writer is None or not lines:
             return
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
         try:
             for line in lines:
-                for name, value in line.items():
-                    if name not in ALWAYS and value is not None:
-                        self.writer.add_scalar(name, value, line["step"], line.get("time"))
+                values = [
+                    Summary.Value(tag=key, simple_value=value) for key, value in line.items() if key not in ALWAYS and value is not None
+                ]
+                self.writer.write_event(Event(wall_time=line.get("time"), step=line["step"], summary=Summary(value=values)))
+            self.writer.flush()
         except OSError as error:
             self._give_up(error)
 
     def close(self, exit_code: int) -> None:
-        """Writes what is still in memory."""
+        """Closes the file."""
         if self.writer is not None:
             try:
                 self.writer.close()

@@ -170,7 +170,7 @@ class RolloutIndex:
                 found = list(decoded(path, sound_rollouts(path)))
             except FileNotFoundError:
                 continue  # compressed, deleted or moved at this moment: the next refresh sees it
-            except CorruptFileError as error:
+            except (CorruptFileError, PermissionError) as error:
                 self.damaged[source], found = str(error), []
             if source.kind is not kind or len(lines) >= CHUNK:
                 self.columns.add(kind, lines, places)

@@ -31,8 +31,10 @@ export function Compare({ runs, values, live }) {
     <${Curves} runs=${runs} values=${values} live=${live} />`;
 }
 
-/** All evaluations of versions that several runs have, and else each one's newest; twelve at most, the newest first. @param {import("./types").EvalPoint[]} points */
+/** The evaluations of versions that several runs have, and each run's newest; sixteen at most, the newest first. @param {import("./types").EvalPoint[]} points */
 function newestCommon(points) {
-  const common = points.filter((point) => point.means.filter((mean) => mean !== null).length > 1);
-  return [...(common.length ? common : points)].sort((a, b) => b.version - a.version || a.name.localeCompare(b.name)).slice(0, 12);
+  const newest = /** @type {Record<string, import("./types").EvalPoint>} */ ({});
+  for (const point of points) point.means.forEach((mean, i) => { if (mean !== null) newest[`${point.name} ${i}`] = point; });
+  const kept = points.filter((point) => point.means.filter((mean) => mean !== null).length > 1 || Object.values(newest).includes(point));
+  return kept.sort((a, b) => b.version - a.version || a.name.localeCompare(b.name)).slice(0, 16);
 }
