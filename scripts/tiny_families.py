@@ -36,6 +36,7 @@ SIZES = {
 LATENT = {"head_dim": 64}
 SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "conv_dim": 64, "block_dim": 64}
+GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 FAMILIES: dict[str, dict[str, object]] = {
     "axk1": LATENT,
     "codegen": {"n_head": 4, "num_attention_heads": 4, "rotary_dim": 8},
@@ -50,6 +51,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "longcat_flash": LATENT,
     "mamba2": {"num_heads": 4},
     "phi": {"intermediate_size": 256},
+    "qwen3_5_moe_text": GATED,
+    "qwen3_5_text": GATED,
+    "qwen3_next": GATED,
     "youtu": LATENT,
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 64},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 64},
