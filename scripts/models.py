@@ -57,6 +57,7 @@ APART = {
     "deepseek_v3": "as deepseek_v2",
     "ernie4_5_moe": "vLLM on CPUs alone: its choice of experts leaves out their correction bias",
     "hrm_text": "in vLLM a token of the prompt sees the whole prompt; here, and in Hugging Face without token types, what is before it",
+    "lfm2": "not explained: rounding of its convolution in vLLM's build for CPUs is a guess",
 }
 """Families that vLLM computes differently from Hugging Face and us, by more than rounding: what is known of it."""
 NO_FLOAT32 = ("not implemented for 'Float'", "requires BF16", "expected scalar type BFloat16 but found Float")
