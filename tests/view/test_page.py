@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from rl.commands.view import main as view
 from rl.launch.children import Children
 from rl.view.library import Library
+from rl.view.main import main as view
 from rl.view.server import serve
 from tests.view.made import HOSTILE, make_runs
 
