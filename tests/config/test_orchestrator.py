@@ -62,3 +62,19 @@ def test_a_resume_may_find_the_teacher_elsewhere_but_not_another_one():
     assert may_change("orchestrator.teacher.base_url") and may_change("orchestrator.environment.0.teacher.timeout_s")
     for key in ("orchestrator.teacher.model", "orchestrator.credit.type", "orchestrator.environment.1.difficulty.hard_weight"):
         assert not may_change(key)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--orchestrator.environment.network", "false"], "network = False"),  # would be believed, and hold for nothing
+        (["--orchestrator.environment.keys", "OPENAI_API_KEY"], "set isolation"),
+        (["--orchestrator.environment.isolation", "jail"], "isolation = 'jail'"),
+    ],
+)
+def test_what_has_no_effect_outside_of_a_sandbox_is_refused(flags, text):
+    with pytest.raises(ConfigError, match=text):
+        build(parse_args([*ENV, *flags]))
+    if "jail" not in flags:
+        (env,) = build(parse_args([*ENV, *flags, "--orchestrator.environment.isolation", "sandbox"])).orchestrator.environment
+        assert env.isolation == "sandbox" and not env.network

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,8 @@ class StubRenderer:
             except ValueError:
                 bad.append(match[0])
                 continue
-            calls.append(ToolCall(f"call_{len(prompt_ids or [])}_{len(calls)}", made["name"], json.dumps(made["arguments"])))
+            number = zlib.crc32(repr(prompt_ids).encode())
+            calls.append(ToolCall(f"call_{number}_{len(calls)}", made["name"], json.dumps(made["arguments"])))
             text = text.replace(match[0], "")
         return Answer(text, reasoning if thought else None, calls, bad)
 

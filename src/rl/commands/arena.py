@@ -17,7 +17,7 @@ from rl.config.command_line import write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
-from rl.homes.settle import homes_of, in_homes
+from rl.homes.settle import entries, homes_of, in_homes
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
@@ -279,6 +279,10 @@ async def arena(
     server, pool = None, None
     add_metrics = metrics_function(config.orchestrator)  # before anything starts: it may not load
     try:
+        closed = [entry.label for entry in entries(config).values() if entry.isolation == "sandbox" and not entry.network]
+        if closed and source and source.endpoint:
+            remedy = "set its network = true, or ask a model that is served here"
+            raise RunError(f"environment {closed[0]} is in a sandbox without a network, and cannot reach {source.label}: {remedy}")
         if model:
             policy = policy_spec(config, model)
         elif source is None or source.endpoint:

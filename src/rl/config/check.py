@@ -135,6 +135,12 @@ def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
         yield f"{key}.requirements", entry.requirements, f"are installed where we make the virtual environment, but {other}; leave one out"
     if entry.kind and not entry.id:
         yield f"{key}.kind", entry.kind, "is of a package; leave it out, or give its id"
+    if entry.isolation == "none":
+        for name, value in (("network", entry.network), ("keys", entry.keys)):
+            if value is not None and value != []:
+                yield f"{key}.{name}", value, 'has an effect in a sandbox alone: set isolation = "sandbox", or leave it out'
+    elif entry.head_server:
+        yield f"{key}.isolation", entry.isolation, "is of workers, and a NeMo Gym environment runs in servers of its own; leave it out"
     if fault := name_fault(entry.label, MAX_LABEL):
         yield f"{key}.name", entry.label, f"is part of file names: {fault}"
 

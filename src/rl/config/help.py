@@ -45,7 +45,7 @@ USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 
 {SETTINGS}  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
   --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
-  --strict-parity             end the run, instead of warning, when trainer and inference disagree
+  --strict-parity             end the run, instead of warning, whenever trainer and inference disagree
 {VIEW}{RESUME}  --version                   print the version
 """
 PROCESS_USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...

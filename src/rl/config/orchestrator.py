@@ -123,6 +123,13 @@ class EnvSource(Settings):
     """Number of processes that run the environment's code; `auto`: as many as it keeps busy, at most one for each core."""
     python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Python interpreter of a virtual environment that you have made for it: `.venvs/x/bin/python`. Default: one is made."""
+    isolation: Literal["none", "sandbox"] = "none"
+    """What its workers run in. `sandbox`: by bubblewrap, without this machine's files and processes, the run's token and directory, and
+    without the network; docs/security.md says exactly what is left."""
+    network: bool | None = None
+    """Whether a sandbox has this machine's network. Default: no; only tokens of the run's own inference servers can be had."""
+    keys: Annotated[list[str], NAMES] = []
+    """Environment variables that are seen in a sandbox, beside those that args refer to: `["OPENAI_API_KEY"]`."""
     max_generating: int = Field(-1, ge=-1)
     """Most rollouts that are generated at once, over all workers; -1: no limit."""
     max_scoring: int = Field(-1, ge=-1)

@@ -128,6 +128,11 @@ class RLConfig(Settings):
         """How an environment's training rollouts are sampled: what it sets, and for the rest the run's sampling."""
         return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
 
+    @property
+    def truncates(self) -> bool:
+        """Whether inference samples from a part of the distribution, whose log-probabilities are not those of the trainer."""
+        return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
+
 
 SECTIONS = ("trainer", "orchestrator", "inference", "sft")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)

@@ -36,7 +36,7 @@ class Policy:
         if spec.endpoint is None:
             config = RendererConfig(**spec.renderer)
             self.renderer: Renderer = load_renderer(spec.model_path, config, slim=spec.tokenizer, trust_remote_code=spec.trust_remote_code)
-            self.servers = InferenceServers(spec.inference_urls, Path(spec.inference_status), timeout_s)
+            self.servers = InferenceServers(spec.inference_urls, Path(spec.inference_status), timeout_s, relay=spec.relay)
 
     async def sample(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
         """One completion of a prompt. Raises PromptTooLongError, and RolloutError if no server answers or one refuses the request."""

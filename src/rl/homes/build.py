@@ -91,6 +91,15 @@ def site_packages(place: Path) -> Path:
     return found
 
 
+def outside(place: Path) -> list[Path]:
+    """Directories that a virtual environment refers to: those on its import path, and packages that are installed as they lie there."""
+    found = []
+    for file in site_packages(place).glob("*.pth"):
+        lines = [line.strip() for line in file.read_text(errors="replace").splitlines()]
+        found += [Path(line) for line in lines if line.startswith("/")]
+    return found + [Path(line[3:]) for line in packages(place) if line.startswith("-e ")]
+
+
 def packages(place: Path) -> list[str]:
     """What is installed, as requirements: `name==version`, `name @ address`, `-e folder`; sorted."""
     lines = []

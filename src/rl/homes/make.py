@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
 from rl.homes import hub
 from rl.homes.build import Plan, built, packages, python_version, site_packages, version_of
-from rl.homes.entry import api_of, find_module
+from rl.homes.entry import api_of, find_module, project_name
 from rl.homes.home import FILE, Home, Pointer, delete, digest, read, read_pointer, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
 from rl.homes.probe import lacking, probe
@@ -256,7 +256,8 @@ def look(request: Request, place: Path) -> Found:
                 raise RunError(f"environment {request.label}: verifiers {verifiers} does not bring {source.name}")
         return Found("", None, request.known_api or "classic", "", verifiers, request.id)
     module, file = find_module(source, place)
-    return Found(module, file, api_of(source.text, probe(file), request.api), version_of(place, source.name), verifiers, request.id)
+    package = (project_name(source.path) if source.kind == "folder" and source.path else "") or source.name
+    return Found(module, file, api_of(source.text, probe(file), request.api), version_of(place, package), verifiers, request.id)
 
 
 def unfit(found: Found, place: Path, request: Request) -> str:

@@ -16,6 +16,7 @@ from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.homes.make import summary
+from rl.homes.settle import entries as environments
 from rl.homes.settle import homes_of, record
 from rl.launch import devices, roles
 from rl.launch.children import Children
@@ -31,6 +32,7 @@ from rl.run_dir.metrics import Merger, MetricsReader, read_metrics, sources_dir
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
+from rl.system.sandbox import fault
 from rl.system.terminal import visible
 
 POLL_S = 0.2
@@ -185,6 +187,9 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
     config = config.with_absolute_paths()
+    sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
+    if sandboxed and (problem := fault()):
+        raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
     homes = {} if config.sft else homes_of(config, tell, recorded=line.resume is not None)
     division = devices.split(config, machine())
     config = devices.write_into(config, division)

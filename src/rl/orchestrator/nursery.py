@@ -1,5 +1,5 @@
 """Where workers come from: the first one of an environment is started, and leaves a copy of itself behind once its imports are made; the
-others, and those that take the place of dead ones, are forked from that copy.
+others, and those that take the place of dead ones, are forked from that copy. One in a sandbox is started from nothing (`isolation`).
 
 A copy has imported the adapter and the environment's library, not the environment itself, which may start threads. Where there is no
 copy, a worker is started from nothing.
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from rl.orchestrator.isolation import variables_of
 from rl.system import process_table
 from rl.system.children import Child, add_marker, start
 from rl.system.errors import RunError
 from rl.system.linux import adopt_orphans
+from rl.system.sandbox import Sandbox
 from rl.system.standby import Standby
 from rl.wire.worker_messages import WorkerSetup
 
@@ -40,7 +42,7 @@ class Nursery:
         """By environment."""
         adopt_orphans()
 
-    def start(self, setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str, warm: bool) -> Child:
+    def start(self, setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str, warm: bool, sandbox: Sandbox | None = None) -> Child:
         """Starts a process, from a copy if it may be `warm` and one waits; what it starts bears `marker` in its environment. Raises
         RunError when its interpreter is not there.
 
@@ -50,26 +52,31 @@ class Nursery:
         name, standby = setup.env.name, self.standbys.get(setup.env.name)
         if warm and standby and (pid := standby.call(log_path, {process_table.MARKER: add_marker(marker)}, [str(setup_path)])):
             return Child(setup.worker_id, pid, log_path, marker)
-        if standby:
-            standby.close()
-        standby = self.standbys[name] = Standby(marker)
         command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
+        env = dict(os.environ)
         if setup.python:
             command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
-        env = dict(os.environ) | standby.environment
-        if setup.python:  # what the environment calls by name is what is installed with it
+            # what the environment calls by name is what is installed with it
             env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         try:
+            if sandbox:
+                env, command = variables_of(setup, env), sandbox.wrap(command)
+                return start(setup.worker_id, command, env, log_path, new_session=False, marker=marker)
+            if standby:
+                standby.close()
+            standby = self.standbys[name] = Standby(marker)
+            env |= standby.environment
             return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
         except OSError as error:
-            raise RunError(f"environment {name}: {setup.python} does not start: {error.strerror}") from None
+            raise RunError(f"environment {name}: {command[0]} does not start: {error.strerror}") from None
         finally:
-            standby.started()
+            if standby:
+                standby.started()
 
     async def copy(self, env: str) -> None:
         """Waits until a copy of an environment's worker waits, or none will come: a worker ends, or goes on without leaving one."""
-        standby = self.standbys[env]
-        while not standby.poll() and not standby.over:
+        standby = self.standbys.get(env)
+        while standby and not standby.poll() and not standby.over:
             await asyncio.sleep(POLL_S)
 
     def waiting(self) -> set[int]:

@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from rl.orchestrator.elastic import Load
+from rl.orchestrator.isolation import Isolation
 from rl.orchestrator.nursery import Nursery
 from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, inherit, read_answer, verdict, wait_ready
 from rl.system import faults, process_table
@@ -75,6 +76,7 @@ class WorkerPool:
         self.socket.bind(self.address)
         self.workers: dict[str, Worker] = {}
         self.nursery = Nursery()
+        self.isolation = Isolation(Path(self.directory.name), log_dir.parent)
         self.scores_groups: dict[str, bool] = {}
         """By environment."""
         self.next_play = self.num_started = 0
@@ -114,7 +116,8 @@ class WorkerPool:
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
         log = self.log_dir / f"worker-{setup.worker_id}.log"
-        self.workers[setup.worker_id] = Worker(setup, self.nursery.start(setup, setup_path, log, marker, warm))
+        given, sandbox = self.isolation.enter(setup, setup_path)
+        self.workers[setup.worker_id] = Worker(setup, self.nursery.start(given, setup_path, log, marker, warm, sandbox))
         return self.workers[setup.worker_id]
 
     def _end(self, worker: Worker) -> None:
@@ -390,5 +393,6 @@ class WorkerPool:
         await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
         for child in children:
             child.reap()
+        self.isolation.close()
         self.socket.close(linger=0)
         self.directory.cleanup()

@@ -12,6 +12,7 @@ import psutil
 from rl.system.children import Child
 from rl.system.credentials import redact
 from rl.system.errors import RunError
+from rl.system.sandbox import innermost
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
 
@@ -116,7 +117,7 @@ def read_answer(frames: list[bytes]) -> FromWorker:
 def verdict(worker: Worker, memory_gib: float, silence_s: float) -> str:
     """Why a worker is to be ended: it is stopped, holds too much memory, or its environment blocks its event loop. Empty: it is not."""
     try:
-        process = psutil.Process(worker.child.pid)
+        process = innermost(worker.child.pid) if worker.setup.sandbox else psutil.Process(worker.child.pid)
         memory, stopped = process.memory_info(), process.status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return ""

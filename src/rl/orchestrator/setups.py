@@ -70,6 +70,9 @@ def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[Wo
             max_tokens=entry.sampling.max_tokens or config.orchestrator.sampling.max_tokens,
             retries=config.orchestrator.rollout_retries,
             python=entry.python or "",
+            sandbox=entry.isolation == "sandbox",
+            network=bool(entry.network),
+            keys=entry.keys,
             most=len(os.sched_getaffinity(0)) if entry.workers == "auto" else 0,
         )
         for name, entry in wanted.items()

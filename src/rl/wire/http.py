@@ -34,7 +34,9 @@ class HttpClient:
     Requests beyond half of the files that this process may open wait for a connection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, socket: str = "") -> None:
+        self.socket = socket
+        """Unix socket to which all requests go, whatever their address; empty: none."""
         self.session: aiohttp.ClientSession | None = None
 
     async def request(
@@ -45,7 +47,8 @@ class HttpClient:
         if self.session is None:  # can only be made inside a running event loop
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=most), timeout=timeout)
+            connector = aiohttp.UnixConnector(self.socket, limit=most) if self.socket else aiohttp.TCPConnector(limit=most)
+            self.session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         data = msgspec.json.encode(body) if body is not None else None
         headers = {"Content-Type": "application/json"} | headers
         try:

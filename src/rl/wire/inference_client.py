@@ -129,13 +129,13 @@ class InferenceServers:
     """The servers of a run. `fixed` are their addresses if they are set; `status_path` is the status file of the run's own server, beside
     which others have theirs."""
 
-    def __init__(self, urls: list[str], status_path: Path, timeout_s: float, expected: Expected | None = None):
+    def __init__(self, urls: list[str], status_path: Path, timeout_s: float, expected: Expected | None = None, relay: str = ""):
         self.fixed = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.status_path = status_path
         self.timeout_s = timeout_s
         self.expected = expected
         """What `held` compares servers with."""
-        self.http = HttpClient()
+        self.http = HttpClient(relay)
         self.authorization: dict[str, str] = {}
         """The headers with the token, read once: a request must not depend on the disk."""
         self.balancer = Balancer()

@@ -51,6 +51,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     inference_urls: list[str] = []
     inference_status: str = ""
     """Status file of the run's own inference server. It is read, and those beside it, when no URLs are given and no Fleet has come."""
+    relay: str = ""
+    """Unix socket over which the servers are asked; empty: over the network."""
     enforce_monotonicity: bool = False
     """Fail a rollout whose next prompt does not continue the ids of an earlier turn."""
     endpoint: Endpoint | None = None
@@ -70,6 +72,10 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     """How often a failed episode is played again with fresh state."""
     python: str = ""
     """Interpreter of a virtual environment of its own; empty: ours."""
+    sandbox: bool = False
+    """Whether it runs in a sandbox, with this machine's `network` or without, and the environment variables `keys`."""
+    network: bool = False
+    keys: list[str] = []
     most: int = 0
     """So many workers like this one the pool may have, as their load demands; 0: those that it is told to start."""
     spans: str = ""

@@ -1,0 +1,116 @@
+"""What an environment's worker sees in its sandbox: its interpreter, its packages, its files and the tokenizer, the pool's socket and the
+relay's; of the environment variables those that it needs, and the keys that its settings name.
+
+The standby of a warm start (`nursery`) is not made for it: whoever loses its parent in a pid namespace becomes a child of that namespace's
+first process, never of the orchestrator, and the namespace ends with the worker. So each starts from nothing, and takes all with it.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.homes.build import outside
+from rl.orchestrator.relay import RELAYED, Relay
+from rl.system.credentials import REFERENCE, strings
+from rl.system.errors import RunError
+from rl.system.process_table import MARKER
+from rl.system.sandbox import Sandbox, fault, reap_ended
+from rl.wire.worker_messages import WorkerSetup
+
+VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "PYTHONUNBUFFERED", "PYTHONPATH", "OMP_NUM_THREADS", MARKER)
+PREFIXES = ("LC_",)
+
+
+class Isolation:
+    """The sandboxes of a pool's workers, and the relay that they share. `directory` is the pool's own, `run_dir` what none of them sees."""
+
+    def __init__(self, directory: Path, run_dir: Path):
+        self.directory, self.run_dir = directory, run_dir
+        self.relay: Relay | None = None
+
+    def enter(self, setup: WorkerSetup, setup_path: Path) -> tuple[WorkerSetup, Sandbox | None]:
+        """The setup as its worker gets it in the file `setup_path`, and the worker's sandbox, if it is to be in one. Raises RunError."""
+        if not setup.sandbox:
+            return setup, None
+        if problem := fault():
+            raise RunError(f'environment {setup.env.name}, isolation = "sandbox": {problem}')
+        policy = setup.policy
+        if self.relay is None and policy.endpoint is None:
+            self.relay = Relay(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
+        reap_ended()  # those of dead workers
+        setup = confined(setup, str(self.relay.socket) if self.relay else "")
+        return setup, sandbox_of(setup, setup_path, self.run_dir)
+
+    def close(self) -> None:
+        if self.relay:
+            self.relay.close()
+
+
+def confined(setup: WorkerSetup, relay: str) -> WorkerSetup:
+    """The setup as the worker in the sandbox gets it: it asks the relay for tokens, without the run's token, and writes no spans."""
+    policy = setup.policy
+    if policy.endpoint is None:
+        policy = msgspec.structs.replace(policy, inference_urls=[RELAYED], inference_status="", relay=relay)
+    return msgspec.structs.replace(setup, policy=policy, spans="")
+
+
+def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
+    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it."""
+    directory = Path.cwd()
+    read = {Path(setup.orchestrator.removeprefix("ipc://")), Path(__file__).parents[1]}
+    if setup.policy.relay:
+        read.add(Path(setup.policy.relay))
+    read |= set(interpreter_places(Path(setup.python or sys.executable)))
+    for folder in (setup.policy.tokenizer, setup.policy.model_path):
+        if folder:
+            read |= set(with_targets(Path(folder)))
+    read |= {path for path in map(Path.absolute, named_files(setup)) if run_dir.absolute() not in (path, *path.parents)}
+    read |= {Path(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
+    existing = {path.absolute() for path in read if path.exists() and path.absolute() != Path("/")}
+    return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute()}), directory, setup.network)
+
+
+def interpreter_places(python: Path) -> Iterator[Path]:
+    """The directories of a virtual environment, of the interpreter that it was made from, and of packages that lie elsewhere."""
+    place = python.parent.parent
+    if not (place / "pyvenv.cfg").is_file():
+        yield from (place, python.resolve().parent.parent)
+        return
+    yield place
+    yield from outside(place)
+    lines = (line.partition("=") for line in (place / "pyvenv.cfg").read_text().splitlines())
+    for home in (value.strip() for key, _, value in lines if key.strip() == "home"):
+        yield from (Path(home).parent, Path(home).resolve().parent)
+
+
+def with_targets(folder: Path) -> Iterator[Path]:
+    """A model's folder, and the directories that its links lead to: a hub's cache keeps the content elsewhere."""
+    yield folder
+    if folder.is_dir():
+        yield from {path.resolve().parent for path in folder.iterdir() if path.is_symlink()}
+
+
+def named_files(setup: WorkerSetup) -> Iterator[Path]:
+    """The files and directories that the environment's settings name: rows, the reward's file, paths in its arguments."""
+    env = setup.env
+    yield from (Path(text).expanduser() for text in (env.dataset, env.eval_dataset) if text)
+    if env.reward and env.reward.rpartition(":")[0].endswith(".py"):
+        yield Path(env.reward.rpartition(":")[0]).expanduser()
+    texts: list[str] = [env.id] if env.id and "/" in env.id else []
+    texts += [text for table in (env.args, env.set_kwargs) for _, text in strings(table) if "/" in text and len(text) < 4096]
+    yield from (Path(text).expanduser() for text in texts if "\0" not in text and "://" not in text)
+
+
+def variables_of(setup: WorkerSetup, given: Mapping[str, str]) -> dict[str, str]:
+    """Of the environment variables those that a confined worker gets; its HOME is its /tmp."""
+    tables: list[dict[str, Any]] = [setup.env.args, setup.env.set_kwargs]
+    named = {match[1] for table in tables for _, text in strings(table) if (match := REFERENCE.fullmatch(text))}
+    named |= {*setup.keys, *VARIABLES}
+    if setup.policy.endpoint:
+        named.add(setup.policy.endpoint.api_key_var)
+    kept = {name: value for name, value in given.items() if name in named or name.startswith(PREFIXES)}
+    return kept | {"HOME": "/tmp"}

@@ -1,0 +1,148 @@
+"""A worker in a sandbox: what it sees, what it reaches, what it may do; and that it plays, dies and comes back like any other."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.models.tokenizer_files import slim_tokenizer
+from rl.orchestrator.pool import WorkerPool
+from rl.orchestrator.pool_worker import verdict
+from rl.system import sandbox
+from rl.system.sandbox import innermost
+from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from tests.interpreters import interpreter
+from tests.orchestrator.stub_inference import StubInference
+
+pytestmark = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
+SAMPLING = {"max_tokens": 4, "temperature": 1.0}
+ENVIRONMENT = '''
+import json, os, pathlib, signal, socket
+import verifiers as vf
+from datasets import Dataset
+
+def attempt(what):
+    """Empty where it worked."""
+    try:
+        what()
+        return ""
+    except Exception as error:
+        return type(error).__name__ + " " + str(error)
+
+def ask(path, request):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5)
+        connection.connect(path)
+        connection.sendall(request.encode())
+        return int(connection.recv(4096).split()[1])
+
+def load_environment(run_dir, port, home, relay, key):
+    home, relay = home.replace("|", "/"), relay.replace("|", "/")  # paths that arguments name are seen
+    def post(path, host="inference"):
+        return ask(relay, f"POST {path} HTTP/1.1\\r\\nHost: {host}\\r\\nContent-Length: 2\\r\\n\\r\\n{{}}")
+
+    found = {
+        "its own": attempt(lambda: pathlib.Path("/tmp/mine").write_text("x")),
+        "root": attempt(lambda: pathlib.Path("/pwned").write_text("x")),
+        "its package": attempt(lambda: (pathlib.Path(__file__).parent / "x").write_text("x")),
+        "its interpreter": attempt(lambda: pathlib.Path(vf.__file__).write_text("")),
+        "run": sorted(os.listdir(run_dir)),
+        "run, writing": attempt(lambda: (pathlib.Path(run_dir) / "x").write_text("x")),
+        "home": attempt(lambda: (pathlib.Path(home) / ".ssh" / "id").read_text()),
+        "shadow": attempt(lambda: open("/etc/shadow").read()),
+        "setups": sorted(os.listdir(pathlib.Path(relay).parent)),
+        "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
+        "parent": attempt(lambda: os.kill(port["parent"], 0)),
+        "variables": sorted(name for name in os.environ if "TOKEN" in name or "KEY" in name),
+        "named": key,
+        "tcp": attempt(lambda: socket.create_connection(("127.0.0.1", port["inference"]), 5)),
+        "root user": attempt(lambda: os.setuid(0)),
+        "load weights": post("/load_weights"), "status": post("/status"), "another host": post("/generate", "10.0.0.1"),
+    }
+    def same() -> float:
+        return 1.0
+    rows = [{"question": "say 1", "answer": "", "info": json.dumps(found)}] * 3
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[same]))
+'''
+
+
+def veiled(path: str) -> str:
+    """A path that does not show to be one: those that arguments name are seen in the sandbox."""
+    return path.replace("/", "|")
+
+
+def setup_of(pool: WorkerPool, model: Path, status: Path, python: str = "", **env) -> WorkerSetup:
+    policy = PolicySpec(
+        model_path=str(model), tokenizer=slim_tokenizer(str(model))[0], max_model_len=1024, inference_status=str(status.absolute())
+    )
+    spec = EnvSpec(name="env", timeout_s=60.0, **env)
+    place = {"orchestrator": pool.address, "worker_id": "env-0", "python": python}
+    return WorkerSetup(env=spec, policy=policy, max_tokens=4, retries=0, sandbox=True, keys=["NAMED_TOKEN"], **place)
+
+
+def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatch):
+    """It plays by way of the relay, which knows the token that the worker does not; killed, it comes back, and nothing of it is left."""
+    folder, run_dir, home = tmp_path / "spy", tmp_path / "run", tmp_path / "home"
+    for path in (folder, run_dir / "status", home / ".ssh"):
+        path.mkdir(parents=True)
+    (folder / "spy.py").write_text(ENVIRONMENT)
+    (home / ".ssh" / "id").write_text("secret")
+    (run_dir / "status" / "token").write_text("x" * 32)
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("SECRET_TOKEN", "NAMED_TOKEN", "REFERRED_KEY"):
+        monkeypatch.setenv(name, f"value of {name}")
+
+    async def main():
+        async with StubInference(model, run_dir / "status" / "inference.json") as inference:
+            pool = WorkerPool(run_dir / "logs")
+            port = {"inference": int(inference.url.rpartition(":")[2]), "parent": os.getpid()}
+            relay = f"{pool.directory.name}/inference"
+            args = {
+                "run_dir": f"{run_dir}",
+                "port": port,
+                "home": veiled(str(home)),
+                "relay": veiled(relay),
+                "key": "env:REFERRED_KEY",
+            }
+            python = str(interpreter("0.3.1"))
+            try:
+                async with asyncio.timeout(100):
+                    await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id=f"{folder}", args=args)])
+                    await pool.sizes(60.0)
+                    about = await pool.describe("env", "train", 1, 10.0)
+                    worker = pool.workers["env-0"]
+                    inner = innermost(worker.child.pid)
+                    assert "it held" in verdict(worker, 0.001, 60.0) and not verdict(worker, 8.0, 60.0)
+                    first = (await pool.play("env", "train", 0, 2, SAMPLING, 0))[0]
+                    os.kill(inner.pid, signal.SIGKILL)
+                    second = (await pool.play("env", "train", 1, 2, SAMPLING, 0))[0]
+                    assert pool.workers["env-0"].child.pid != worker.child.pid and not pool.nursery.waiting()
+                    last = innermost(pool.workers["env-0"].child.pid)
+            finally:
+                await pool.close()
+            zombies = [child for child in psutil.Process().children() if child.name() == "bwrap"]
+            assert len(zombies) <= 1, "but for the last, which nobody came after"
+            assert not psutil.pid_exists(inner.pid) and not last.is_running()
+            return about.tasks[0]["info"], [first, second], inference.log
+
+    found, rollouts, asked = asyncio.run(main())
+    found = json.loads(found) if isinstance(found, str) else found
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] and {route for route, _ in asked} == {"generate"}
+    assert {name: found[name] for name in ("its own", "variables", "named", "load weights", "status", "another host")} == {
+        "its own": "",
+        "variables": ["NAMED_TOKEN", "REFERRED_KEY", "TOKENIZERS_PARALLELISM"],
+        "named": "[$REFERRED_KEY]",
+        "load weights": 404,
+        "status": 404,
+        "another host": 502,
+    }
+    for name in ("root", "its package", "its interpreter", "run, writing"):
+        assert "Read-only file system" in found[name], name
+    for name, problem in {"home": "No such file", "shadow": "No such file", "tcp": "refused", "parent": "No such process"}.items():
+        assert problem in found[name], (name, found[name])
+    assert found["run"] == [] and found["setups"] == ["env-0.json", "inference", "pool"] and found["processes"] == 2
+    assert found["root user"] and not (folder / "x").exists()
