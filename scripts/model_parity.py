@@ -21,7 +21,7 @@ from rl.trainer.parallel.world import World
 from rl.wire.agreement import Agreement, agreement
 from rl.wire.batch_file import decode_batch
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 """The most seconds from one model to the next, imports among them."""
 POLL_S = 0.2
 SAMPLER = Path(__file__).with_name("sample_families.py")

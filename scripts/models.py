@@ -5,7 +5,7 @@ Each family is made as a tiny model of random weights, with one layer of each ki
 Hugging Face, one sample after another, and log-probabilities with those of vLLM where it serves the architecture.
 
 What is measured goes into scripts/models.json at once, of which the page is made: what it holds for the installed versions is not measured
-again, unless the family is given as an argument. --only-page makes the page alone.
+again, unless the family is given as an argument; what is of other versions stays until it is. --only-page makes the page alone.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,15 +51,21 @@ MOST_DIFFERENCE = 1e-3
 """Nats, and relative norm of a gradient, beyond which a model would be trained wrong in silence."""
 MOST_KL = {"float32": 1e-5, "bfloat16": 0.05}
 """Mean KL to vLLM beyond which it is another model. These weights magnify what rounding does."""
+LATENT_ROPE = "vLLM on CPUs alone: its rotary kernel turns only a part of the queries of latent attention; with yarn it is not used"
 APART = {
-    "deepseek_v2": "with `rope_type` default, from the second token on; with yarn, as DeepSeek's own models, the same: see below",
+    "deepseek_v2": LATENT_ROPE,
     "deepseek_v3": "as deepseek_v2",
-    "ernie4_5_moe": "not explained",
-    "hrm_text": "not explained",
+    "ernie4_5_moe": "vLLM on CPUs alone: its choice of experts leaves out their correction bias",
+    "hrm_text": "in vLLM a token of the prompt sees the whole prompt; here, and in Hugging Face without token types, what is before it",
+    "ministral3": "vLLM leaves out yarn's `mscale` and `mscale_all_dim`, so attention is sharper",
 }
 """Families that vLLM computes differently from Hugging Face and us, by more than rounding: what is known of it."""
-NO_FLOAT32 = ("not implemented for 'Float'", "expected scalar type BFloat16 but found Float")
+NO_FLOAT32 = ("not implemented for 'Float'", "requires BF16", "expected scalar type BFloat16 but found Float")
 """What kernels of vLLM say that have no float32."""
+
+
+OF_VLLM = ("served", "vllm", "vllm_kl", "vllm_fault", "vllm_dtype", "vllm_version")
+"""Fields of a row that a comparison with vLLM fills in."""
 
 
 @dataclass
@@ -84,6 +90,10 @@ class Row:
     vllm_fault: str | None = None
     """Why there is no difference to vLLM; empty if there is one, None if nobody has looked."""
     vllm_dtype: str = "float32"
+    versions: str = ""
+    """Of transformers and torch, with which it was measured."""
+    vllm_version: str = ""
+    """With which that was looked at."""
 
     @property
     def is_trained(self) -> bool:
@@ -183,7 +193,7 @@ def served() -> set[str]:
 
 HEAD = """# Models
 
-Every causal language model of transformers {transformers} (torch {torch}), as a tiny model of random weights, and how the trainer computes
+Every causal language model of {versions}, as a tiny model of random weights, and how the trainer computes
 it: `uv run scripts/models.py` writes this page. The test that each start makes (`trainer/selftest.py`) has chosen the way; the
 columns behind it are measured apart from that, on other samples, against plain Hugging Face, one sample after another, in float32: the
 largest difference of a log-probability (nats), and of a gradient (the norm of the difference, relative to that of the parameter's
@@ -204,7 +214,8 @@ What no list can know, the start finds out: a model that is not here, or code th
 weights. Sinks (gpt-oss) and caps on scores (Gemma 2) are part of blocks and flex. Models that see images or sound are too large here, their
 text models are families of their own.
 
-"vLLM" is of those whose architecture vLLM {vllm} has: the largest difference of a log-probability (nats), and the mean KL, at 144 tokens
+"vLLM" is of those whose architecture vLLM has, by versions {vllm}: the largest
+difference of a log-probability (nats), and the mean KL, at 144 tokens
 that it has sampled from the same float32 weights behind prompts of 5, 40 and 200 tokens, at temperatures 1 and 0.7, or why there is none:
 what its build for CPUs lacks, one for GPUs may have. Where that has no kernel for float32, both compute in bfloat16. Windows are of 64
 tokens. "not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_agreement.py` has Llama, Qwen3, Qwen3-MoE
@@ -234,24 +245,34 @@ def page(found: "Found") -> str:
     counts, lines = Counter(row.mode for row in rows), []
     for row in rows:
         numbers = ["" if value is None else f"{value:.0e}" for value in (row.logprobs, row.gradient)]
-        reason = " ".join(row.reason.split()).replace("|", "/")[:160]
-        lines.append("| " + " | ".join([row.family, row.mode, *numbers, against_vllm(row), row.targets, reason]) + " |\n")
+        lines.append("| " + " | ".join([row.family, row.mode, *numbers, against_vllm(row), row.targets, brief(row.reason, 160)]) + " |\n")
     summary = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "-")
     text = f"{len(rows) - counts['-']} families measured: {summary}; {counts['-']} not measured; trained wrong without a word: none."
+    of, by = (Counter(filter(None, versions)).most_common() for versions in ([r.versions for r in rows], [r.vllm_version for r in rows]))
     compared = [row for row in rows if row.vllm is not None]
     apart = [f"{row.family} ({APART[row.family]})" for row in compared if row.is_apart]
     agreement = f"{len(compared)} families are compared, and {len(compared) - len(apart)} are the same there. "
-    agreement += f"Apart, so that a run of them warns: {'; '.join(apart)}."
-    text = HEAD.format(counts=text, agreement=agreement, **found.versions) + "".join(lines)
+    agreement += f"Apart, so that a run of them ends before its first step (KL above 0.1) or warns: {'; '.join(apart)}."
+    measured, compared_by = " or ".join(name for name, _ in of), " or ".join(f"{name} ({count} families)" for name, count in by)
+    text = HEAD.format(counts=text, agreement=agreement, versions=measured, vllm=compared_by) + "".join(lines)
     lines = [f"| {row.family} | {ROPES[row.family][0]} | {row.mode} | {against_vllm(row)} |\n" for row in ropes]
     return text + ROPE_HEAD.format(longer=MAX_LEN, trained=TRAINED_LEN) + "".join(lines)
+
+
+def brief(text: str, most: int) -> str:
+    """The beginning of an error's text, without what a cell of Markdown would read as its own: a cut may fall between two backticks."""
+    return " ".join(text.split()).replace("|", "/").replace("`", "'")[:most]
 
 
 def against_vllm(row: Row) -> str:
     """The cell of the page."""
     if row.vllm is None:
-        return f"not compared: {row.vllm_fault}"[:120].replace("|", "/") if row.vllm_fault else "not compared yet" * row.served
+        return brief(f"not compared: {row.vllm_fault}", 120) if row.vllm_fault else "not compared yet" * row.served
     return f"{row.vllm:.0e}, KL {row.vllm_kl:.0e}" + (" (bfloat16)" if row.vllm_dtype != "float32" else "")
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "torch"))
 
 
 def vllm_version() -> str:
@@ -267,20 +288,14 @@ class Found:
 
     def __init__(self) -> None:
         kept = json.loads(FOUND.read_text()) if FOUND.exists() else {}
-        self.versions: dict[str, str] = kept.get("versions", {})
         self.rows, self.ropes = ({name: Row(**row) for name, row in kept.get(kind, {}).items()} for kind in ("rows", "ropes"))
-
-    def forget_other_versions(self) -> None:
-        now = {name: importlib.metadata.version(name) for name in ("transformers", "torch")} | {"vllm": vllm_version()}
-        if self.versions != now:
-            self.versions, self.rows, self.ropes = now, {}, {}
 
     def keep(self) -> None:
         parts = []
         for kind in ("rows", "ropes"):
             lines = [f'"{name}": {json.dumps(asdict(row))}' for name, row in sorted(getattr(self, kind).items())]
             parts.append(f'"{kind}": {{\n' + ",\n".join(lines) + "\n}")
-        write_file(FOUND, f'{{"versions": {json.dumps(self.versions)},\n{",".join(parts)}}}\n'.encode())
+        write_file(FOUND, f"{{\n{','.join(parts)}}}\n".encode())
 
     @property
     def wrong(self) -> list[str]:
@@ -290,14 +305,14 @@ class Found:
 def compare_with_vllm(rows: list[Row], world: World, keep: Callable[[], None], dtype: str = "float32") -> None:
     """Fills in what the models that are trained differ from vLLM by, unless it is known; one process of vLLM samples from all of them. In
     bfloat16 where it has no kernel for float32."""
-    rows = [row for row in rows if row.vllm_fault is None and row.is_trained]
+    rows = [row for row in rows if (row.vllm_fault is None or row.vllm_version != vllm_version()) and row.is_trained]
     with tempfile.TemporaryDirectory() as folder:
         folders = {Path(folder, dtype, row.family.replace(" ", "-")): row for row in rows}
         for path, row in folders.items():
             make(*ROPES.get(row.family, (row.family, None)), path)
         for path, fault in sample_all(list(folders), MAX_LEN):
             row = folders[path]
-            row.vllm, row.vllm_kl, row.vllm_fault, row.vllm_dtype = None, None, fault, dtype
+            row.vllm, row.vllm_kl, row.vllm_fault, row.vllm_dtype, row.vllm_version = None, None, fault, dtype, vllm_version()
             if not fault:
                 try:
                     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -330,7 +345,6 @@ def main() -> None:
 
 def measure_all(found: Found, again: Collection[str]) -> None:
     """Measures what was not measured before, or is given as an argument: those that vLLM serves first, AT_ONCE of them at a time."""
-    found.forget_other_versions()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -341,9 +355,11 @@ def measure_all(found: Found, again: Collection[str]) -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # models are tested anew
         for some in (names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)):
-            for family in (name for name in some if name not in found.rows or name in again):
+            for family in (name for name in some if name in again or name not in found.rows or found.rows[name].versions != versions()):
                 with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                    found.rows[family] = measure(family, world)
+                    row = replace(measure(family, world), versions=versions())
+                before = None if family in again else found.rows.get(family)
+                found.rows[family] = row if before is None else replace(row, **{name: getattr(before, name) for name in OF_VLLM})
                 found.keep()
                 print(found.rows[family], "WRONG" if found.rows[family].is_wrong else "", flush=True)
             for row in (found.rows[name] for name in some):

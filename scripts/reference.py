@@ -1,4 +1,6 @@
-"""Writes the pages of docs/ that follow from the code: settings.md, metrics.md, migrating.md. `uv run scripts/reference.py`
+"""Writes what follows from the code: settings.md, metrics.md and migrating.md in docs/, and the types of the page of `rl view`.
+
+`uv run scripts/reference.py`
 
 With --check it writes nothing, and ends with 1 if a page is not what it would write.
 """
@@ -16,6 +18,8 @@ from rl.config.foreign import FOREIGN
 from rl.config.help import description, in_order, variants
 from rl.config.run import RLConfig
 from rl.run_dir.metric_names import SECTIONS
+from rl.view.schema import script_types
+from rl.view.server import PAGE
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MADE = "<!-- made by `uv run scripts/reference.py`; do not edit -->\n"
@@ -116,7 +120,9 @@ def migrating_page() -> str:
 
 def pages() -> dict[Path, str]:
     """The pages by their files."""
-    return {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page(), DOCS / "migrating.md": migrating_page()}
+    return {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page(), DOCS / "migrating.md": migrating_page()} | {
+        PAGE / "types.d.ts": script_types()
+    }
 
 
 def main() -> int:

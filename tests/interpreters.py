@@ -1,25 +1,58 @@
-"""Virtual environments of workers with one version of verifiers each, built once for this machine: hard links, two seconds."""
+"""Interpreters with verifiers, which our own environment has not: homes as environments have them, with what plays tests in them."""
 
-import shutil
+import os
+import re
 import subprocess
-from hashlib import blake2b
 from pathlib import Path
 
-from rl.models.folder import cache_root, make_once
+from rl.config.environment_id import Source
+from rl.homes.make import Request, ensure
 
-PACKAGES = ("msgspec", "jinja2", "tokenizers", "uvloop", "pytest", "pytest-timeout")
-"""What a worker needs beside verifiers, and what plays tests in it."""
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ("calculator", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words", "write_function")
+IN_A_HOME = (
+    "envs/test_classic.py",
+    "envs/test_rows.py",
+    "envs/test_v1.py",
+    "envs/test_seam.py",
+    "envs/test_conversation.py",
+    *(f"environments/test_{name}.py" for name in EXAMPLES),
+)
+"""Tests that import verifiers; `tests/envs/test_in_a_home.py` runs them."""
+TOOLS = ("psutil", "pytest>=8.3", "pytest-timeout>=2.3", "reasoning-gym>=0.1.25")
 
 
 def interpreter(verifiers: str) -> Path:
-    """The Python of a virtual environment with this version of verifiers."""
-    uv = shutil.which("uv") or "uv"
-    packages = [f"verifiers=={verifiers}", *PACKAGES]
-    name = f"verifiers-{verifiers}-{blake2b(repr(packages).encode(), digest_size=4).hexdigest()}"
+    """The Python of a home with this version of verifiers. It is in the user's cache, so it is made once on a machine."""
+    bundled = Source("bundled", "textarena", "textarena")
+    request = Request(f"tests with {verifiers}", bundled, requirements=(f"verifiers=={verifiers}", *TOOLS))
+    return ensure(request, print).interpreter
 
-    def build(folder: Path) -> None:  # not in the project's own folder, whose constraints uv would obey
-        python = str(folder / "bin" / "python")
-        subprocess.run([uv, "venv", "-q", "--allow-existing", "--relocatable", str(folder)], check=True)
-        subprocess.run([uv, "pip", "install", "-q", "--python", python, *packages], check=True, cwd=folder)
 
-    return make_once(cache_root().parent / "tests" / name, build) / "bin" / "python"
+def worker_python() -> str:
+    """The Python in which single modules of the classic API are played."""
+    return str(ensure(Request("tests", None), print).interpreter)
+
+
+def run_tests(verifiers: str, *arguments: str) -> int:
+    """How many tests pass in a home with a version of verifiers; all that are run have to."""
+    command = [
+        str(interpreter(verifiers)),
+        "-m",
+        "pytest",
+        "-q",
+        "--noconftest",
+        "-c",
+        os.devnull,
+        f"--rootdir={ROOT}",
+        "-p",
+        "no:cacheprovider",
+    ]
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    env.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--timeout=120", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    return int(found[1]) if found else 0

@@ -44,6 +44,17 @@ def test_all_faults_of_a_configuration_are_one_exception():
     assert "trainer.optim.lr" in str(error.value) and "trainer.optim.rate" in str(error.value)
 
 
+def test_the_run_that_comes_back_is_the_one_that_was_made(tmp_path, monkeypatch):
+    """A trial has a name of its own."""
+    given = []
+    monkeypatch.setattr(api, "run_command", lambda args: (given.append(args[2:]), make_run(tmp_path / "x"), make_run(tmp_path / "x-quick")))
+    tables = TABLES | {"name": "x", "output_dir": str(tmp_path)}
+    assert rl.train(tables).root == tmp_path / "x" and rl.train(tables, quick=True).root == tmp_path / "x-quick"
+    rl.train(tables, resume=True)
+    rl.train(tables, resume=0, clean=True)
+    assert given == [[], ["--quick"], ["--resume"], ["--clean", "--resume=0"]]
+
+
 def test_a_run_that_fails_says_why(tmp_path, capfd):
     with pytest.raises(RunError) as error:
         rl.train(

@@ -71,7 +71,7 @@ def block_commands(page: Path) -> list[str]:
 
 def spans(page: Path) -> list[str]:
     """What stands in the running text as code."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()).replace("\\|", "|") for span in re.findall(r"`([^`]+)`", text)]
 
 
@@ -159,6 +159,9 @@ def rl(args: list[str]) -> None:
     elif command == "replay":
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
         replay.open_run(run)
+    elif command == "view":
+        _, places = take("rl view", rest, module.OPTIONS)
+        assert all(place.startswith("outputs/") for place in places)
     elif command in ("show", "compare"):
         _, runs = take(f"rl {command}", rest, getattr(module, "OPTIONS", ()))
         assert len(runs) == (2 if command == "compare" else 1)

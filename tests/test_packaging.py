@@ -21,7 +21,7 @@ from packaging.version import Version
 from rl.main import DISTRIBUTION
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text())
-LOCAL = {DISTRIBUTION, *PROJECT["tool"]["uv"]["sources"]}
+LOCAL = {DISTRIBUTION}
 
 
 def test_everything_that_is_installed_has_the_version_that_the_constraints_say():
@@ -38,7 +38,9 @@ def test_everything_that_is_installed_has_the_version_that_the_constraints_say()
 
 def test_the_distribution_is_called_as_the_command_says_and_its_switches_are_all_documented():
     assert PROJECT["project"]["name"] == DISTRIBUTION and metadata.version(DISTRIBUTION) == PROJECT["project"]["version"]
-    assert PROJECT["project"]["optional-dependencies"] == {name: PROJECT["dependency-groups"][name] for name in ("cpu", "gpu")}
+    extras, groups = dict(PROJECT["project"]["optional-dependencies"]), PROJECT["dependency-groups"]
+    assert extras.pop("tensorboard")[0] in groups["dev"]
+    assert extras == {name: groups[name] for name in ("cpu", "gpu")}
     pages = [Path("README.md"), *Path("docs").glob("*.md")]
     assert not [page for page in pages if re.search(r"pip install ['\"]?rl\b", page.read_text())]  # that package is somebody else's
 
@@ -61,6 +63,8 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"rl", wheel.name.split("-py3")[0] + ".dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    page = {path.relative_to("src").as_posix() for path in Path("src/rl/view/page").rglob("*") if path.is_file()}
+    assert page and page <= set(names)
     with tarfile.open(sdist) as archive:
         assert {"LICENSE", "README.md", "configs", "docs", "environments", "src", "tests"} <= {
             name.split("/")[1] for name in archive.getnames()

@@ -45,6 +45,7 @@ def make_config(root: Path, name: str, model: Path) -> RLConfig:
         "checkpoint": {"interval": 100},
         "weights": {"keep_last": 10},
         "batch_timeout_s": 60,
+        "strict_parity": False,  # the stub's log-probabilities are no model's
     }
     return RLConfig.model_validate(
         {

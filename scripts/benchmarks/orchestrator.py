@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
@@ -29,6 +31,21 @@ def reward(completion) -> float:
 def load_environment():
     rows = Dataset.from_list([{"question": f"say {i}", "answer": str(i)} for i in range(1000)])
     return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reward]))
+"""
+V1_ENVIRONMENT = """
+import random
+import verifiers.v1 as vf
+
+class BenchTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def reward(self, trace: vf.Trace) -> float:
+        return random.random()
+
+class BenchSet(vf.Taskset[BenchTask, vf.TasksetConfig]):
+    def load(self):
+        return [BenchTask(vf.TaskData(idx=i, prompt=f"say {i}")) for i in range(1000)]
+
+__all__ = ["BenchSet"]
 """
 
 
@@ -116,18 +133,20 @@ class Probe:
         return sum(process.memory_info().rss for process in [psutil.Process(), *self.workers()])
 
 
-async def measure(in_flight: int, steps: int, workers: int, num_tokens: int, delay_s: float, folder: Path, model: Path) -> dict[str, float]:
+async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers: str, folder: Path, model: Path) -> dict[str, Any]:
     """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
     from rl.config.command_line import build, parse_args
     from rl.orchestrator.main import run
     from rl.run_dir.metrics import read_metrics
     from rl.run_dir.status import Status
 
-    (folder / "bench_env.py").write_text(ENVIRONMENT)
+    num_tokens, delay_s = args.tokens, args.delay
+    (folder / "bench_env.py").write_text(V1_ENVIRONMENT if args.v1 else ENVIRONMENT)
     os.environ["PYTHONPATH"] = str(folder)
     flags = ["--name", "bench", "--output_dir", str(folder), "--orchestrator.environment.id", "bench-env", "--max_steps", str(steps)]
     flags += ["--orchestrator.batch_size", str(in_flight // 2), "--orchestrator.sampling.max_tokens", str(num_tokens), "--max_lag", "1"]
-    config = build(parse_args([*flags, "--orchestrator.environment.workers", str(workers)]))
+    config = build(parse_args([*flags, "--orchestrator.environment.workers", workers]))
+    os.chdir(folder)  # where a module is looked for
     status_path = config.run_dir.status("inference")
     status_path.parent.mkdir(parents=True)
     stub = [sys.executable, __file__, "stub-server", str(status_path), str(num_tokens), str(delay_s)]
@@ -168,16 +187,16 @@ def orchestrator(args: argparse.Namespace) -> None:
     from rl.models.tiny import make_tiny_model
 
     results = []
-    for in_flight in args.in_flight:
+    for in_flight, workers in itertools.product(args.in_flight, args.workers):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             model = make_tiny_model(path / "model")
             steps = max(4, min(40, args.rollouts // (in_flight // 2)))
-            results.append(asyncio.run(measure(in_flight, steps, args.workers, args.tokens, args.delay, path, model)))
+            results.append(asyncio.run(measure(args, in_flight, steps, workers, path, model)))
             print(json.dumps(results[-1]), file=sys.stderr)
     first, last = results[0], results[-1]
     growth = {}
-    if len(results) > 1:
+    if len(args.in_flight) > 1:
         added = last["in_flight"] - first["in_flight"]
         growth["kib_per_rollout_in_flight"] = round((last["peak_mib"] - first["peak_mib"]) * 1024 / added, 1)
     print(json.dumps({"cores": os.cpu_count(), "tokens": args.tokens, "delay_s": args.delay, "runs": results, **growth}, indent=2))
@@ -191,7 +210,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 1000, 10000])
     parser.add_argument("--rollouts", type=int, default=20000, help="at least, for each number in flight")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", nargs="+", default=["1"], help="numbers of them, or auto")
+    parser.add_argument("--v1", action="store_true", help="an environment of the v1 API")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")
     return orchestrator(parser.parse_args())

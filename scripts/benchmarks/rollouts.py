@@ -61,12 +61,14 @@ async def long_rollouts(folder: Path, turns: int, tokens: int) -> dict[str, floa
     """The way of a group of 8 from a worker's message to a committed batch."""
     from rl.orchestrator.pool_worker import read_answer
     from rl.wire.rollouts import Group
+    from tests.interpreters import interpreter
     from tests.loop_lag import LoopLag
     from tests.orchestrator.test_loop_lag import builder
 
     message = folder / "message"
-    child = [sys.executable, __file__, "play-group", str(message), str(turns), str(tokens)]
-    worker = json.loads(subprocess.run(child, check=True, stdout=subprocess.PIPE).stdout)
+    child = [str(interpreter("0.3.1")), __file__, "play-group", str(message), str(turns), str(tokens)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    worker = json.loads(subprocess.run(child, check=True, stdout=subprocess.PIPE, env=environment).stdout)
     one, process = builder(folder, 7), psutil.Process()
     await one.restore()
     memory = process.memory_info().rss

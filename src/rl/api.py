@@ -42,11 +42,9 @@ def train(config: Given | None = None, *, resume: bool | int = False, clean: boo
     Raises ConfigError for a configuration with faults, RunError with the last lines if the run fails. An interrupt stops the run.
     """
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
-        args = arguments(config, settings, Path(folder))
-        checked = build(parse_args(args, os.environ))
-        switches = {"--clean": clean, "--quick": quick, "--resume": resume is True}
-        args += [name for name, is_on in switches.items() if is_on]
-        args += [f"--resume={resume}"] if type(resume) is int else []
+        switches = {"--clean": clean, "--quick": quick, "--resume": resume is True, f"--resume={resume}": type(resume) is int}
+        args = [*arguments(config, settings, Path(folder)), *(name for name, is_on in switches.items() if is_on)]
+        checked = build(parse_args(args, os.environ), outside=True)
         run_command(args)
     return Run(checked.run_dir.root)
 

@@ -82,7 +82,7 @@ def test_help_is_quick(tmp_path, command):
     assert (code, err) == (0, "") and f"usage: rl {command} " in out
     assert len(out.splitlines()) < 56 and max(map(len, out.splitlines())) <= 120
     assert ("trainer.optim" in out) == (command in ("sft", "doctor"))
-    of_a_run = ("replay", "show", "compare", "branch")  # which has its settings
+    of_a_run = ("replay", "show", "compare", "branch", "view")  # which has its settings
     assert ("orchestrator" in out) == (command not in ("sft", "export", *of_a_run))
     assert ("--max_steps int" in out) == (command == "sft") and ("--model.name" in out) == (command not in ("doctor", *of_a_run))
     assert ("--policy SPEC" in out) == (command in ("eval", "collect", "env"))

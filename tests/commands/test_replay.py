@@ -33,6 +33,7 @@ def run_dir(tmp_path_factory):
     settings = {"name": "run", "output_dir": str(root), "max_steps": STEPS, "model": {"name": str(model), "dtype": "float32"}}
     settings |= {"orchestrator": {"environment": [{"id": "test"}]}}
     trainer = {"gpus": 0, "ranks": 2, "checkpoint": {"interval": 2}, "weights": {"keep_last": 2}, "optim": {"lr": 1e-3}}
+    trainer["strict_parity"] = False  # the stub's log-probabilities are no model's
     config = RLConfig.model_validate(settings | {"trainer": trainer})
     write_file(config.run_dir.config, to_toml(config).encode())
     batches = [make_batch(step) for step in range(1, STEPS + 1)]

@@ -1,29 +1,15 @@
 """The tests of the v1 adapter with the versions of verifiers that we know, and as if we did not know them: over HTTP."""
 
-import os
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.interpreters import interpreter
+from tests.interpreters import run_tests
 
-ROOT = Path(__file__).parents[2]
 OVER_HTTP = ("-p", "tests.envs.over_http")
 
 
 def passed(version: str, *arguments: str) -> int:
     """How many tests of the v1 adapter pass with a version of verifiers; all that are run have to."""
-    command = [str(interpreter(version)), "-m", "pytest", "tests/envs/test_v1.py", "-q", "--noconftest", "-c", os.devnull]
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    env.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        [*command, f"--rootdir={ROOT}", "-p", "no:cacheprovider", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    found = re.search(r"(\d+) passed", done.stdout)
-    return int(found[1]) if found else 0
+    return run_tests(version, "tests/envs/test_v1.py", *arguments)
 
 
 def test_the_newest_version_that_we_know():

@@ -7,7 +7,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from rl.inference.gate import MAX_BODY_BYTES, Gate
+from rl.inference.gate import Gate
+from rl.wire.gate import MAX_BODY_BYTES
 
 TOKEN = "a-token-of-this-run"
 SENT = 1 << 20

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from rl.config.command_line import from_toml
@@ -278,6 +279,23 @@ def test_configuration_errors_exit_with_2(rl):
     code, _, err = rl("--trainer-gpus", "64")
     assert code == 2 and err.startswith("rl: trainer.gpus = 64\n    there are ")
     assert not rl.root.exists()
+
+
+def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
+    """The orchestrator waits for a file, which the test writes when it has seen the page."""
+    waits = "while not (root / 'seen').exists(): time.sleep(0.05)\n"
+    process = rl.start("--view", orchestrator=waits + SCRIPTS["orchestrator"], trainer=waits + SCRIPTS["trainer"])
+    address = next(line.split()[1] for line in process.stdout if line.startswith("view "))
+    with httpx.Client() as browser:
+        assert browser.get(address).status_code == 200
+        (row,) = browser.get(f"{address.partition('?')[0]}api/runs").json()["runs"]
+    assert (row["key"], row["state"]) == ("r", "live") and address.partition("token=")[2] not in (rl.root / "logs/view-1.log").read_text()
+    (rl.root / "seen").touch()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "") and "3 steps in" in out
+    assert not (rl.root / "logs/view-1.log").exists() and rl.nobody_left()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
 
 
 def test_resume_command():

@@ -14,9 +14,11 @@ import pytest
 
 from rl.models.tokenizer_files import slim_tokenizer
 from rl.orchestrator.pool import EnvLostError, WorkerPool
+from rl.run_dir.spans import DECODER, Span
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+from tests.interpreters import worker_python
 from tests.orchestrator.stub_inference import StubInference
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
@@ -35,10 +37,8 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
             try:
                 for name, args, python in setups:
                     spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
-                    setup = WorkerSetup(
-                        env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", max_tokens=4, retries=0, python=python
-                    )
-                    pool.start(setup)
+                    more = {"max_tokens": 4, "retries": 0, "python": python or worker_python(), "spans": str(tmp_path / "spans")}
+                    pool.start(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
                 async with asyncio.timeout(280):
                     await pool.sizes(120.0)
                     return await work(pool)
@@ -102,6 +102,10 @@ def test_a_poison_environment_is_lost_alone(tmp_path, model, monkeypatch):
 
     rewards, lost, failed = run(tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, ""))
     assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and told == list(lost.items()) and list(lost) == ["poison"] and not failed
+    lines = (tmp_path / "spans" / "worker-good-0.jsonl").read_bytes().splitlines()
+    spans = [line for line in map(DECODER.decode, lines) if isinstance(line, Span)]
+    assert {name: sum(span.name == name for span in spans) for name in ("play", "score")} == {"play": 6, "score": 6}
+    assert {span.about.get("task") for span in spans if span.name == "play"} == {*range(6)}
 
 
 def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):

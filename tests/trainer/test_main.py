@@ -49,6 +49,7 @@ def make_config(root, model, **trainer) -> RLConfig:
                 "checkpoint": {"interval": 2},
                 "weights": {"keep_last": 10},
                 "batch_timeout_s": 60,
+                "strict_parity": False,  # the stub's log-probabilities are no model's
             }
             | trainer,
         }
@@ -208,6 +209,20 @@ def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(strai
         assert ours.read_bytes() == theirs.read_bytes(), version
     latencies = [line.get("time/publish_latency") for line in read_metrics(config.run_dir.metrics).values()]
     assert latencies[0] is None and all(0 < latency < 10 for latency in latencies[1:])  # of the version before the step's
+
+
+def test_it_ends_before_it_trains_on_what_another_model_has_sampled(tied_folder, tmp_path):
+    config = make_config(tmp_path, tied_folder, strict_parity=None)
+    with StubOrchestrator(config.run_dir, batches()):
+        output = run_trainer(config, GIVE_UP)
+    assert "the two compute different models" in output and "trainer.strict_parity = false trains all the same" in output
+    assert not numbered(config.run_dir.weights_dir) and not numbered(config.run_dir.checkpoints)
+    assert not read_metrics(config.run_dir.metrics), "no step was made"
+    config.orchestrator.sampling.top_p, config.max_steps = 0.5, 1  # then its log-probabilities are others, and the user was told
+    write_file(config.run_dir.config, to_toml(config).encode())
+    with StubOrchestrator(config.run_dir, batches(1)):
+        run_trainer(config)
+    assert read_metrics(config.run_dir.metrics)[1, "trainer"]["parity/agrees"] == 0.0
 
 
 def fill_disk():

@@ -34,6 +34,7 @@ def make_config(root, model, **trainer) -> RLConfig:
     settings["orchestrator"] = {"environment": [{"id": "test"}]}
     optim, weights = {"lr": 1e-3, "schedule": "cosine"}, {"keep_last": 2}
     settings["trainer"] = {"optim": optim, "micro_batch_tokens": 128, "checkpoint": {"interval": 2}, "weights": weights} | trainer
+    settings["trainer"]["strict_parity"] = False  # the stub's log-probabilities are no model's
     return RLConfig.model_validate(settings)
 
 

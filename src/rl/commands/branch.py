@@ -12,11 +12,12 @@ import msgspec
 from rl.commands.options import take
 from rl.commands.policy_spec import find_run, version_number
 from rl.config.command_line import CommandLine, fail, load_config, to_toml, write_config
+from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, changed_keys, delete_run, is_run_or_free, moved, ranges
+from rl.launch.prepare import REMEDY, delete_run, is_run_or_free, moved, ranges
 from rl.launch.run import launch
 from rl.orchestrator.batches import decode_state
 from rl.orchestrator.ending import RewardHistory

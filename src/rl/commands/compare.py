@@ -14,11 +14,11 @@ from typing import Any
 from rl.commands.options import take
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
+from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch.children import Children
 from rl.launch.curves import environment_curves, eval_curves, is_sft
-from rl.launch.prepare import changed_keys
 from rl.run_dir.metrics import Curve, Lines, curve, read_metrics
 from rl.system.terminal import clip, sparkline, visible
 

@@ -8,7 +8,7 @@ from rl.commands.options import Option, take, usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
-from rl.homes.home import Home, Pointer, delete, pointers, read, users
+from rl.homes.home import Home, Pointer, delete, pointers, read, unreferenced, users
 from rl.homes.make import Request, ensure, install_record, summary
 from rl.homes.records import read_record
 from rl.launch.children import Children
@@ -24,7 +24,7 @@ VERBS = {
     "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
     "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
     "list": "rl env list                  shows the homes that are there",
-    "remove": "rl env remove ID|NAME        deletes them",
+    "remove": "rl env remove ID|NAME|DIGEST deletes them",
     "freeze": "rl env freeze RUN            prints what the environments of a run were played with",
 }
 
@@ -69,6 +69,9 @@ def show() -> int:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(pointer.made))
         text = summary(home) if home else f"{pointer.id}: {damage or 'deleted'}"
         print(f"{made}  {text}  {homes_root() / pointer.home}")
+    for name in unreferenced():
+        home, damage = read(name)
+        print(f"{'earlier':<16}  {summary(home) if home else damage}  {homes_root() / name}")
     return 0
 
 
@@ -89,6 +92,12 @@ def name_part(name: str) -> str:
 
 def remove(name: str) -> int:
     """Deletes the pointers that are meant, and the homes that no other one points at. Raises RunError for one that is in use."""
+    if name in unreferenced():
+        if pids := users(name):
+            raise RunError(f"{name}: processes {', '.join(map(str, pids))} run in it; end them first")
+        delete(name)
+        print(f"removed {name}")
+        return 0
     doomed = meant(name)
     kept = {pointer.home for path, pointer in pointers().items() if path not in doomed}
     for path, pointer in doomed.items():

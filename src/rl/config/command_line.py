@@ -43,11 +43,11 @@ SHORTHANDS = {
     "trainer.loss": "trainer.loss.type",
 }
 """Sections that may be given as a text: the key in them that it stands for."""
-SWITCHES = ("--dry-run", "--schema", "--clean", "--quick")
+SWITCHES = ("--dry-run", "--schema", "--clean", "--quick", "--view")
 A_STEP = re.compile("[0-9]{1,20}")
 NUMBERED = re.compile(r"(.+?)\.([0-9]+)\.(.+)")
 """The key of a setting in an element of a list: section, number, the rest."""
-OF_RUNS = {"resume", "clean", "quick"}
+OF_RUNS = {"resume", "clean", "quick", "view"}
 """Switches that a command has only if its help names them."""
 VARIABLE_PREFIX = "RL__"
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
     "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, and say what a run waits for, alive or dead"),
     "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
+    "view": ("rl.commands.view", "runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
     "compare": ("rl.commands.compare", "two runs side by side: settings that differ, curves, evaluations"),
     "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
 }
@@ -39,12 +40,13 @@ SETTINGS = """  @ run.toml                  settings from a file; several files 
 RESUME = """  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
   --clean                     delete the run directory and start over
 """
+VIEW = "  --view                      show the run in a browser while it lasts (rl view --help)\n"
 USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 
 {SETTINGS}  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
   --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
-  --strict-parity             end the run, instead of warning, when trainer and inference disagree
-{RESUME}  --version                   print the version
+  --strict-parity             end the run, instead of warning, whenever trainer and inference disagree
+{VIEW}{RESUME}  --version                   print the version
 """
 PROCESS_USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...
 
@@ -90,7 +92,7 @@ PLAYING = (
 )  # fmt: skip
 OF_TRAINING = tuple(f"orchestrator.environment.{key}" for key in ("weight", "group_size", "credit", "difficulty", "teacher"))
 READS = {
-    "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
+    "rl sft": Reads((*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"), ("trainer.data", "trainer.strict_parity")),
     "rl eval": Reads((*PLAYING, "orchestrator.eval"), (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target")),
     "rl collect": Reads(PLAYING, OF_TRAINING),
     "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),

@@ -99,6 +99,8 @@ class RLConfig(Settings):
     supervisor: SupervisorConfig = SupervisorConfig()
     wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
     """Logging to Weights & Biases; `--wandb` switches it on."""
+    tensorboard: bool = False
+    """Writes the numbers as TensorBoard's event files, too, into `tensorboard/` of the run. Needs the extra `tensorboard`."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -125,6 +127,11 @@ class RLConfig(Settings):
     def sampling_of(self, env: EnvSource) -> dict[str, Any]:
         """How an environment's training rollouts are sampled: what it sets, and for the rest the run's sampling."""
         return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether inference samples from a part of the distribution, whose log-probabilities are not those of the trainer."""
+        return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
 SECTIONS = ("trainer", "orchestrator", "inference", "sft")

@@ -157,8 +157,10 @@ class TrainerConfig(Settings):
     deterministic: bool | None = None
     """Whether the same batches give the same bits, as long as machine, threads, ranks and torch are the same; `rl replay` proves it. On
     CPUs it costs nothing that can be measured; on GPUs some operations get slower. Default: true on CPUs, false on GPUs."""
-    strict_parity: bool = False
-    """Whether the run ends, instead of warning, when trainer and inference disagree on tokens of the same policy version."""
+    strict_parity: bool | None = None
+    """Whether the run ends, instead of warning, when trainer and inference disagree on tokens of the same policy version. Default: in
+    the first comparison after each start, and only where they are so far apart (KL above 0.1) that they compute different models; `false`:
+    never."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     token_log: TokenLogConfig = TokenLogConfig()

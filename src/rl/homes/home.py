@@ -95,6 +95,14 @@ def pointers() -> dict[Path, Pointer]:
     return {path: pointer for path, pointer in read.items() if pointer}
 
 
+def unreferenced() -> list[str]:
+    """Homes that no request has any more: a newer one took their place. Runs that were played in them still name them."""
+    kept = {pointer.home for pointer in pointers().values()}
+    return sorted(
+        path.parent.name for path in homes_root().glob(f"*/{FILE}") if path.parent.name not in kept and path.parent.name[0] != "."
+    )
+
+
 def write_pointer(path: Path, pointer: Pointer) -> None:
     make_directory(path.parent)
     write_file(path, msgspec.json.encode(pointer) + b"\n")

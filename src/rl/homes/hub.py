@@ -52,7 +52,9 @@ def find(source: Source, work: Path, say: Say) -> Place:
         answer = httpx.get(address, timeout=TIMEOUT_S, follow_redirects=True)
         details = answer.json() if answer.status_code == 200 else {}
     except httpx.HTTPError as error:
-        raise HubLostError(f"{what}: the Environments Hub does not answer ({address}: {error or type(error).__name__})") from None
+        raise HubLostError(
+            f"{what}: the Environments Hub does not answer ({address}: {error or type(error).__name__}); check the network"
+        ) from None
     except ValueError:
         raise HubLostError(f"{what}: the answer of {address} is no JSON; is {HUB_VARIABLE} the Hub's address?") from None
     if answer.status_code >= 500:
@@ -84,6 +86,7 @@ def pull(source: Source, work: Path, found: str, say: Say) -> Place:
     target, log = work / module_name(source.name), work / "prime.log"
     command = [prime, "env", "pull", f"{source.owner}/{source.name}{version}", "--target", str(target)]
     say(f"{found}; trying `prime env pull`")
+    shutil.rmtree(target, ignore_errors=True)
     child, waited = start("prime", command, dict(os.environ), log), 0.0
     try:
         while (code := child.wait(PROGRESS_S)) is None and waited < PULL_TIMEOUT_S:

@@ -120,11 +120,10 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
 
 
 def usable(name: str, what: str, say: Say) -> Home | None:
-    """A home that is there and whole. One that is not is told, and deleted so that it can be made anew."""
+    """A home that is there and whole. One that is not is told; what takes its place deletes it."""
     home, damage = read(name)
     if damage:
         say(f"{what}: its home is damaged: {damage}; it is made anew")
-        delete(name)
     return home
 
 
@@ -283,12 +282,16 @@ def keep(place: Path, described: Home, plan: Plan) -> Home:
     """Gives a virtual environment its final place, named after exactly what is in it, unless that is there already."""
     lines, python = packages(place), python_version(place)
     path = str(plan.path or "")
-    name = digest(FORMAT, lines, python, path, described.module, described.api)
+    name = digest(FORMAT, lines, python, path, described.module, described.api, described.version)
     home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
     if read(name)[0] is None:
         delete(name)
         (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
-        move(place, homes_root() / name)
+        try:
+            move(place, homes_root() / name)
+        except OSError:  # another request came to the same home, at the same moment
+            if read(name)[0] is None:
+                raise
     return home
 
 

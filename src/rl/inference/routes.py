@@ -11,9 +11,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.engine import VersionedEngine
-from rl.inference.gate import refusal
 from rl.inference.weight_files import WeightsGoneError
 from rl.system.errors import RunError
+from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
 
 TokenId = Annotated[int, Meta(ge=0)]

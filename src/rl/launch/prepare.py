@@ -16,7 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import without_none, write_config
+from rl.config.command_line import write_config
+from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
 from rl.launch.repair import repair
@@ -33,6 +34,7 @@ MAY_CHANGE = (
     "output_dir",
     "max_steps",
     "wandb",
+    "tensorboard",
     "trainer.gpus",
     "trainer.cpus",
     "trainer.ranks",
@@ -308,23 +310,3 @@ def moved(old: Any, new: Any) -> bool:
 
 def may_change(key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in MAY_CHANGE)
-
-
-def leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """Every single value by its dotted key. Unlike command_line.flatten it enters lists of tables, whose entries are keyed by number."""
-    if isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        items = ((str(i), item) for i, item in enumerate(value))
-    else:
-        return {} if value == {} else {key: value}
-    found: dict[str, Any] = {}
-    for name, item in items:
-        found |= leaves(item, f"{key}.{name}" if key else name)
-    return found
-
-
-def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
-    """(key, old value, new value) of each setting that differs; None stands for a setting that is not set."""
-    before, after = leaves(without_none(old)), leaves(without_none(new))
-    return [(key, before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)]

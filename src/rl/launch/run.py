@@ -15,14 +15,17 @@ from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
+from rl.homes.make import summary
 from rl.homes.settle import entries as environments
 from rl.homes.settle import homes_of, record
 from rl.launch import devices, roles
 from rl.launch.children import Children
+from rl.launch.page import Page
 from rl.launch.picture import Picture
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
+from rl.launch.trackers import trackers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, read_metrics, sources_dir
@@ -49,7 +52,7 @@ def manifest_lines(manifest: dict[str, Any]) -> list[str]:
 class Watch:
     """The loop of `rl`: it supervises the children and shows the run's numbers, until the run is over."""
 
-    def __init__(self, config: RLConfig, prepared: Prepared, children: Children):
+    def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
 
         self.config, self.run_dir = config, prepared.run_dir
@@ -59,18 +62,16 @@ class Watch:
         self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
         self.reader = MetricsReader(prepared.run_dir.metrics)
         self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
-        self.wandb = None
         self.not_merged = False
         """Whether it was said that metrics.jsonl cannot be written."""
         self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
-        if config.wandb:
-            from rl.launch.wandb_log import WandbLog
-
-            self.wandb = WandbLog(config, prepared.run_dir, self.console.say)
-            while old_lines := self.reader.new():  # the console has read the newest of these on its own
-                self.wandb.send(old_lines)
+        self.trackers = trackers(config, self.run_dir, self.console.say)
+        while self.trackers and (old_lines := self.reader.new()):  # the console has read the newest of these on its own
+            for tracker in self.trackers:
+                tracker.send(old_lines)
+        self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
@@ -86,8 +87,10 @@ class Watch:
         lines = self.reader.new()
         self.console.update(lines)
         self.picture.poll(len(lines))
-        if self.wandb:
-            self.wandb.send(lines)
+        if self.page:
+            self.page.poll()
+        for tracker in self.trackers:
+            tracker.send(lines)
         return lines
 
     def _merge(self) -> None:
@@ -114,21 +117,23 @@ class Watch:
             self.console.say(line)
 
     def close(self, exit_code: int) -> None:
-        """The last lines, the report, and the end of W&B's run."""
+        """The last lines, the report, and the end of what gets the numbers."""
         from rl.launch.curves import final_report, is_reported
 
         self.picture.close()
+        if self.page:
+            self.page.close()
         self.show()
         self.console.close()
         lines = read_metrics(self.run_dir.metrics, wanted=is_reported)
         final_report(lines, self.run_dir, self.config.name, self.console.say)
-        if self.wandb:
-            self.wandb.close(exit_code)
+        for tracker in self.trackers:
+            tracker.close(exit_code)
 
 
-def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str) -> int:
+def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str, view: bool = False) -> int:
     """The run from its directory to its report. Returns the exit code."""
-    watch = Watch(config, prepared, children)
+    watch = Watch(config, prepared, children, view)
     code, why = 0, ""
     try:
         # Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped.
@@ -190,7 +195,8 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     record(config, homes)
-    code = run(config, prepared, division, children, again)
+    prepared.notes += [f"environment {name}: {summary(one.home)}" for name, one in homes.items() if one.home.version]
+    code = run(config, prepared, division, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         print(f"verdict   {verdict(read_state(prepared.run_dir, config))}", flush=True)

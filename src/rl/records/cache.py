@@ -13,11 +13,13 @@ from safetensors.numpy import save_file
 
 from rl.records.columns import DTYPES, WORDS, Columns, Kind, Words
 
-FORMAT = "1"
+FORMAT = "2"
 MAX_BYTES = 1 << 30
 """Of all indices together; the ones that were not used for longest go first."""
-Key = tuple[int, int, str]
-Identities = dict[Key, tuple[int, int]]
+Identity = tuple[int, int]
+"""Size of a file, and when it last changed, ns."""
+Kept = tuple[Columns, dict[int, Identity], dict[tuple[int, str], Identity]]
+"""The columns, the files of steps, and those of evaluations by version and name."""
 
 
 def cache_file(root: Path) -> Path:
@@ -27,17 +29,17 @@ def cache_file(root: Path) -> Path:
     return folder / f"{root.resolve().name}-{name}.safetensors"
 
 
-def save(path: Path, columns: Columns, files: Mapping[Key, tuple[int, int]]) -> None:
+def save(path: Path, columns: Columns, steps: Mapping[int, Identity], evals: Mapping[tuple[int, str], Identity]) -> None:
     """Writes an index, if the cache can be written, and makes room for it."""
     kept = columns.only((columns["gone"] == 0) & (columns["kind"] != Kind.PENDING))
     tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
     tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
-    tensors["identities"] = np.array([*files.values()], np.int64).reshape(-1, 2)
+    tensors["steps"] = np.array([(step, *identity) for step, identity in steps.items()], np.int64).reshape(-1, 3)
     about = {
         "format": FORMAT,
         "words": json.dumps({name: kept.words[name].words for name in WORDS}),
         "left_out": json.dumps(sorted(kept.left_out)),
-        "files": json.dumps([*files]),
+        "evals": json.dumps([(version, name, *identity) for (version, name), identity in evals.items()]),
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError, SafetensorError):
@@ -57,7 +59,7 @@ def make_room(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def load(path: Path) -> tuple[Columns, Identities] | None:
+def load(path: Path) -> Kept | None:
     """An index as it was kept; None if there is none that can be read."""
     try:
         with safe_open(path, framework="np") as file:
@@ -69,10 +71,10 @@ def load(path: Path) -> tuple[Columns, Identities] | None:
             columns.arrays = {name: file.get_tensor(f"column/{name}") for name in DTYPES}
             prefix = "metric/"
             columns.metrics = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-            identities = file.get_tensor("identities").tolist()
-            keys = [(kind, number, name) for kind, number, name in json.loads(about["files"])]
+            steps = {step: (size, changed) for step, size, changed in file.get_tensor("steps").tolist()}
+            evals = {(version, name): (size, changed) for version, name, size, changed in json.loads(about["evals"])}
             columns.size = len(columns.arrays["kind"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
     same = {len(array) for arrays in (columns.arrays, columns.metrics) for array in arrays.values()} == {columns.size}
-    return (columns, dict(zip(keys, map(tuple, identities), strict=True))) if same and len(keys) == len(identities) else None
+    return (columns, steps, evals) if same else None

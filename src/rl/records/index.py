@@ -40,6 +40,9 @@ class Source(NamedTuple):
     """The evaluation."""
 
 
+PENDING = Source(Kind.PENDING, 0)
+
+
 class Identity(NamedTuple):
     """What tells that a file is the one that was read."""
 
@@ -62,8 +65,11 @@ class RolloutIndex:
         """cache_file: where the index outlives this process; None: nowhere."""
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
-        self.files: dict[Source, Identity] = {}
-        self.damaged: dict[Path, str] = {}
+        self.steps: dict[int, Identity] = {}
+        """The files of steps that were read."""
+        self.evals: dict[tuple[int, str], Identity] = {}
+        """Those of evaluations, by version and name."""
+        self.damaged: dict[Source, str] = {}
         """Files that could not be read, with what is wrong; their rollouts are missing."""
         self.gone = 0
         """Rows of files that are not there any more."""
@@ -71,60 +77,80 @@ class RolloutIndex:
         self.pending_as_read: tuple[int, int] = (0, 0)
         """Inode and offset up to which pending.jsonl was read."""
         if cache_file and (found := cache.load(cache_file)):
-            self.columns, known = found
-            self.files = {Source(Kind(kind), number, name): Identity(*identity) for (kind, number, name), identity in known.items()}
+            self.columns, steps, evals = found
+            self.steps = {step: Identity(*identity) for step, identity in steps.items()}
+            self.evals = {key: Identity(*identity) for key, identity in evals.items()}
 
     def refresh(self) -> None:
         """Reads what is new, and forgets what is gone."""
         began = time.monotonic()
         self._read_pending()  # first: what a batch settles meanwhile is then seen twice, not never
-        there = self._files_there()
-        if there is not None:
-            self._forget([source for source, identity in self.files.items() if there.get(source) != identity])
-            self._read_files([source for source in sorted(there) if source not in self.files])
+        gone, new = self._changes()
+        self._forget(gone)
+        self._read_files(new)
         waits = (self.columns["kind"] == Kind.PENDING) & (self.columns["gone"] == 0)
         if waits.any():
-            newest = max((source.number for source in self.files if source.kind is Kind.STEP), default=0)
-            recent = (self.columns["kind"] == Kind.STEP) & (self.columns["step"] > newest - SUSPECTS) & (self.columns["gone"] == 0)
+            recent = self.columns["step"] > max(self.steps, default=0) - SUSPECTS
+            recent &= (self.columns["kind"] == Kind.STEP) & (self.columns["gone"] == 0)
             self._drop(waits & np.isin(self.columns["group_id"], self.columns["group_id"][recent]))
         if self.gone > GONE_SHARE * self.columns.size:
             self.columns, self.gone = self.columns.only(self.columns["gone"] == 0), 0
-        if self.cache_file and time.monotonic() - began > CACHE_S:
-            cache.save(self.cache_file, self.columns, self.files)
+        if self.cache_file and new and time.monotonic() - began > CACHE_S:
+            damaged = {(source.number, source.name) for source in self.damaged}
+            steps = {step: identity for step, identity in self.steps.items() if (step, "") not in damaged}
+            cache.save(self.cache_file, self.columns, steps, {key: value for key, value in self.evals.items() if key not in damaged})
 
-    def _files_there(self) -> dict[Source, Identity] | None:
-        """The files of rollouts; None if nothing has changed. Old files are believed to be as they were, unless the run was taken back."""
-        evals = numbered(self.run_dir.evals)
-        state = State(mtime(self.run_dir.rollouts_dir), names(self.run_dir.discarded), tuple(map(mtime, evals.values())))
-        newest = sorted(source for source in self.files if source.kind is Kind.STEP)[-SUSPECTS:]
-        if state == self.looked and all(identity_of(self.path(source)) == self.files[source] for source in newest):
-            return None
-        steps = {Source(Kind.STEP, number): path for number, path in step_files(self.run_dir.rollouts_dir)}
-        of_evals = {Source(Kind.EVAL, version, path.stem): path for version, folder in evals.items() for path in folder.glob("*.jsonl")}
+    def _changes(self) -> tuple[list[Source], list[Source]]:
+        """Files that are gone or others than they were, and those to read. Old ones are believed to be as they were, unless the run was
+        taken back since."""
+        folders = numbered(self.run_dir.evals)
+        state = State(mtime(self.run_dir.rollouts_dir), names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
+        newest = [
+            step for step in range(max(self.steps, default=0), max(0, max(self.steps, default=0) - SUSPECTS), -1) if step in self.steps
+        ]
+        if state == self.looked and all(self._identity(Source(Kind.STEP, step)) == self.steps[step] for step in newest):
+            return [], []
         whole = not self.looked or state.discarded != self.looked.discarded
-        found = {} if whole else {source: self.files[source] for source in steps.keys() & self.files.keys() - {*newest}}
-        for source, path in (steps | of_evals).items():
-            if source not in found and (identity := identity_of(path) or identity_of(compressed(path))):
-                found[source] = identity
+        there = set(step_numbers(self.run_dir.rollouts_dir))
+        looked_at = self.steps.keys() & there if whole else newest
+        changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
+        gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]
+        new = [Source(Kind.STEP, step) for step in sorted((there - self.steps.keys()) | (changed & there))]
+        evals = {(version, path.stem): identity_of(path) for version, folder in folders.items() for path in sorted(folder.glob("*.jsonl"))}
+        gone += [Source(Kind.EVAL, *key) for key, identity in self.evals.items() if evals.get(key) != identity]
+        new += [Source(Kind.EVAL, *key) for key, identity in evals.items() if self.evals.get(key) != identity]
         now = time.time_ns()
         settled = all(now - changed > TICK_NS for changed in (state.rollouts, *state.evals))
         self.looked = state if settled else state._replace(rollouts=LOOK_AGAIN)
-        return found
+        return gone, new
+
+    def _identity(self, source: Source) -> "Identity | None":
+        return next((found for path in self.paths(source) if (found := identity_of(path))), None)
+
+    def paths(self, source: Source) -> list[Path]:
+        """Where a file may be: that of a step is compressed once it is old."""
+        if source.kind is Kind.EVAL:
+            return [self.run_dir.eval(source.number, source.name)]
+        plain = self.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.run_dir.rollouts(source.number)
+        return [plain] if source.kind is Kind.PENDING else [plain, compressed(plain)]
 
     def path(self, source: Source) -> Path:
-        """Where a file is; of one that may be compressed, the one that is there, else the plain one."""
-        if source.kind is Kind.EVAL:
-            return self.run_dir.eval(source.number, source.name)
-        plain = self.run_dir.rollouts(source.number)
-        return plain if plain.exists() or not compressed(plain).exists() else compressed(plain)
+        """Where a file is; if it is nowhere, where it would be."""
+        paths = self.paths(source)
+        return next((path for path in paths if path.exists()), paths[0])
 
     def _forget(self, sources: list[Source]) -> None:
+        if not sources:
+            return
+        kinds = self.columns["kind"]
         steps = [source.number for source in sources if source.kind is Kind.STEP]
-        gone, kinds = np.isin(self.columns["step"], steps) & (self.columns["kind"] == Kind.STEP), self.columns["kind"]
+        gone = np.isin(self.columns["step"], steps) & (kinds == Kind.STEP)
         for source in sources:
-            del self.files[source]
-            self.damaged.pop(self.path(source), None)
-            if source.kind is Kind.EVAL:
+            self.damaged.pop(source, None)
+            if source.kind is Kind.STEP:
+                del self.steps[source.number]
+            else:
+                del self.evals[source.number, source.name]
                 of_env = self.columns["env"] == self.columns.code("env", source.name)
                 gone |= (kinds == Kind.EVAL) & (self.columns["version"] == source.number) & of_env
         self._drop(gone)
@@ -144,15 +170,17 @@ class RolloutIndex:
                 found = list(decoded(path, sound_rollouts(path)))
             except FileNotFoundError:
                 continue  # compressed, deleted or moved at this moment: the next refresh sees it
-            except CorruptFileError as error:
-                self.damaged[path], found = str(error), []
+            except (CorruptFileError, PermissionError) as error:
+                self.damaged[source], found = str(error), []
             if source.kind is not kind or len(lines) >= CHUNK:
                 self.columns.add(kind, lines, places)
                 lines, places, kind = [], [], source.kind
             lines += [line for line, _ in found]
             places += [place for _, place in found]
-            if identity:
-                self.files[source] = identity
+            if identity and source.kind is Kind.STEP:
+                self.steps[source.number] = identity
+            elif identity:
+                self.evals[source.number, source.name] = identity
         self.columns.add(kind, lines, places)
 
     def _read_pending(self) -> None:
@@ -170,9 +198,9 @@ class RolloutIndex:
             self.pending_as_read = (0, 0)
             return
         except CorruptFileError as error:
-            self.damaged[path] = str(error)
+            self.damaged[PENDING] = str(error)
             return
-        self.damaged.pop(path, None)
+        self.damaged.pop(PENDING, None)
         self.columns.add(Kind.PENDING, [line for line, _ in found], [place for _, place in found])
         self.pending_as_read = (there, end)
 
@@ -188,12 +216,10 @@ def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
         offset += len(text)
 
 
-def step_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(step, its file of rollouts)."""
+def step_numbers(folder: Path) -> Iterator[int]:
+    """The steps that have a file of rollouts."""
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(folder):
-            if match := STEP_FILE.fullmatch(name):
-                yield int(match[1]), folder / name
+        yield from (int(match[1]) for match in map(STEP_FILE.fullmatch, os.listdir(folder)) if match)
 
 
 def compressed(path: Path) -> Path:

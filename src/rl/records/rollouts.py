@@ -1,6 +1,9 @@
 """Rollouts chosen out of the index: filtered, sorted and paged as columns; the text of one is read from its file when it is asked for."""
 
+import contextlib
+import errno
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,23 +34,31 @@ class Texts:
 
     def __init__(self, index: RolloutIndex):
         self.index = index
-        self.kept: OrderedDict[Path, bytes] = OrderedDict()
+        self.kept: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
+        """By path and time of change."""
         self.lock = threading.Lock()
 
     def line(self, source: Source, offset: int, length: int) -> tuple[bytes, Path]:
         """A line, and its file. Raises FileNotFoundError and CorruptFileError."""
-        path = self.index.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.index.path(source)
+        paths = self.index.paths(source)
+        for path in paths:  # a file may be compressed at this moment
+            with contextlib.suppress(FileNotFoundError):
+                return self._read(path, offset, length), path
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(paths[0]))
+
+    def _read(self, path: Path, offset: int, length: int) -> bytes:
         if path.suffix != ".gz":
             with reading(path), path.open("rb") as file:
                 file.seek(offset)
-                return file.read(length), path
+                return file.read(length)
+        key = path, path.stat().st_mtime_ns
         with self.lock:
-            if path not in self.kept:
-                self.kept[path] = sound_rollouts(path)
+            if key not in self.kept:
+                self.kept[key] = sound_rollouts(path)
                 while len(self.kept) > 1 and sum(map(len, self.kept.values())) > MAX_TEXT_BYTES:
                     self.kept.popitem(last=False)
-            self.kept.move_to_end(path)
-            return self.kept[path][offset : offset + length], path
+            self.kept.move_to_end(key)
+            return self.kept[key][offset : offset + length]
 
 
 class Rollout:
@@ -217,6 +228,8 @@ class Rollouts(Sequence[Rollout]):
     def _has(self, name: str, value: Any) -> np.ndarray:
         values = self._columns[name][self.places]
         if isinstance(value, tuple):
+            if name in WORDS:
+                raise RunError(f"{name} = {value!r}: a pair is the least and the greatest of a number; give several words as a list")
             least, greatest = value
             return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
         if isinstance(value, range) and value.step == 1:

@@ -149,7 +149,7 @@ class Run:
         """Files of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
         with self._lock:
             self._index.refresh()
-            return dict(self._index.damaged)
+            return {self._index.path(source): fault for source, fault in self._index.damaged.items()}
 
     # Tokens -----------------------------------------------------------------------------------------------------------------
 

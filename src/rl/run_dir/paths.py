@@ -51,6 +51,8 @@ class RunDir:
         self.origin = root / "origin.json"
         """Where a branch comes from: an origin.Origin."""
         self.wandb = root / "wandb.json"
+        self.tensorboard = root / "tensorboard"
+        """Event files, made from metrics.jsonl."""
         self.curves = root / "curves.png"
         self.batches = root / "batches"
         self.pending = self.batches / "pending.log"

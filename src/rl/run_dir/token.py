@@ -18,6 +18,8 @@ from rl.run_dir.naming import TakenError
 from rl.system.errors import RunError
 
 VARIABLE = "RL_TOKEN"
+PAGE_VARIABLE = "RL_VIEW_TOKEN"
+"""The token of the browser page: never the run's, for it stands in an address."""
 SHAPE = re.compile(r"[!-~]{16,256}")
 """Characters that an HTTP header takes as they are, and enough of them not to be guessed."""
 REMEDY = "must be 16 to 256 printable characters without spaces; `openssl rand -hex 32` makes a good one"

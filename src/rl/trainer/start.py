@@ -205,7 +205,8 @@ def start(
     waits = [Wait(settings.batch_timeout_s, status.enter) for _ in range(2)]
     asks = world.is_main and not source
     client = OrchestratorClient(run_dir) if asks else None
-    parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], settings.strict_parity, client)
+    strict = False if settings.strict_parity is None and config.truncates else settings.strict_parity
+    parity = None if source else ParityWatch(RUN_LIMITS[config.model.dtype], strict, client)
     source = source or FromOrchestrator(client, waits[0], world)
     hidden_size, minibatches = model.config.get_text_config().hidden_size, settings.minibatches
     mode = mode_of(*(each for each in (model, reference) if each))

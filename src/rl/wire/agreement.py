@@ -28,6 +28,8 @@ LIMITS = {"float32": Limit(1e-6, 1e-4), "bfloat16": Limit(2e-3, math.inf)}
 RUN_LIMITS = LIMITS | {"bfloat16": Limit(6e-3, math.inf)}
 """The limits for a run: it samples where the policy is unsure (2.5e-3 seen in the quickstart's first batches), and inference merges
 adapters into rounded weights (2.6e-3 seen, docs/lora.md)."""
+GROSS = Limit(0.1, math.inf)
+"""The limit beyond which trainer and inference compute different models. Rounding in bfloat16 stays below 0.01."""
 FAR_OFF = 0.3
 """A mean |d| that no rounding explains."""
 

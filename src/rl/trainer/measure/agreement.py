@@ -26,7 +26,7 @@ from rl.trainer.model import is_packed, load_policy, mode_of, score
 from rl.trainer.modes import layer_windows
 from rl.trainer.packing import MicroBatch, Packed, fill_blocks, micro_batch_tokens, pack
 from rl.trainer.parallel.world import World, start_world
-from rl.wire.agreement import Agreement, Limit
+from rl.wire.agreement import GROSS, Agreement, Limit
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, TrainingSample
 from rl.wire.transport import OrchestratorClient
@@ -65,19 +65,26 @@ class AgreementSums:
 class ParityWatch:
     """Judges, from each batch or a probe, whether a run's trainer agrees with its inference."""
 
-    def __init__(self, limit: Limit, strict: bool, client: OrchestratorClient | None):
-        """`client` is rank 0's."""
+    def __init__(self, limit: Limit, strict: bool | None, client: OrchestratorClient | None):
+        """`strict`: whether a disagreement ends the run; None: only one beyond GROSS in the first comparison. `client` is rank 0's."""
         self.limit, self.strict, self.client = limit, strict, client
+        self.is_first = True
         self.seen = False
         """Something was compared since the last checkpoint."""
 
     def judge(self, found: Agreement | None) -> dict[str, float]:
-        """The metrics of a comparison; none without one. Raises RunError in a strict run."""
+        """The metrics of a comparison; none without one. Raises RunError for a disagreement that ends the run."""
         if found is None:
             return {}
+        is_first, self.is_first = self.is_first, False
         self.seen, agrees = True, found.within(self.limit)
         if not agrees and self.strict:
             raise RunError(f"{found.complaint(self.limit)}. The run is strict about it (trainer.strict_parity)")
+        if self.strict is None and is_first and not found.within(GROSS):
+            raise RunError(
+                f"{found.complaint(self.limit)}. This is no rounding: the two compute different models, and what one samples does not "
+                "teach the other; docs/models.md has what is known of each family. trainer.strict_parity = false trains all the same"
+            )
         return found.metrics | {"parity/agrees": float(agrees)}
 
     def at_checkpoint(self, step: int, model: PreTrainedModel, prepare: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:

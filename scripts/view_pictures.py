@@ -1,0 +1,85 @@
+"""Pictures of the page of `rl view`, for docs/view.md: `uv run scripts/view_pictures.py RUN OTHER [--to docs/view]`
+
+They show RUN, and both compared. Needs chromium, as the browser tests do. With --all every page is there light and dark, wide and as narrow
+as a phone, to be judged by eye.
+"""
+
+import argparse
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
+
+from rl.records.run import Run
+
+CHROMIUM = "/usr/bin/chromium"
+SIZES = {"wide": (1280, 800), "phone": (390, 780)}
+
+
+def pages(run: Run, key: str, other: str) -> dict[str, tuple[str, str, str]]:
+    """Name of a picture -> address behind the #, size, theme."""
+    best = run.rollouts("train", why="trained").sorted("advantage", descending=True)
+    good = next((rollout for rollout in reversed(best[:50]) if rollout["num_turns"] and rollout["num_tokens"] > 5), best[0])
+    at = f"run={key}&at={good.group_id}/{good.rollout_id}"
+    tasks = run.rollouts("eval")
+    of = f"run={key}&kind=eval&env={tasks[0].env}&task={tasks[0].task}" if len(tasks) else f"run={key}"
+    return {
+        "runs": ("/runs", "wide", "light"),
+        "compare": (f"/compare?run={key}&run={other}", "wide", "light"),
+        "curves": (f"/curves?run={key}", "wide", "dark"),
+        "rollouts": (f"/rollouts?{at}&why=trained", "wide", "light"),
+        "tokens": (f"/rollouts?{at}&why=trained&tab=tokens", "wide", "dark"),
+        "tasks": (f"/tasks?{of}", "wide", "light"),
+        "timeline": (f"/timeline?run={key}", "wide", "light"),
+        "health": (f"/health?run={key}", "wide", "light"),
+        "phone": (f"/rollouts?{at}", "phone", "dark"),
+    }
+
+
+def picture(browser: Browser, address: str, where: str, size: str, theme: str) -> Image.Image:
+    """What a browser shows, with 128 colours."""
+    width, height = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector(".brand")
+    page.goto(f"{address.split('/?')[0]}/#{where}")
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(1500)
+    if token := page.locator(".tokens .t:not(.off)").all():
+        token[0].hover()
+    data = page.screenshot()
+    context.close()
+    return Image.open(io.BytesIO(data)).convert("RGB").quantize(128)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--to", type=Path, default=Path("docs/view"))
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args()
+    given.to.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "rl.main", "view", str(given.run), str(given.other), "--no-browser"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        address = re.search(r"http\S+", server.stdout.readline())[0]
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            for name, (where, size, theme) in pages(Run(given.run), given.run.name, given.other.name).items():
+                picture(browser, address, where, size, theme).save(given.to / f"{name}.png", optimize=True)
+                for other in SIZES if given.all else ():
+                    for colours in ("light", "dark"):
+                        picture(browser, address, where, other, colours).save(given.to / f"{name}-{other}-{colours}.png")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()

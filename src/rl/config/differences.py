@@ -1,0 +1,26 @@
+"""Which settings of two configurations differ."""
+
+from typing import Any
+
+from rl.config.command_line import without_none
+from rl.config.run import RLConfig
+
+
+def leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """Every single value by its dotted key. Unlike command_line.flatten it enters lists of tables, whose entries are keyed by number."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        items = ((str(i), item) for i, item in enumerate(value))
+    else:
+        return {} if value == {} else {key: value}
+    found: dict[str, Any] = {}
+    for name, item in items:
+        found |= leaves(item, f"{key}.{name}" if key else name)
+    return found
+
+
+def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of each setting that differs; None stands for a setting that is not set."""
+    before, after = leaves(without_none(old)), leaves(without_none(new))
+    return [(key, before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)]

@@ -1,0 +1,63 @@
+"""metrics.jsonl as TensorBoard's event files, in `tensorboard/` of the run. They follow from metrics.jsonl, so each start writes them anew,
+and no step is in them twice."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from rl.run_dir.metrics import ALWAYS
+from rl.run_dir.paths import RunDir
+from rl.system.errors import RunError
+
+PACKAGE = "tensorboardX"
+
+
+class TensorboardLog:
+    """A tracker, see rl.launch.trackers."""
+
+    def __init__(self, run_dir: RunDir, say: Callable[[str], None]):
+        """Raises RunError without the package."""
+        if importlib.util.find_spec(PACKAGE) is None:
+            raise RunError(f"tensorboard: needs a package that is not installed: `uv pip install {PACKAGE}`, or the extra `tensorboard`")
+        # Not SummaryWriter: its thread dies of a full disk, and then whoever writes waits for that thread for ever.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self.say, self.folder = say, run_dir.tensorboard
+        self.writer: Any = None
+        """None once a write has failed: then nothing is written any more."""
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            self.writer = EventsWriter(str(self.folder / "events"))
+        except OSError as error:
+            self._give_up(error)
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        """Writes the values of these lines at their steps and times."""
+        if self.writer is None or not lines:
+            return
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        try:
+            for line in lines:
+                values = [
+                    Summary.Value(tag=key, simple_value=value) for key, value in line.items() if key not in ALWAYS and value is not None
+                ]
+                self.writer.write_event(Event(wall_time=line.get("time"), step=line["step"], summary=Summary(value=values)))
+            self.writer.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self, exit_code: int) -> None:
+        """Closes the file."""
+        if self.writer is not None:
+            try:
+                self.writer.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.writer = None
+        self.say(f"warning: {self.folder} cannot be written ({error.strerror or error}): TensorBoard gets no more numbers, the run goes on")

@@ -1,0 +1,167 @@
+"""Curves: which metrics there are, their values over steps, samples, tokens or time, and what happened at which step."""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from rl.records.run import Run
+from rl.run_dir.metric_names import SECTIONS
+from rl.view.answers import Curves, Mark, Metric, Metrics, Series
+
+Axis = Literal["step", "samples", "tokens", "time"]
+MOST_POINTS = 1500
+"""Of one curve; a longer one is given as means over stretches of steps."""
+OWN = "Other"
+FIRST = ("reward/mean", "eval/", "rollouts/", "entropy/mean", "loss/mean", "mismatch_kl/mean", "lag/mean")
+
+
+@cache
+def meaning(name: str) -> tuple[str, str]:
+    """(section, what it is in words) of a metric; of one of the user's own the section alone."""
+    for section, metrics in SECTIONS.items():
+        if name in metrics:
+            return section, metrics[name]
+    for section, metrics in SECTIONS.items():
+        for pattern, what in metrics.items():
+            if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", ".+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern)), name):
+                return section, what
+    return OWN, ""
+
+
+def metrics(runs: Sequence[Run]) -> Metrics:
+    """All metrics of the runs, by section, in the order of docs/metrics.md."""
+    sections, found = [*SECTIONS, OWN], dict[str, str]()
+    for run in runs:
+        numbers = run.numbers
+        for source, table in sorted(numbers.tables.items()):
+            for name, values in table.arrays.items():
+                if np.isfinite(values).any():
+                    found.setdefault(name, source)
+    order = [name for names in SECTIONS.values() for name in names]
+    rank = {name: i for i, name in enumerate(order)}
+    names = sorted(found, key=lambda name: (sections.index(meaning(name)[0]), rank.get(name, len(rank)), name))
+    return Metrics(metrics=[Metric(name=name, section=meaning(name)[0], what=meaning(name)[1], source=found[name]) for name in names])
+
+
+def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: int | None, end: int | None) -> Curves:
+    """The curves of some metrics of some runs, between two steps if those are given."""
+    series, marks = [], []
+    for key, run in zip(keys, runs, strict=True):
+        place = Places(run, axis)
+        series += [one for name in names if (one := one_series(key, run, name, place, begin, end))]
+        marks += marks_of(key, run, place, begin, end)
+    return Curves(axis=axis, series=series, marks=marks)
+
+
+class Places:
+    """Where a step lies on the axis: at its number, or behind so many samples, tokens or seconds."""
+
+    def __init__(self, run: Run, axis: Axis):
+        self.steps, self.at = np.empty(0), np.empty(0)
+        if axis == "samples":
+            self.steps, counts = run.curve("rollouts/finished")
+            self.at = np.cumsum(counts)
+        elif axis == "tokens":
+            steps, speed = run.curve("perf/tokens_per_s")
+            seconds = dict(zip(*map(list, run.curve("time/step")), strict=True))
+            self.steps, self.at = steps, np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()]))
+        elif axis == "time":
+            self.steps, self.at = wall_times(run)
+        self.by_step = axis == "step"
+
+    def __call__(self, steps: np.ndarray) -> np.ndarray:
+        if self.by_step:
+            return steps.astype(float)
+        if not len(self.steps):
+            return np.full(len(steps), np.nan)
+        return np.interp(steps, [0, *self.steps] if self.steps[0] > 0 else self.steps, [0.0, *self.at] if self.steps[0] > 0 else self.at)
+
+
+def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, and the seconds from the run's first line to the first line of each, ascending."""
+    first: dict[int, float] = {}
+    for source, (steps, times) in line_times(run).items():
+        for step, time in zip(steps.tolist(), times.tolist(), strict=True) if source != "eval" else ():
+            first[step] = min(time, first.get(step, np.inf))
+    steps = np.array(sorted(first), np.int64)
+    times = np.maximum.accumulate(np.array([first[step] for step in steps.tolist()])) if len(steps) else np.empty(0)
+    return steps, times - times[0] if len(times) else times
+
+
+def one_series(key: str, run: Run, name: str, place: Places, begin: int | None, end: int | None) -> Series | None:
+    """One metric of one run; None where the run has no value of it."""
+    steps, values = run.curve(name)
+    error_steps, errors = run.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
+    inside = (steps >= (begin if begin is not None else steps.min(initial=0))) & (steps <= (end if end is not None else np.inf))
+    steps, values = steps[inside], values[inside]
+    if not len(steps):
+        return None
+    if len(steps) > MOST_POINTS:
+        parts = np.array_split(np.arange(len(steps)), MOST_POINTS)
+        steps, values = steps[[part[-1] for part in parts]], np.array([values[part].mean() for part in parts])
+    known = dict(zip(error_steps.tolist(), errors.tolist(), strict=True))
+    return Series(
+        run=key,
+        name=name,
+        steps=steps.tolist(),
+        x=place(steps).tolist(),
+        values=values.tolist(),
+        errors=[known.get(step) for step in steps.tolist()] if known else [],
+    )
+
+
+def marks_of(key: str, run: Run, place: Places, begin: int | None, end: int | None) -> list[Mark]:
+    """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
+    found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
+    found += [("checkpoint", version.number, f"checkpoint {version.number}") for version in run.versions if version.checkpoint]
+    steps, times = wall_times(run)
+    start = first_time(run)
+    for event in run.events:
+        if event.event in ("death", "restart") and len(steps):
+            step = event.step if event.step is not None else int(np.interp(event.time - start, times, steps))
+            found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
+    found += [("change", step, text) for step, text in changes(run)]
+    inside = [mark for mark in found if (begin is None or mark[1] >= begin) and (end is None or mark[1] <= end)]
+    places = place(np.array([step for _, step, _ in inside], np.int64))
+    return [Mark(run=key, kind=kind, step=step, x=float(x), text=text) for (kind, step, text), x in zip(inside, places, strict=True)]  # type: ignore[arg-type]
+
+
+def eval_versions(run: Run) -> list[int]:
+    """The versions that were evaluated."""
+    return line_times(run).get("eval", (np.empty(0), np.empty(0)))[0].tolist()
+
+
+def first_time(run: Run) -> float:
+    """When the run's first line was written, seconds since the epoch."""
+    return min((times.min().item() for _, times in line_times(run).values() if len(times)), default=0.0)
+
+
+def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of each source of metrics: steps, ascending, and when their lines were written, seconds since the epoch. Lines without a time are
+    left out."""
+    found = {}
+    for source, table in run.numbers.tables.items():
+        steps, rows = table.ordered()
+        times = table.times[rows]
+        found[source] = steps[np.isfinite(times)], times[np.isfinite(times)]
+    return found
+
+
+def changes(run: Run) -> list[tuple[int, str]]:
+    """(step, text) of settings that a resume has changed. A damaged line is passed over."""
+    found = []
+    try:
+        lines = run.run_dir.changes.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            found.append((int(entry["step"]), f"{entry['key']}: {entry['old']} -> {entry['new']}"))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,60 @@
+"""Why a rollout was trained or not, in a sentence for people."""
+
+from collections.abc import Sequence
+
+from rl.records.run import Run
+from rl.system.errors import RunError
+from rl.view.answers import RolloutRow
+
+REASONS = {
+    "error": "another rollout of its group failed, and what is left of a group would be biased (orchestrator.keep_partial_groups)",
+    "stale": "it is older than orchestrator.max_off_policy_steps allows",
+    "empty": "no token was sampled",
+    "overlong": "its prompt left no room for an answer: raise model.max_model_len",
+    "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers out; raise orchestrator.sampling.max_tokens",
+    "filtered": "orchestrator.filter dropped it",
+    "not_trainable": "its agent is not trained",
+    "environment": "it failed: the environment's code raised",
+    "reward": "it failed: a reward function raised, or gave no finite number",
+    "inference": "it failed: the model could not be asked",
+    "timeout": "it failed: a deadline passed",
+    "worker": "it failed: its worker process died",
+    "not_append_only": "it failed: a later prompt rewrites earlier turns, which enforce_monotonicity refuses",
+    "teacher": "it failed: the teacher did not score it",
+    "logprobs": "it failed: the sampler gave a log-probability that is not finite",
+    "pending": "no batch has settled it yet",
+}
+"""In words, for what rollouts/*.jsonl gives as `why`."""
+
+
+def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
+    """What became of a rollout and why; empty for an evaluation's."""
+    rewards = [other.reward for other in group if other.reward is not None and not other.failed]
+    if row.kind == "eval":
+        return ""
+    if row.why == "no_signal":
+        return f"Not trained: {equal_rewards(rewards)}, so no answer was better than the others and there is nothing to learn from it."
+    if row.why == "trained":
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        if row.advantage and row.reward is not None:
+            side = "above" if row.reward > mean else "below" if row.reward < mean else "at"
+            return f"Trained in step {row.step} with advantage {row.advantage:+.3f}: its reward is {side} its group's mean of {mean:.3f}."
+        none = f"{credit(run)} gives it nothing to learn, and its tokens still count in the mean"
+        return f"In the batch of step {row.step} with advantage 0: {none}."
+    reason = REASONS.get(row.why, row.why)
+    return f"Not trained: {reason}." if row.why else ""
+
+
+def equal_rewards(rewards: Sequence[float]) -> str:
+    """`all 8 rewards of its group are 1`."""
+    if rewards and min(rewards) == max(rewards):
+        return f"all {len(rewards)} rewards of its group are {rewards[0]:g}"
+    return "all advantages of its group are 0"
+
+
+def credit(run: Run) -> str:
+    """The way of credit of the run."""
+    try:
+        return run.config.orchestrator.credit.type
+    except RunError:
+        return "the run's way of credit"

@@ -1,0 +1,123 @@
+"""A run as one self-contained page: the answers that the page would ask the server for, as many rollouts as the size allows."""
+
+import base64
+import html
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.diagnosis.disk import size
+from rl.records.rollouts import Rollouts
+from rl.records.run import Run
+from rl.run_dir.files import write_file
+from rl.system.credentials import redact_json
+from rl.system.errors import RunError
+from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
+from rl.view.bundle import document
+from rl.view.library import Library
+from rl.view.server import PAGE
+
+AXES: tuple[curves.Axis, ...] = ("step", "samples", "tokens", "time")
+MOST_TASKS = 2000
+TOKEN_SHARE = 0.3
+"""Of the size, for what is known token by token."""
+LOG_LINES = 200
+
+
+def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
+    """Writes the only run of a library as a page of about `max_bytes` at most. Returns what is to be said of it. Raises RunError."""
+    (key,) = library.keys()
+    run = library.run(key)
+    content, left_out = recorded(key, run, max_bytes)
+    data = redact_json(msgspec.json.encode(content)).decode()
+    text = document(PAGE, data, html.escape(f"{run.root.name} · rl view"))
+    write_file(path.absolute(), text.encode())
+    return [f"{path}: {size(len(text.encode()))}, opens in any browser without a server", *([left_out] if left_out else [])]
+
+
+def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
+    """(what the page gets in place of a server, what is left out of it in words)."""
+    metrics = curves.metrics([run])
+    names = [metric.name for metric in metrics.metrics]
+    row = runs.RunList(library=Library([run.root]))
+    content: dict[str, Any] = {
+        "icon": "data:image/svg+xml;base64," + base64.b64encode((PAGE / "icon.svg").read_bytes()).decode(),
+        "runs": {"runs": [msgspec.structs.replace(one, key=key) for one in row.all()], "place": "this file"},
+        "metrics": metrics,
+        "curves": {axis: curves.curves([key], [run], names, axis, None, None) for axis in AXES},
+        "tasks": {kind: tasks.tasks(run, kind, "", "", True, 0, MOST_TASKS).rows for kind in ("train", "eval")},
+        "timeline": timeline.timeline(run, 0.0, None),
+        "health": health.health(run),
+        "logs": dict(logs(run)),
+        "rollouts": {},
+        "tokens": {},
+    }
+    left = max_bytes - len(msgspec.json.encode(content)) - sum(path.stat().st_size for path in PAGE.rglob("*.*js"))
+    if left <= 0:
+        raise RunError(f"--max-mib: curves and logs alone take {size(max_bytes - left)}; give more")
+    content["left_out"] = add_rollouts(content, run, left)
+    return content, content["left_out"]
+
+
+def logs(run: Run) -> Iterator[tuple[str, Any]]:
+    """The end of each process's newest log."""
+    for process in run.logs:
+        yield process, health.log(run, process, None, LOG_LINES)
+
+
+def add_rollouts(content: dict[str, Any], run: Run, left: int) -> str:
+    """Adds rollouts, and the tokens of those that were trained, until the bytes are used up. Returns what is left out, in words."""
+    for_tokens, total, kept = int(left * TOKEN_SHARE), 0, 0
+    left -= for_tokens
+    for some in ordered(run):
+        total += len(some)
+        for i in range(len(some) if left > 0 else 0):
+            try:
+                name, detail = with_group(run, some, i)
+            except RunError:
+                continue
+            left -= len(msgspec.json.encode(detail)) + len(name)
+            if left <= 0:
+                break
+            content["rollouts"][name] = detail
+            kept += 1
+            if detail.has_tokens and for_tokens > 0:
+                for_tokens -= add_tokens(content, run, detail.row, for_tokens)
+    content["rollouts"] = {
+        name: msgspec.structs.replace(detail, has_tokens=name in content["tokens"]) for name, detail in content["rollouts"].items()
+    }
+    return f"{kept:,} of {total:,} rollouts are in this file, those of the newest steps first; --max-mib takes more" if kept < total else ""
+
+
+def ordered(run: Run) -> Iterator[Rollouts]:
+    """All rollouts in the order of their worth: the newest step, the newest evaluation, the first one, then the others, newest first."""
+    train, evals = run.rollouts("train").by("step"), run.rollouts("eval").by("version")
+    steps, versions = sorted(train, reverse=True), sorted(evals, reverse=True)
+    yield from (train[step] for step in steps[:1])
+    yield from (evals[version] for version in dict.fromkeys([*versions[:1], *versions[-1:]]))
+    yield from (train[step] for step in steps[1:])
+    yield from (evals[version] for version in versions[1:-1])
+    yield run.rollouts("pending")
+
+
+def with_group(run: Run, some: Rollouts, i: int) -> tuple[str, Any]:
+    """(what names it in the page, a rollout in full). Raises RunError if its text is gone."""
+    row = rollouts.row_of(some[i])
+    found = rollouts.find(run, row.kind, row.group, row.rollout or 0, row.version, row.env, row.task, row.agent)
+    name = f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}" if row.kind == "eval" else f"{row.group}/{row.rollout}"
+    return name, rollouts.detail(run, found)
+
+
+def add_tokens(content: dict[str, Any], run: Run, row: Any, room: int) -> int:
+    """Adds a rollout's tokens if there is room for them. Returns their bytes."""
+    try:
+        found = tokens.tokens(run, row.step, row.group, row.rollout)
+    except RunError:
+        return 0
+    used = len(msgspec.json.encode(found))
+    if used > room:
+        return room
+    content["tokens"][f"{row.group}/{row.rollout}"] = found
+    return used

@@ -1,0 +1,70 @@
+"""What is wrong with a run, with the evidence, and what its processes say in their logs."""
+
+import os
+import time
+
+from rl.records.run import Run
+from rl.run_dir.status import describe
+from rl.system.credentials import redact
+from rl.system.errors import RunError
+from rl.system.terminal import visible
+from rl.view.answers import Finding, Health, Log, ProcessRow
+from rl.view.runs import state_of
+
+MOST_LINES = 2000
+
+
+def health(run: Run) -> Health:
+    """What `rl doctor RUN` says. A run whose configuration cannot be read has that as its only finding."""
+    try:
+        state, why = state_of(run, run.config)
+        found, lines, findings = run.diagnosis(), [], run.problems
+        bottleneck, lines = found.bottleneck, found.lines
+    except RunError as error:
+        state, bottleneck, lines, findings = "unreadable", str(error), [], []
+        why = bottleneck
+    return Health(
+        state=state,
+        bottleneck=visible(bottleneck or why),
+        lines=[visible(line) for line in lines],
+        findings=[
+            Finding(
+                text=visible(problem.text),
+                serious=problem.serious,
+                metrics=list(problem.metrics),
+                why=problem.why or "",
+                files=[str(path.relative_to(run.root)) if path.is_relative_to(run.root) else str(path) for path in problem.files],
+            )
+            for problem in findings
+        ],
+        processes=processes(run),
+        now=time.time(),
+    )
+
+
+def processes(run: Run) -> list[ProcessRow]:
+    """The processes that have a status or a log."""
+    status, logs = run.status, run.logs
+    names = dict.fromkeys([*status, *sorted(logs)])
+    return [
+        ProcessRow(
+            name=name,
+            doing=visible(describe(status[name])) if name in status else "",
+            heartbeat=status[name].heartbeat if name in status else None,
+            attempts=list(logs.get(name, {})),
+        )
+        for name in names
+    ]
+
+
+def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
+    """The last lines of a log, of the newest attempt if none is given. Raises RunError without one."""
+    attempts = run.logs.get(process, {})
+    chosen = max(attempts, default=0) if attempt is None else attempt
+    text = run.log(process, chosen or None, min(lines, MOST_LINES))
+    return Log(
+        process=process,
+        attempt=chosen,
+        lines=[visible(redact(line)) for line in text],
+        bytes=os.path.getsize(attempts[chosen]),
+    )

@@ -1,0 +1,74 @@
+"""The runs that are shown: which there are, each opened once, and what a request names by its key."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.records.run import Run
+from rl.run_dir.paths import is_run
+from rl.system.errors import RunError
+
+LOOK_S = 2.0
+"""For so long a list of the runs is believed."""
+DEPTH = 3
+"""How many folders below a place a run may lie, as `outputs/sweep/x` does below `outputs`."""
+PASSED_OVER = ("batches", "rollouts", "weights", "checkpoints", "logs", "status", "discarded", "evals", "node_modules")
+
+
+class UnknownRunError(RunError):
+    """A request names a run that is not shown; the answer is 404."""
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """The runs in a folder: itself, or those below it; none within a run."""
+    if is_run(folder):
+        return [folder]
+    try:
+        below = sorted(
+            entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "." and entry.name not in PASSED_OVER
+        )
+    except OSError:
+        return []
+    return [run for path in below for run in find_runs(Path(path), depth - 1)] if depth else []
+
+
+class Library:
+    """The runs in some places, which are runs or folders with runs. Several threads may use it."""
+
+    def __init__(self, places: Sequence[Path]):
+        self.places = [place.expanduser().absolute() for place in places]
+        self.lock = threading.Lock()
+        self.opened: dict[str, Run] = {}
+        self.found: dict[str, Path] = {}
+        self.looked = -LOOK_S
+
+    def keys(self) -> dict[str, Path]:
+        """The directory of each run by its key: its path below the place that it lies in."""
+        with self.lock:
+            if time.monotonic() - self.looked >= LOOK_S:
+                self.found = {self._key(run): run for place in self.places for run in find_runs(place)}
+                self.looked = time.monotonic()
+            return dict(self.found)
+
+    def run(self, key: str) -> Run:
+        """A run by its key. Raises UnknownRunError: nothing but the runs in the places is ever opened."""
+        root = self.keys().get(key)
+        if root is None:
+            raise UnknownRunError(f"{key}: there is no such run here (any more)")
+        with self.lock:
+            if key not in self.opened:
+                self.opened[key] = Run(root)
+            return self.opened[key]
+
+    def _key(self, root: Path) -> str:
+        """`x` for outputs/x; of several places the folder's name stands before it."""
+        for place in self.places:
+            if root == place:
+                same = [other for other in self.places if other.name == root.name]
+                return root.name if len(same) == 1 else str(root)
+            if root.is_relative_to(place):
+                inner = str(root.relative_to(place))
+                return inner if len(self.places) == 1 else f"{place.name}/{inner}"
+        return str(root)

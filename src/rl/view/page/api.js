@@ -1,0 +1,62 @@
+// Asks the server, once or again and again. An exported page has the answers within itself.
+
+import { useEffect, useRef, useState } from "./core.js";
+import { recordedAnswer } from "./recorded.js";
+
+/** @typedef {import("./types").Answers} Answers */
+
+/** Asks for an answer. Throws an Error with the server's words. A null value is left out.
+ * @template {keyof Answers} N
+ * @param {N} name @param {Record<string, any>} values @param {AbortSignal} [signal]
+ * @returns {Promise<Answers[N]>} */
+export async function ask(name, values, signal) {
+  if (window.recorded) return recordedAnswer(window.recorded, name, values);
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(values)) {
+    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(key, one);
+  }
+  const response = await fetch(`/api/${name}?${query}`, { signal }).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new Error("rl view does not answer: it has ended, or the connection to it is broken");
+  });
+  const content = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(content.error?.message ?? `the server answered ${response.status}`);
+  return content;
+}
+
+/** The answer to a question, asked again whenever its values change, and every `every` ms while the page is looked at. What was answered
+ * last stays until the next answer is there. `values` null: nothing is asked.
+ * @template {keyof Answers} N
+ * @param {N} name @param {Record<string, any> | null} values @param {number} [every]
+ * @returns {{data: Answers[N] | null, error: string, loading: boolean}} */
+export function useAnswer(name, values, every) {
+  const [state, setState] = useState({ data: /** @type {any} */ (null), error: "", loading: values !== null });
+  const text = useRef("");
+  const key = JSON.stringify(values);
+  useEffect(() => {
+    if (values === null) return setState({ data: null, error: "", loading: false });
+    const abort = new AbortController();
+    let timer = 0;
+    const once = async () => {
+      try {
+        const data = document.hidden && text.current ? null : await ask(name, values, abort.signal);
+        const now = data && JSON.stringify(data);
+        if (data && (now !== text.current || state.loading)) setState({ data, error: "", loading: false });
+        text.current = now || text.current;
+      } catch (/** @type {any} */ error) {
+        if (error.name === "AbortError") return;
+        setState((old) => ({ data: every ? old.data : null, error: error.message, loading: false }));
+        text.current = "";
+      }
+      if (every && !abort.signal.aborted) timer = setTimeout(once, every);
+    };
+    setState((old) => ({ ...old, loading: true }));
+    text.current = "";
+    once();
+    return () => {
+      abort.abort();
+      clearTimeout(timer);
+    };
+  }, [name, key, every]);
+  return state;
+}

@@ -1,0 +1,201 @@
+// One chart of uPlot: lines of several runs, smoothed, with marks; zoom, cursor and clicks are shared by all charts of a page.
+
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./core.js";
+import { duration, number } from "./format.js";
+
+export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+const HEIGHT = 170;
+
+/** The value of a colour of the style sheet. @param {string} name */
+export function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** An exponential mean whose weights sum to 1 from the first point on. @param {(number | null)[]} values @param {number} weight 0 to 0.99 */
+export function smooth(values, weight) {
+  if (!weight) return values;
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = sum * weight + value;
+    total = total * weight + 1;
+    return sum / total;
+  });
+}
+
+/** @typedef {{label: string, colour: string, x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], run: string}} Line */
+
+/** Lines of different x on one axis, as uPlot wants them. @param {Line[]} lines @param {number} weight */
+export function joined(lines, weight) {
+  const tables = lines.flatMap((line) => {
+    const kept = line.x.map((x, i) => [x, i]).filter(([x]) => x !== null);
+    const x = kept.map(([at]) => at);
+    const at = (/** @type {(number | null)[]} */ values) => kept.map(([, i]) => values[/** @type {number} */ (i)] ?? null);
+    const smoothed = smooth(at(line.values), weight);
+    const low = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v - 1.96 * (line.errors[i] ?? 0))) : null;
+    const high = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v + 1.96 * (line.errors[i] ?? 0))) : null;
+    return [[x, smoothed], [x, weight ? at(line.values) : x.map(() => null)], [x, high ?? x.map(() => null)], [x, low ?? x.map(() => null)]];
+  });
+  return uPlot.join(tables);
+}
+
+/** @param {{title: string, what: string, lines: Line[], marks: import("./types").Mark[], axis: string, weight: number,
+ *   zoom: [number, number] | null, setZoom: (zoom: [number, number] | null) => void, open: (run: string, step: number) => void, height?: number}} props */
+export function Chart(props) {
+  const { title, what, lines, axis, weight, zoom, height = HEIGHT } = props;
+  const box = useRef(/** @type {HTMLDivElement | null} */ (null));
+  const plot = useRef(/** @type {any} */ (null));
+  const now = useRef(props);
+  now.current = props;
+  const [at, setAt] = useState(/** @type {number | null} */ (null));
+  const [theme, setTheme] = useState(0);
+  useEffect(() => {
+    const changed = () => setTheme((n) => n + 1);
+    const dark = matchMedia("(prefers-color-scheme: dark)");
+    addEventListener("theme", changed);
+    dark.addEventListener("change", changed);
+    return () => { removeEventListener("theme", changed); dark.removeEventListener("change", changed); };
+  }, []);
+  const shape = lines.map((line) => line.label + line.colour).join("|");
+  useLayoutEffect(() => {
+    const data = joined(lines, weight);
+    if (plot.current && plot.current.shape === `${shape}/${axis}/${theme}`) {
+      plot.current.setData(data, !now.current.zoom);
+      if (zoom) plot.current.setScale("x", { min: zoom[0], max: zoom[1] });
+      return;
+    }
+    plot.current?.destroy();
+    plot.current = new uPlot(options(now, box.current?.clientWidth || 300, height, setAt), data, box.current);
+    plot.current.shape = `${shape}/${axis}/${theme}`;
+    if (zoom) plot.current.setScale("x", { min: zoom[0], max: zoom[1] });
+  }, [lines, weight, axis, shape, theme, zoom?.[0], zoom?.[1], props.marks]);
+  useEffect(() => {
+    const watch = new ResizeObserver(() => plot.current && box.current && plot.current.setSize({ width: box.current.clientWidth, height }));
+    if (box.current) watch.observe(box.current);
+    return () => { watch.disconnect(); plot.current?.destroy(); plot.current = null; };
+  }, []);
+  return html`<figure class="chart">
+    <figcaption><span class="title" title=${what}>${title}</span><span class="reading">${reading(lines, at, axis)}</span></figcaption>
+    <div ref=${box} role="img" aria-label=${spoken(title, lines)}></div></figure>`;
+}
+
+/** The values at a place, or the newest. @param {Line[]} lines @param {number | null} at @param {string} axis */
+function reading(lines, at, axis) {
+  const found = lines.map((line) => {
+    if (at === null) return { line, i: line.values.length - 1 };
+    let best = -1;
+    line.x.forEach((x, i) => { if (x !== null && (best < 0 || Math.abs(x - at) < Math.abs(/** @type {number} */ (line.x[best]) - at))) best = i; });
+    return { line, i: best };
+  }).filter(({ i }) => i >= 0);
+  return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
+    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint"> ± ${number(1.96 * /** @type {number} */ (line.errors[i]))}</span>` : ""}</b> `)}`;
+}
+
+/** @param {Line} line @param {number} i @param {string} axis */
+function place(line, i, axis) {
+  return axis === "time" ? `step ${line.steps[i]}, ${duration(line.x[i] ?? 0)}` : `step ${line.steps[i]}`;
+}
+
+/** A chart in words, for a screen reader. @param {string} title @param {Line[]} lines */
+function spoken(title, lines) {
+  const texts = lines.map((line) => `${line.label}: ${number(line.values[0])} at first, ${number(line.values[line.values.length - 1])} at last`);
+  return `${title}. ${texts.join("; ") || "no values"}`;
+}
+
+/** @param {{current: any}} now @param {number} width @param {number} height @param {(at: number | null) => void} setAt */
+function options(now, width, height, setAt) {
+  const { lines, axis } = now.current;
+  const ink = colour("--faint"), grid = { stroke: colour("--grid"), width: 1 }, font = "11px system-ui, sans-serif";
+  const texts = { step: number, samples: short, tokens: short, time: duration };
+  const format = (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map((mark) => texts[/** @type {"step"} */ (axis)](mark));
+  return {
+    width, height, legend: { show: false }, padding: [8, 8, 0, 0], focus: { alpha: 1 },
+    cursor: { sync: { key: "rl" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
+    scales: { x: { time: false }, y: { range: (/** @type {any} */ _u, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
+    axes: [
+      { stroke: ink, grid, ticks: grid, font, size: 26, space: 60, values: format, incrs: axis === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000] : undefined },
+      { stroke: ink, grid, ticks: grid, font, size: axisWidth, space: 30, values: (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map(number) },
+    ],
+    series: [{}, ...lines.flatMap((/** @type {Line} */ line) => {
+      const stroke = colour(line.colour), few = line.values.length < 40;
+      return [
+        { stroke, width: 1.8, points: { show: few, size: 4 }, spanGaps: true },
+        { stroke: `${stroke}55`, width: 1, points: { show: false }, spanGaps: true },
+        { stroke: "transparent", points: { show: false }, spanGaps: true },
+        { stroke: "transparent", points: { show: false }, spanGaps: true },
+      ];
+    })],
+    bands: lines.map((/** @type {Line} */ line, /** @type {number} */ i) => ({ series: [4 * i + 3, 4 * i + 4], fill: `${colour(line.colour)}26` })),
+    hooks: { drawClear: [(/** @type {any} */ u) => drawMarks(u, now.current.marks)], setSelect: [(/** @type {any} */ u) => select(u, now.current.setZoom)],
+      setCursor: [(/** @type {any} */ u) => setAt(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null)], init: [(/** @type {any} */ u) => listen(u, now)] },
+  };
+}
+
+/** Room for the longest number of the axis, px. @param {any} u @param {string[] | null} texts */
+function axisWidth(u, texts) {
+  return Math.max(40, ...(texts ?? []).map((text) => 16 + text.length * 6.2));
+}
+
+/** @param {number} low @param {number} high @returns {[number, number]} */
+function padded(low, high) {
+  if (low === null || !Number.isFinite(low)) return [0, 1];
+  const room = (high - low) * 0.08 || Math.abs(low) * 0.1 || 0.5;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+}
+
+/** @param {number} value */
+function short(value) {
+  const [size, unit] = value >= 1e9 ? [1e9, "G"] : value >= 1e6 ? [1e6, "M"] : value >= 1e3 ? [1e3, "k"] : [1, ""];
+  return `${+(value / size).toPrecision(3)}${unit}`;
+}
+
+/** @param {any} u @param {(zoom: [number, number]) => void} setZoom */
+function select(u, setZoom) {
+  if (u.select.width > 4 && !u.panned) setZoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+  u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+}
+
+/** Panning with Shift, a double click for everything, a click for the step's rollouts. @param {any} u @param {{current: any}} now */
+function listen(u, now) {
+  let from = /** @type {{x: number, min: number, max: number} | null} */ (null), down = 0;
+  u.over.addEventListener("mousedown", (/** @type {MouseEvent} */ e) => {
+    down = e.clientX;
+    u.panned = e.shiftKey;
+    if (e.shiftKey) from = { x: e.clientX, min: u.scales.x.min, max: u.scales.x.max };
+  });
+  u.over.addEventListener("mousemove", (/** @type {MouseEvent} */ e) => {
+    if (!from) return;
+    const by = (from.x - e.clientX) * (from.max - from.min) / u.over.clientWidth;
+    now.current.setZoom([from.min + by, from.max + by]);
+  });
+  addEventListener("mouseup", () => { from = null; }, { passive: true });
+  u.over.addEventListener("dblclick", () => now.current.setZoom(null));
+  u.over.addEventListener("click", (/** @type {MouseEvent} */ e) => {
+    const line = now.current.lines[0];
+    if (Math.abs(e.clientX - down) > 4 || !line || e.detail > 1) return;
+    const x = u.posToVal(u.cursor.left, "x");
+    const near = line.x.reduce((/** @type {number} */ best, /** @type {number} */ at, /** @type {number} */ i) => Math.abs(at - x) < Math.abs(line.x[best] - x) ? i : best, 0);
+    setTimeout(() => { if (u.over.isConnected) now.current.open(line.run, line.steps[near]); }, 250);
+  });
+}
+
+const MARKS = { eval: "--c0", checkpoint: "--faint", restart: "--warn", death: "--bad", change: "--c4" };
+
+/** Marks as lines behind the curves: evaluations and checkpoints as short ticks, deaths and changes over the whole height. @param {any} u @param {import("./types").Mark[]} marks */
+function drawMarks(u, marks) {
+  const { ctx, bbox } = u;
+  ctx.save();
+  for (const mark of marks) {
+    if (mark.x === null || mark.x < u.scales.x.min || mark.x > u.scales.x.max) continue;
+    const x = Math.round(u.valToPos(mark.x, "x", true)), tall = mark.kind === "death" || mark.kind === "restart" || mark.kind === "change";
+    ctx.strokeStyle = colour(MARKS[mark.kind]);
+    ctx.lineWidth = devicePixelRatio * (tall ? 1.5 : 1);
+    ctx.setLineDash(tall ? [4, 3] : []);
+    ctx.beginPath();
+    ctx.moveTo(x, tall ? bbox.top : bbox.top + bbox.height - (mark.kind === "eval" ? 10 : 5) * devicePixelRatio);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+

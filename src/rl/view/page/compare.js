@@ -1,0 +1,40 @@
+// Several runs side by side: what they have learned, which settings differ, their evaluations.
+
+import { html, useMemo } from "./core.js";
+import { useAnswer } from "./api.js";
+import { COLOURS } from "./chart.js";
+import { Curves } from "./curves.js";
+import { number, reward } from "./format.js";
+import { Fault } from "./ui.js";
+
+/** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
+export function Compare({ runs, values, live }) {
+  const { data, error } = useAnswer("compare", { run: runs }, live ? 10000 : 0);
+  const head = runs.map((run, i) => html`<th key=${run} scope="col" class="right"><i class="dot" style=${{ background: `var(${COLOURS[i % COLOURS.length]})` }}></i>${run}</th>`);
+  const evals = useMemo(() => newestCommon(data?.evals ?? []), [data]);
+  return html`<div class="bar"><h1>Compare</h1><span class="faint">${runs.join(" · ")}</span></div>
+    ${error && html`<${Fault} text=${error} />`}
+    ${(data?.faults ?? []).map((text) => html`<${Fault} text=${text} />`)}
+    <div class="sides">
+      <section class="card"><h2>Settings that differ</h2>
+        ${data && (data.settings.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Setting</th>${head}</tr></thead><tbody>
+          ${data.settings.map((row) => html`<tr key=${row.key}><th scope="row"><code>${row.key}</code></th>
+            ${row.values.map((value) => html`<td class="right"><code>${value === null ? "–" : typeof value === "string" ? value : typeof value === "number" ? number(value) : JSON.stringify(value)}</code></td>`)}</tr>`)}
+          </tbody></table></div>` : html`<p class="faint">None but name and place.</p>`)}</section>
+      <section class="card"><h2>Evaluations</h2>
+        ${data && (evals.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Evaluation</th><th scope="col" class="right">Version</th>${head}</tr></thead><tbody>
+          ${evals.map((row) => html`<tr key=${row.name + row.version}><th scope="row">${row.name}</th><td class="right">${row.version}</td>
+            ${row.means.map((mean, i) => html`<td class=${mean !== null && mean === Math.max(...row.means.map((one) => one ?? -Infinity)) && new Set(row.means.filter((one) => one !== null)).size > 1 ? "right best" : "right"}>
+              ${reward(mean)}${row.errors[i] !== null && html`<span class="faint"> ± ${(1.96 * /** @type {number} */ (row.errors[i])).toFixed(3)}</span>`}</td>`)}</tr>`)}
+          </tbody></table></div><p class="faint">± is a 95% interval over examples.</p>` : html`<p class="faint">Neither has one.</p>`)}</section>
+    </div>
+    <${Curves} runs=${runs} values=${values} live=${live} />`;
+}
+
+/** The evaluations of versions that several runs have, and each run's newest; sixteen at most, the newest first. @param {import("./types").EvalPoint[]} points */
+function newestCommon(points) {
+  const newest = /** @type {Record<string, import("./types").EvalPoint>} */ ({});
+  for (const point of points) point.means.forEach((mean, i) => { if (mean !== null) newest[`${point.name} ${i}`] = point; });
+  const kept = points.filter((point) => point.means.filter((mean) => mean !== null).length > 1 || Object.values(newest).includes(point));
+  return kept.sort((a, b) => b.version - a.version || a.name.localeCompare(b.name)).slice(0, 16);
+}

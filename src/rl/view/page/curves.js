@@ -1,0 +1,99 @@
+// All metrics as charts, by section; the usual ones first.
+
+import { html, useMemo, useState } from "./core.js";
+import { useAnswer } from "./api.js";
+import { COLOURS, Chart } from "./chart.js";
+import { duration, number } from "./format.js";
+import { change, go, link } from "./router.js";
+import { Choice, Entry, Fault } from "./ui.js";
+
+/** @typedef {import("./types").Metric} Metric */
+
+const USUAL = ["reward/mean", "rollouts/length_mean", "rollouts/truncated", "rollouts/zero_advantage", "entropy/mean", "mismatch_kl/mean",
+  "lag/mean", "optim/grad_norm", "loss/mean", "validation/loss", "time/step", "perf/generated_tokens_per_s"];
+const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["time", "wall time"]]);
+const MARKS = /** @type {[string, string][]} */ ([["eval", "evaluation"], ["checkpoint", "checkpoint"], ["death", "death"], ["restart", "restart"], ["change", "changed setting"]]);
+
+/** Whether a metric is one of the first to look at. @param {string} name */
+const usual = (name) => USUAL.includes(name) || /^eval\/[^/]+\/reward_mean$/.test(name) || (/^reward\/[^/]+\/mean$/.test(name));
+
+/** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
+export function Curves({ runs, values, live }) {
+  const metrics = useAnswer("metrics", { run: runs }, live ? 10000 : 0);
+  const text = (values.q ?? "").toLowerCase();
+  const found = (metrics.data?.metrics ?? []).filter((metric) => !metric.name.endsWith("_stderr")
+    && (metric.name + " " + metric.what).toLowerCase().includes(text));
+  const groups = useMemo(() => grouped(found, text), [metrics.data, text]);
+  const zoom = values.from && values.to ? /** @type {[number, number]} */ ([Number(values.from), Number(values.to)]) : null;
+  const shared = { runs, live, axis: values.axis ?? "step", weight: Number(values.smooth ?? 0), zoom,
+    setZoom: (/** @type {[number, number] | null} */ to) => change({ from: to?.[0].toPrecision(8), to: to?.[1].toPrecision(8) }, true) };
+  return html`<div class="bar tools">
+      <h1 class="sr">Curves</h1>
+      <${Entry} label="Search metrics" hide=${true} name="q" value=${values.q} search=${true} type="search" placeholder="Search metrics  /" />
+      <${Choice} label="Over" name="axis" value=${shared.axis} options=${AXES} />
+      <label class="field"><span>Smoothing</span><input type="range" min="0" max="0.99" step="0.01" value=${shared.weight}
+        onInput=${(/** @type {any} */ e) => change({ smooth: Number(e.target.value) || null }, true)} /><output>${shared.weight || "off"}</output></label>
+      ${zoom && html`<button onClick=${() => shared.setZoom(null)}>Whole run</button><span class="faint">${range(zoom, shared.axis)}</span>`}
+      <span class="grow"></span>
+      ${runs.length > 1 ? html`<${Legend} runs=${runs} />` : html`<span class="marks faint">${MARKS.map(([kind, word]) => html`<span class=${`mark ${kind}`}>${word}</span>`)}</span>`}
+    </div>
+    ${metrics.error && html`<${Fault} text=${metrics.error} />`}
+    ${metrics.data && !found.length && html`<p class="empty">${text ? `No metric is like “${values.q}”.` : "There are no numbers yet: the first step has not ended."}</p>`}
+    ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${title === groups[0][0] || !!text} />`)}`;
+}
+
+/** The colours of the runs. @param {{runs: string[]}} props */
+export function Legend({ runs }) {
+  return html`<span class="legend">${runs.map((run, i) => html`<a key=${run} href=${link("curves", { run: [run] })}><i style=${{ background: `var(${COLOURS[i % COLOURS.length]})` }}></i>${run}</a>`)}</span>`;
+}
+
+/** @param {[number, number]} zoom @param {string} axis */
+function range(zoom, axis) {
+  const text = axis === "time" ? duration : (/** @type {number} */ x) => number(Math.round(x));
+  return `${text(zoom[0])} to ${text(zoom[1])}`;
+}
+
+/** @param {Metric[]} metrics @param {string} text @returns {[string, Metric[]][]} */
+function grouped(metrics, text) {
+  const sections = new Map(/** @type {[string, Metric[]][]} */ ([]));
+  if (!text) sections.set("Overview", metrics.filter((metric) => usual(metric.name)).sort((a, b) => rank(a.name) - rank(b.name)));
+  for (const metric of metrics) sections.set(metric.section, [...(sections.get(metric.section) ?? []), metric]);
+  return [...sections].filter(([, names]) => names.length);
+}
+
+/** @param {string} name */
+function rank(name) {
+  if (name === "reward/mean") return 0;
+  return name.startsWith("eval/") ? 1 : name.startsWith("reward/") ? 2 : 3 + USUAL.indexOf(name);
+}
+
+/** One section; its curves are asked for when it is open. @param {any} props */
+function Section({ title, metrics, shared, open }) {
+  const [opened, setOpened] = useState(open);
+  const { runs, axis, live } = shared;
+  const shown = opened || open;
+  const names = metrics.map((/** @type {Metric} */ metric) => metric.name);
+  const answer = useAnswer("curves", shown ? { run: runs, name: names, axis } : null, live ? 2000 : 0);
+  const marks = useMemo(() => (answer.data?.marks ?? []).filter((mark) => runs.length === 1 || mark.kind === "death"), [answer.data]);
+  const lines = useMemo(() => linesOf(answer.data, runs), [answer.data]);
+  return html`<details class="section" open=${shown} onToggle=${(/** @type {any} */ e) => setOpened(e.target.open)}>
+    <summary><h2>${title}</h2> <span class="faint">${metrics.length}</span></summary>
+    ${answer.error && html`<${Fault} text=${answer.error} />`}
+    ${shown && html`<div class="charts">${metrics.map((/** @type {Metric} */ metric) => lines.has(metric.name) && html`
+      <${Chart} key=${metric.name} title=${metric.name} what=${metric.what} lines=${lines.get(metric.name)} marks=${marks} axis=${axis}
+        weight=${shared.weight} zoom=${shared.zoom} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
+}
+
+/** Where a click on a point leads: an evaluation's rollouts, or the step's. @param {string} name */
+const opener = (name) => (/** @type {string} */ run, /** @type {number} */ step) =>
+  go(link("rollouts", { run: [run], kind: name.startsWith("eval/") ? "eval" : null, begin: step, end: step }));
+
+/** @param {import("./types").Curves | null} data @param {string[]} runs */
+export function linesOf(data, runs) {
+  const found = new Map(/** @type {[string, any[]][]} */ ([]));
+  for (const series of data?.series ?? []) {
+    const line = { ...series, label: series.run, colour: COLOURS[runs.indexOf(series.run) % COLOURS.length] };
+    found.set(series.name, [...(found.get(series.name) ?? []), line]);
+  }
+  return found;
+}

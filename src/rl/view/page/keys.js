@@ -1,0 +1,63 @@
+// Keys: / search, j and k through lists, ? help, 1 to 6 the pages.
+
+import { html, useEffect, useRef } from "./core.js";
+import { go, link } from "./router.js";
+
+const KEYS = [
+  ["/", "search"],
+  ["j  k", "next and previous rollout"],
+  ["1 – 6", "Runs, Curves, Rollouts, Tasks, Timeline, Health"],
+  ["Esc", "close what is open"],
+  ["?", "this help"],
+];
+const CHARTS = [
+  ["drag", "zoom in, all charts at once"],
+  ["Shift + drag", "move along"],
+  ["double click", "the whole run again"],
+  ["click", "the rollouts of that step"],
+];
+
+/** Listens to keys. Pages hear of `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
+export function useKeys(pages, runs, setHelp) {
+  useEffect(() => {
+    const pressed = (/** @type {KeyboardEvent} */ event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const target = /** @type {HTMLElement} */ (event.target);
+      if (event.key === "Escape") {
+        setHelp(false);
+        if (target.matches("input, select, textarea")) target.blur();
+        else dispatchEvent(new Event("leave"));
+        return;
+      }
+      if (target.matches("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
+      const search = /** @type {HTMLElement | null} */ (document.querySelector("[data-search]"));
+      if (event.key === "/" && search) {
+        event.preventDefault();
+        const box = /** @type {HTMLDetailsElement | null} */ (search.closest("details"));
+        if (box) box.open = true;
+        search.focus();
+      } else if (event.key === "j" || event.key === "k") {
+        dispatchEvent(new CustomEvent("move", { detail: event.key === "j" ? 1 : -1 }));
+      } else if (event.key === "?") {
+        setHelp(true);
+      } else if (pages[Number(event.key) - 1]) {
+        go(link(pages[Number(event.key) - 1], { run: runs }));
+      }
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, [pages.join(), runs.join()]);
+}
+
+/** @param {{close: () => void}} props */
+export function Help({ close }) {
+  const box = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  useEffect(() => box.current?.showModal(), []);
+  const table = (/** @type {string[][]} */ rows) => html`<dl class="keys">${rows.map(([key, what]) => html`<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`)}</dl>`;
+  return html`<dialog ref=${box} onClose=${close} aria-label="Help">
+    <h2>Keys</h2>${table(KEYS)}
+    <h2>Charts</h2>${table(CHARTS)}
+    <p class="faint">What is shown stands in the address: copy it to send what you see.</p>
+    <form method="dialog"><button autofocus>Close</button></form>
+  </dialog>`;
+}

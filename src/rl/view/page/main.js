@@ -1,0 +1,95 @@
+// The frame of the page: which page is shown, the runs that it is about, keys, light and dark.
+
+import { html, render, useEffect, useState } from "./core.js";
+import { Compare } from "./compare.js";
+import { Curves } from "./curves.js";
+import { Health } from "./health.js";
+import { Help, useKeys } from "./keys.js";
+import { Rollouts } from "./rollouts.js";
+import { Runs } from "./runs.js";
+import { Tasks } from "./tasks.js";
+import { Timeline } from "./timeline.js";
+import { useAnswer } from "./api.js";
+import { go, link, usePlace } from "./router.js";
+import { Fault, State } from "./ui.js";
+
+/** Name in the address -> title and component. @type {Record<string, {title: string, page: any, several?: boolean}>} */
+const PAGES = {
+  runs: { title: "Runs", page: Runs },
+  curves: { title: "Curves", page: Curves, several: true },
+  rollouts: { title: "Rollouts", page: Rollouts },
+  tasks: { title: "Tasks", page: Tasks },
+  timeline: { title: "Timeline", page: Timeline },
+  health: { title: "Health", page: Health },
+  compare: { title: "Compare", page: Compare, several: true },
+};
+const THEMES = ["auto", "light", "dark"];
+
+function App() {
+  const place = usePlace();
+  const runs = useAnswer("runs", {}, 2000);
+  const [help, setHelp] = useState(false);
+  const known = runs.data?.runs ?? [];
+  const keys = place.run.length ? place.run : known.slice(0, 1).map((run) => run.key);
+  const shown = PAGES[place.page] ?? PAGES.runs;
+  useKeys(Object.keys(PAGES).slice(0, 6), keys, setHelp);
+  useEffect(() => {
+    document.title = place.page === "runs" ? "rl view" : `${shown.title} · ${keys.join(", ")} · rl view`;
+  }, [place.page, keys.join()]);
+  const chosen = known.filter((run) => keys.includes(run.key));
+  return html`
+    <a class="skip" href="#main" onClick=${(/** @type {Event} */ e) => { e.preventDefault(); document.getElementById("main")?.focus(); }}>Skip to content</a>
+    <header class="top">
+      <a class="brand" href="#/runs" aria-label="rl view: all runs"><img src=${iconAddress()} alt="" width="22" height="22" /><span>rl view</span></a>
+      ${place.page !== "runs" && html`<${RunPicker} known=${known} keys=${keys} page=${place.page} several=${shown.several} />`}
+      <nav aria-label="Pages">
+        ${Object.entries(PAGES).map(([name, { title }]) => (name !== "compare" || keys.length > 1) && html`
+          <a key=${name} href=${link(name, { run: name === "runs" ? [] : keys })} aria-current=${place.page === name ? "page" : null}>${title}</a>`)}
+      </nav>
+      <span class="grow"></span>
+      ${place.page !== "runs" && chosen.length === 1 && html`<${State} state=${chosen[0].state} why=${chosen[0].why} />`}
+      <${Theme} />
+      <button class="quiet" onClick=${() => setHelp(true)} aria-label="Keys and help" title="Keys and help (?)">?</button>
+    </header>
+    <main id="main" tabindex="-1">
+      ${runs.error && html`<${Fault} text=${runs.error} />`}
+      ${place.page === "runs" ? html`<${Runs} answer=${runs} />`
+        : keys.length ? html`<${shown.page} key=${place.page} run=${keys[0]} runs=${keys} values=${place.values} live=${chosen.some((run) => run.state === "live")} />`
+        : !runs.loading && html`<p class="empty">There is no run yet.</p>`}
+    </main>
+    ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
+}
+
+/** The icon: a file of the server, or what an exported page has. */
+function iconAddress() {
+  return window.recorded?.icon ?? "/page/icon.svg";
+}
+
+/** Chooses the run that the page is about. @param {any} props */
+function RunPicker({ known, keys, page, several }) {
+  const label = keys.length > 1 && several ? `${keys.length} runs` : keys[0];
+  return html`<label class="picker"><span class="sr">Run</span>
+    <select value=${label} onChange=${(/** @type {any} */ e) => go(link(page === "compare" ? "curves" : page, { run: [e.target.value] }))}>
+      ${keys.length > 1 && several && html`<option value=${label}>${label}: ${keys.join(", ")}</option>`}
+      ${known.map((/** @type {any} */ run) => html`<option key=${run.key} value=${run.key}>${run.key}</option>`)}
+    </select></label>`;
+}
+
+/** Light, dark, or as the system has it. */
+function Theme() {
+  const [theme, setTheme] = useState(stored() ?? "auto");
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+    dispatchEvent(new Event("theme"));
+    try { localStorage.setItem("rl-view-theme", theme); } catch { /* a page in a file may have no storage */ }
+  }, [theme]);
+  const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  const sign = { auto: "◐", light: "☀", dark: "☾" }[theme];
+  return html`<button class="quiet" onClick=${() => setTheme(next)} aria-label=${`Colours: ${theme}. Change to ${next}`} title=${`Colours: ${theme}`}>${sign}</button>`;
+}
+
+function stored() {
+  try { return localStorage.getItem("rl-view-theme"); } catch { return null; }
+}
+
+render(html`<${App} />`, /** @type {Element} */ (document.getElementById("app")));

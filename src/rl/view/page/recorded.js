@@ -1,0 +1,98 @@
+// An exported page: what the server would answer, from what the file holds. It has fewer rollouts than the run, which it says.
+
+/** @param {any} recorded @param {string} name @param {Record<string, any>} values @returns {any} */
+export function recordedAnswer(recorded, name, values) {
+  const make = ANSWERS[name] ?? ((/** @type {any} */ all) => all[name]);
+  const found = make(recorded, values);
+  if (!found) throw new Error("the file does not hold this: open the run with rl view");
+  return found;
+}
+
+/** @type {Record<string, (recorded: any, values: any) => any>} */
+const ANSWERS = {
+  curves: (all, { name, axis }) => ({ ...all.curves[axis], series: all.curves[axis].series.filter((/** @type {any} */ one) => name.includes(one.name)) }),
+  rollouts: (all, values) => listed(all, values),
+  rollout: (all, values) => all.rollouts[values.kind === "eval" ? `${values.version}/${values.env}/${values.task}/${values.rollout}/${values.agent}` : `${values.group}/${values.rollout}`],
+  tokens: (all, { group, rollout }) => all.tokens[`${group}/${rollout}`],
+  tasks: (all, values) => tasks(all, values),
+  task: (all, values) => oneTask(all, values),
+  log: (all, { process }) => all.logs[process],
+  timeline: (all, { begin, end }) => ({ ...all.timeline, begin: Number(begin) || all.timeline.begin, end: Number(end) || all.timeline.end }),
+};
+
+/** @param {any} all @param {string} kind */
+function rowsOf(all, kind) {
+  return Object.values(all.rollouts).map((/** @type {any} */ one) => one.row).filter((row) => row.kind === kind);
+}
+
+/** @param {any} row @param {any} values @param {string} [left] a filter that is left out */
+function fits(row, values, left) {
+  const place = row.kind === "eval" ? row.version : row.step;
+  const within = (/** @type {any} */ value, /** @type {any} */ low, /** @type {any} */ high) => (!low || value >= Number(low)) && (!high || value <= Number(high));
+  const is = (/** @type {string} */ name) => name === left || !values[name] || String(row[name]) === String(values[name]);
+  return within(place, values.begin, values.end) && (left === "reward" || within(row.reward, values.lowest, values.highest)) && within(row.tokens, values.shortest, values.longest)
+    && ["env", "task", "group", "outcome", "why"].every(is);
+}
+
+/** @param {any} detail */
+function texts(detail) {
+  return detail.messages.map((/** @type {any} */ message) => [message.text, message.thinking, ...message.calls.map((/** @type {any} */ call) => call.name + call.arguments)].join("\n")).join("\n") + detail.error;
+}
+
+/** @param {any} all @param {any} values */
+function listed(all, values) {
+  const rows = rowsOf(all, values.kind);
+  let found = rows.filter((row) => fits(row, values));
+  const text = (values.q ?? "").toLowerCase();
+  if (text || values.tool_errors) {
+    found = found.filter((row) => {
+      const detail = Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === row);
+      return (!text || texts(detail).toLowerCase().includes(text)) && (!values.tool_errors || detail.messages.some((/** @type {any} */ m) => m.role === "tool" && /error/i.test(m.text.slice(0, 200))));
+    });
+  }
+  const names = /** @type {Record<string, string>} */ ({ num_tokens: "tokens", num_turns: "turns" });
+  const by = names[values.sort] ?? values.sort, sign = values.descending === false ? 1 : -1;
+  if (by) found = [...found].sort((a, b) => sign * ((a[by] ?? 0) - (b[by] ?? 0)));
+  const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
+  const offset = values.offset || 0;
+  return { total: found.length, offset, rows: found.slice(offset, offset + values.limit), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
+    sorts: ["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task"], searched: text || values.tool_errors ? rows.length : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
+}
+
+/** @param {string[]} words @returns {Record<string, number>} */
+function counts(words) {
+  const found = /** @type {Record<string, number>} */ ({});
+  for (const word of words) found[word] = (found[word] ?? 0) + 1;
+  return Object.fromEntries(Object.entries(found).sort((a, b) => b[1] - a[1]));
+}
+
+/** @param {any[]} rows */
+function histogram(rows) {
+  const values = rows.map((row) => row.reward).filter((value) => value !== null);
+  const low = Math.min(...values), high = Math.max(...values), bins = 24;
+  if (!(high > low)) return null;
+  const found = new Array(bins).fill(0);
+  for (const value of values) found[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))]++;
+  return { name: "reward", edges: found.concat(0).map((_, i) => low + ((high - low) * i) / bins), counts: found };
+}
+
+/** @param {any} all @param {any} values */
+function tasks(all, values) {
+  const rows = all.tasks[values.kind], sign = values.descending === false ? 1 : -1;
+  const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
+  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit) };
+}
+
+/** @param {any} all @param {any} values */
+function oneTask(all, { kind, env, task }) {
+  const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task));
+  if (!rows.length) return null;
+  const numbers = [...new Set(rows.map((row) => row.version))].sort((a, b) => a - b);
+  const versions = numbers.map((version) => {
+    const own = rows.filter((row) => row.version === version), rewards = own.map((row) => row.reward).filter((value) => value !== null);
+    return { version, mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, rows: own };
+  });
+  const detail = /** @type {any} */ (Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === rows[rows.length - 1]));
+  const first = detail.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
+  return { env, task, prompt: detail.messages.slice(0, first < 0 ? undefined : first), versions };
+}

@@ -1,0 +1,63 @@
+// The list of runs: live ones first, then those that changed last.
+
+import { html, useState } from "./core.js";
+import { ago, bytes, duration, plural, reward } from "./format.js";
+import { go, link } from "./router.js";
+import { Sparkline, State } from "./ui.js";
+
+/** @typedef {import("./types").RunRow} RunRow */
+
+/** @param {{answer: {data: import("./types").Runs | null}, values?: any}} props */
+export function Runs({ answer }) {
+  const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
+  const [text, setText] = useState("");
+  const runs = answer.data?.runs;
+  if (!runs) return html`<p class="empty">Looking for runs …</p>`;
+  if (!runs.length) {
+    return html`<div class="empty"><p>There is no run in ${answer.data?.place}.</p>
+      <p>Start one: <code>uv run rl @ configs/quickstart.toml</code>. It appears here by itself.</p></div>`;
+  }
+  const toggle = (/** @type {string} */ key) => setChosen((old) => old.includes(key) ? old.filter((one) => one !== key) : [...old, key]);
+  const fits = (/** @type {RunRow} */ run) => [run.key, run.model, ...run.environments, run.state].join(" ").toLowerCase().includes(text.toLowerCase());
+  const compared = runs.filter((run) => chosen.includes(run.key)).map((run) => run.key);
+  return html`
+    <div class="bar">
+      <h1>Runs</h1><span class="faint">${plural(runs.length, "run")} in ${answer.data?.place}</span><span class="grow"></span>
+      <label class="field"><span class="sr">Search runs</span><input type="search" data-search="yes" placeholder="Search runs  /" value=${text} onInput=${(/** @type {any} */ e) => setText(e.target.value)} /></label>
+      <button class="primary" disabled=${compared.length < 2} onClick=${() => go(link("compare", { run: compared }))}>
+        Compare${compared.length > 1 ? ` ${compared.length}` : ""}</button>
+    </div>
+    <div class="tablebox"><table class="runs">
+      <thead><tr><th><span class="sr">Compare</span></th><th>Run</th><th>State</th><th class="right">Step</th><th>Reward</th><th>Held out</th>
+        <th class="right">Lag</th><th class="right">Tokens/s</th><th class="right">Took</th><th class="right">Disk</th></tr></thead>
+      <tbody>${runs.filter(fits).map((run) => html`<${Row} key=${run.key} run=${run} chosen=${chosen.includes(run.key)} toggle=${() => toggle(run.key)} />`)}</tbody>
+    </table></div>
+    ${!runs.some(fits) && html`<p class="empty">No run is like “${text}”.</p>`}`;
+}
+
+/** @param {{run: RunRow, chosen: boolean, toggle: () => void}} props */
+function Row({ run, chosen, toggle }) {
+  const share = run.max_steps ? Math.min(1, run.step / run.max_steps) : 0;
+  return html`<tr>
+    <td class="check"><input type="checkbox" aria-label=${`Compare ${run.key}`} checked=${chosen} onChange=${toggle} /></td>
+    <td class="name"><a href=${link("curves", { run: [run.key] })}>${run.key}</a>
+      <div class="faint">${[run.model, run.environments.join(", ")].filter(Boolean).join(" · ")}</div></td>
+    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${run.state === "ended" ? ago(run.changed) : run.why}</a></td>
+    <td class="right" data-label="Step"><span>${run.step}<span class="faint">/${run.max_steps}</span></span>
+      <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
+    <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
+      <b>${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
+    <td class="evals" data-label="Held out">${run.evals.length ? run.evals.map((one) => html`<${Change} key=${one.name} one=${one} alone=${run.evals.length === 1} />`) : html`<span class="faint">–</span>`}</td>
+    <td class="right" data-label="Lag">${run.lag === null ? "–" : +run.lag.toFixed(2)}</td>
+    <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>
+    <td class="right" data-label="Took">${duration(run.seconds)}</td>
+    <td class="right" data-label="Disk">${bytes(run.bytes)}</td></tr>`;
+}
+
+/** @param {{one: import("./types").EvalChange, alone: boolean}} props */
+function Change({ one, alone }) {
+  const rose = one.last - one.first;
+  return html`<div title=${`${one.name}: version ${one.first_version} to ${one.last_version}`}>${!alone && html`<span class="faint">${one.name} </span>`}
+    ${one.first_version !== one.last_version && html`${reward(one.first)} <span class="faint">→</span> `}<b class=${rose > 0 ? "good" : rose < 0 ? "bad" : ""}>${reward(one.last)}</b></div>`;
+}
+

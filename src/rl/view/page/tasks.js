@@ -1,0 +1,121 @@
+// Tasks over time: which ones changed, one task's rewards by version, and what differs between two of its answers.
+
+import { html, useMemo } from "./core.js";
+import { useAnswer } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { diff } from "./diff.js";
+import { number, plural, reward, signed } from "./format.js";
+import { change, link } from "./router.js";
+import { asked, Fate, identity, level } from "./rows.js";
+import { Choice, Fault, Pager, Tabs } from "./ui.js";
+
+/** @typedef {import("./types").RolloutRow} RolloutRow */
+
+const LIMIT = 40;
+const KINDS = /** @type {[string, string][]} */ ([["train", "training"], ["eval", "evaluations"]]);
+const SORTS = /** @type {[string, string][]} */ ([["", "largest change"], ["change", "gained"], ["last", "reward now"], ["rollouts", "most played"], ["task", "number"]]);
+
+/** @param {{run: string, values: Record<string, string>, live: boolean}} props */
+export function Tasks({ run, values, live }) {
+  const kind = values.kind ?? "train", offset = Number(values.offset ?? 0);
+  const { data, error } = useAnswer("tasks", { run, kind, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
+  const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
+  const chosen = values.task !== undefined && values.env;
+  return html`<div class=${`two${chosen ? " chosen" : ""}`}>
+    <section class="list" aria-label="Tasks">
+      <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span></div>
+      <div class="bar"><${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} /><span class="grow"></span><${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${SORTS} />
+        ${values.sort && html`<button class="quiet" aria-label="Turn the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
+      ${error && html`<${Fault} text=${error} />`}
+      ${data && !data.total && html`<p class="empty">No rollout has been scored yet.</p>`}
+      ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right">First</th><th class="right">Last</th><th class="right">Change</th></tr></thead><tbody>
+        ${data.rows.map((row) => html`<tr key=${`${row.env}/${row.task}`} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
+          <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
+          <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
+          <td class=${`right ${(row.change ?? 0) > 0 ? "good" : (row.change ?? 0) < 0 ? "bad" : "faint"}`}>${signed(row.change)}</td></tr>`)}</tbody></table>`}
+      ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
+    </section>
+    <section class="detail" aria-label="Task">${chosen ? html`<${One} key=${`${values.env}/${values.task}/${kind}`} run=${run} kind=${kind} values=${values} live=${live} />`
+      : html`<p class="empty">Choose a task to see what the model made of it, version by version.</p>`}</section></div>`;
+}
+
+/** The address without what belongs to another task. @param {Record<string, string>} values */
+function without(values) {
+  const { a, b, ...rest } = values;
+  return rest;
+}
+
+/** @param {{run: string, kind: string, values: Record<string, string>, live: boolean}} props */
+function One({ run, kind, values, live }) {
+  const { data, error } = useAnswer("task", { run, kind, env: values.env, task: values.task }, live ? 5000 : 0);
+  if (error) return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button><${Fault} text=${error} />`;
+  if (!data) return html`<p class="empty">Reading …</p>`;
+  const all = data.versions.flatMap((version) => version.rows);
+  const first = best(data.versions[0].rows), last = best(data.versions[data.versions.length - 1].rows.filter((row) => row !== first)) ?? first;
+  const [a, b] = [values.a ?? identity(first), values.b ?? identity(last)];
+  const [left, right] = [all.find((row) => identity(row) === a) ?? first, all.find((row) => identity(row) === b) ?? last];
+  return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button>
+    <h2>${data.env} task ${data.task}</h2>
+    <p class="faint">${plural(all.length, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>all of them</a></p>
+    <details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>
+    <${Dots} versions=${data.versions} a=${identity(left)} b=${identity(right)} />
+    <p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one. The line is the mean.</p>
+    <div class="pair choose"><${Pick} label="Earlier" name="a" all=${all} value=${identity(left)} /><${Pick} label="Later" name="b" all=${all} value=${identity(right)} /></div>
+    <${Difference} run=${run} kind=${kind} a=${left} b=${right} />`;
+}
+
+/** The rollout with the highest reward. @param {RolloutRow[]} rows */
+function best(rows) {
+  return [...rows].sort((x, y) => (y.reward ?? -Infinity) - (x.reward ?? -Infinity))[0];
+}
+
+/** @param {{label: string, name: string, all: RolloutRow[], value: string}} props */
+function Pick({ label, name, all, value }) {
+  const text = (/** @type {RolloutRow} */ row) => `version ${row.version ?? "–"}, ${row.group === null ? "sample" : `group ${row.group}`} #${row.rollout}: ${row.failed ? "failed" : reward(row.reward)}`;
+  return html`<${Choice} label=${label} name=${name} value=${value} options=${all.slice(-800).map((row) => [identity(row), text(row)])} />`;
+}
+
+/** Rewards by version: a dot for each rollout, a line for the mean. @param {{versions: import("./types").TaskVersion[], a: string, b: string}} props */
+function Dots({ versions, a, b }) {
+  const all = versions.flatMap((version) => version.rows.filter((row) => row.reward !== null).map((row) => ({ row, version: version.version })));
+  if (!all.length) return null;
+  const rewards = all.map(({ row }) => /** @type {number} */ (row.reward));
+  const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
+  const [from, to] = [versions[0].version, versions[versions.length - 1].version];
+  const width = innerWidth < 800 ? 420 : 800;
+  const x = (/** @type {number} */ version) => 46 + ((version - from) / (to - from || 1)) * (width - 100) * (to > from ? 1 : 0);
+  const y = (/** @type {number} */ value) => 128 - ((value - low) / (high - low || 1)) * 112;
+  const mean = versions.filter((version) => version.mean !== null).map((version) => `${x(version.version)},${y(/** @type {number} */ (version.mean))}`).join(" ");
+  const spread = new Map();
+  const beside = (/** @type {number} */ version, /** @type {number} */ value) => {
+    const key = `${version}/${value.toFixed(2)}`, count = spread.get(key) ?? 0;
+    spread.set(key, count + 1);
+    return Math.min(count, 12) * 5;
+  };
+  return html`<svg class="dots" viewBox=${`0 0 ${width} 150`} role="img" aria-label=${`Mean reward ${reward(versions[0].mean)} at version ${from}, ${reward(versions[versions.length - 1].mean)} at version ${to}`}>
+    ${[low, high].map((value) => html`<line class="grid" x1="40" x2=${width - 10} y1=${y(value)} y2=${y(value)} /><text x="34" y=${y(value) + 4} text-anchor="end">${number(value)}</text>`)}
+    <text x=${x(from)} y="147">version ${from}</text>${to > from && html`<text x=${x(to)} y="147" text-anchor="end">${to}</text>`}
+    ${versions.length > 1 && html`<polyline class="mean" points=${mean} />`}
+    ${all.map(({ row, version }) => html`<circle key=${identity(row)} cx=${x(version) + beside(version, /** @type {number} */ (row.reward))} cy=${y(/** @type {number} */ (row.reward))} r="4.5"
+      class=${identity(row) === a ? "a" : identity(row) === b ? "b" : ""} onClick=${(/** @type {MouseEvent} */ e) => change({ [e.shiftKey ? "a" : "b"]: identity(row) }, true)}><title>version ${version}, #${row.rollout}: ${reward(row.reward)}</title></circle>`)}</svg>`;
+}
+
+/** @param {{run: string, kind: string, a: RolloutRow, b: RolloutRow}} props */
+function Difference({ run, kind, a, b }) {
+  const one = useAnswer("rollout", asked(run, kind, identity(a))), two = useAnswer("rollout", asked(run, kind, identity(b)));
+  const parts = useMemo(() => one.data && two.data ? diff(answer(one.data), answer(two.data)) : null, [one.data, two.data]);
+  if (one.error || two.error) return html`<${Fault} text=${one.error || two.error} />`;
+  if (!parts) return html`<p class="empty">Reading …</p>`;
+  const side = (/** @type {RolloutRow} */ row, /** @type {string} */ name, /** @type {string} */ kind_) => html`<article class="side">
+    <header><span class="score" data-level=${level(row)}>${row.failed ? "failed" : reward(row.reward)}</span> <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: row.env, task: row.task, at: identity(row) })}>${name}: version ${row.version ?? "–"}</a> <${Fate} row=${row} /></header>
+    <div class="text" dir="auto">${parts.filter((part) => part.kind === "same" || part.kind === kind_).map((part, i) => part.kind === "same" ? html`<span key=${i}>${part.text}</span>` : part.kind === "gone" ? html`<del key=${i}>${part.text}</del>` : html`<ins key=${i}>${part.text}</ins>`)}</div></article>`;
+  return html`<div class="sides">${side(a, "Earlier", "gone")}${side(b, "Later", "new")}</div>
+    ${identity(a) === identity(b) && html`<p class="faint">Both are the same rollout.</p>`}`;
+}
+
+/** All that the model wrote, turn by turn. @param {import("./types").RolloutDetail} data */
+function answer(data) {
+  const own = data.messages.filter((message) => message.role === "assistant");
+  return own.map((message) => [message.thinking, message.text, ...message.calls.map((call) => `${call.name}(${call.arguments})`)].filter(Boolean).join("\n")).join("\n———\n");
+}
+

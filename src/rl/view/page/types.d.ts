@@ -1,0 +1,267 @@
+// Types of what the server answers, made from src/rl/view/answers.py by `uv run scripts/reference.py`.
+
+export interface Runs {
+  runs: RunRow[];
+  place: string;
+}
+
+export interface RunRow {
+  key: string;
+  name: string;
+  model: string;
+  environments: string[];
+  state: "died" | "ended" | "live" | "stopped" | "unreadable";
+  why: string;
+  step: number;
+  max_steps: number;
+  reward: number | null;
+  rewards: (number | null)[];
+  measure: string;
+  evals: EvalChange[];
+  lag: number | null;
+  tokens_per_s: number | null;
+  seconds: number;
+  changed: number;
+  bytes: number;
+}
+
+export interface EvalChange {
+  name: string;
+  first: number;
+  last: number;
+  first_version: number;
+  last_version: number;
+}
+
+export interface Comparison {
+  runs: string[];
+  settings: SettingDiff[];
+  evals: EvalPoint[];
+  faults: string[];
+}
+
+export interface SettingDiff {
+  key: string;
+  values: any[];
+}
+
+export interface EvalPoint {
+  name: string;
+  version: number;
+  means: (number | null)[];
+  errors: (number | null)[];
+}
+
+export interface Metrics {
+  metrics: Metric[];
+}
+
+export interface Metric {
+  name: string;
+  section: string;
+  what: string;
+  source: string;
+}
+
+export interface Curves {
+  axis: "samples" | "step" | "time" | "tokens";
+  series: Series[];
+  marks: Mark[];
+}
+
+export interface Series {
+  run: string;
+  name: string;
+  steps: number[];
+  x: (number | null)[];
+  values: (number | null)[];
+  errors: (number | null)[];
+}
+
+export interface Mark {
+  run: string;
+  kind: "change" | "checkpoint" | "death" | "eval" | "restart";
+  step: number;
+  x: number | null;
+  text: string;
+}
+
+export interface Rollouts {
+  total: number;
+  offset: number;
+  rows: RolloutRow[];
+  facets: Record<string, Record<string, number>>;
+  histogram: Histogram | null;
+  sorts: string[];
+  searched: number | null;
+  complete: boolean;
+  damaged: string[];
+}
+
+export interface RolloutRow {
+  kind: "eval" | "pending" | "train";
+  step: number | null;
+  version: number | null;
+  env: string;
+  task: number;
+  group: number | null;
+  rollout: number | null;
+  agent: string;
+  reward: number | null;
+  advantage: number | null;
+  outcome: string;
+  why: string;
+  tokens: number;
+  turns: number;
+  failed: boolean;
+}
+
+export interface Histogram {
+  name: string;
+  edges: number[];
+  counts: number[];
+}
+
+export interface RolloutDetail {
+  row: RolloutRow;
+  messages: Message[];
+  metrics: Record<string, number | null>;
+  fields: Record<string, any>;
+  error: string;
+  group: RolloutRow[];
+  explanation: string;
+  has_tokens: boolean;
+}
+
+export interface Message {
+  role: string;
+  thinking: string;
+  text: string;
+  calls: Call[];
+  name: string;
+  left_out: number;
+}
+
+export interface Call {
+  name: string;
+  arguments: string;
+}
+
+export interface Tokens {
+  samples: SampleTokens[];
+  signals: Record<string, string>;
+  note: string;
+  left_out: number;
+}
+
+export interface SampleTokens {
+  pieces: string[];
+  ids: number[];
+  trained: boolean[];
+  signals: Record<string, (number | null)[]>;
+}
+
+export interface Tasks {
+  total: number;
+  offset: number;
+  rows: TaskRow[];
+}
+
+export interface TaskRow {
+  env: string;
+  task: number;
+  rollouts: number;
+  first: number | null;
+  last: number | null;
+  change: number | null;
+}
+
+export interface Task {
+  env: string;
+  task: number;
+  prompt: Message[];
+  versions: TaskVersion[];
+}
+
+export interface TaskVersion {
+  version: number;
+  mean: number | null;
+  rows: RolloutRow[];
+}
+
+export interface Timeline {
+  begin: number;
+  end: number;
+  first: number;
+  last: number;
+  lanes: Lane[];
+  moments: Moment[];
+  note: string;
+}
+
+export interface Lane {
+  process: string;
+  name: string;
+  spans: Span[];
+}
+
+export interface Span {
+  name: string;
+  begin: number;
+  end: number;
+  text: string;
+}
+
+export interface Moment {
+  kind: string;
+  time: number;
+  process: string;
+  text: string;
+  step: number | null;
+}
+
+export interface Health {
+  state: "died" | "ended" | "live" | "stopped" | "unreadable";
+  bottleneck: string;
+  lines: string[];
+  findings: Finding[];
+  processes: ProcessRow[];
+  now: number;
+}
+
+export interface Finding {
+  text: string;
+  serious: boolean;
+  metrics: string[];
+  why: string;
+  files: string[];
+}
+
+export interface ProcessRow {
+  name: string;
+  doing: string;
+  heartbeat: number | null;
+  attempts: number[];
+}
+
+export interface Log {
+  process: string;
+  attempt: number;
+  lines: string[];
+  bytes: number;
+}
+
+export interface Answers {
+  runs: Runs;
+  compare: Comparison;
+  metrics: Metrics;
+  curves: Curves;
+  rollouts: Rollouts;
+  rollout: RolloutDetail;
+  tokens: Tokens;
+  tasks: Tasks;
+  task: Task;
+  timeline: Timeline;
+  health: Health;
+  log: Log;
+}

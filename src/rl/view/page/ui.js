@@ -1,0 +1,66 @@
+// Small elements that several pages use.
+
+import { html, useEffect, useRef, useState } from "./core.js";
+import { change } from "./router.js";
+
+/** @param {{text: string}} props */
+export function Fault({ text }) {
+  return html`<p class="fault" role="alert">${text}</p>`;
+}
+
+const SIGNS = { live: "●", ended: "✓", died: "✕", stopped: "■", unreadable: "?" };
+
+/** The state of a run: a sign and a word, so that it does not hang on the colour. @param {{state: keyof SIGNS, why?: string}} props */
+export function State({ state, why }) {
+  return html`<span class=${`state ${state}`} title=${why || null}><span aria-hidden="true">${SIGNS[state]}</span> ${state}</span>`;
+}
+
+/** A small curve. @param {{values: (number | null)[], label: string}} props */
+export function Sparkline({ values, label }) {
+  const known = /** @type {number[]} */ (values.filter((value) => value !== null));
+  if (known.length < 2) return html`<span class="faint">–</span>`;
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const points = values.map((value, i) => value === null ? "" : `${(i / (values.length - 1)) * 100},${26 - ((value - low) / (high - low || 1)) * 24}`);
+  const [x, y] = points[points.length - 1].split(",");
+  return html`<svg class="spark" viewBox="-2 0 106 28" role="img" aria-label=${label}>
+    <polyline points=${points.join(" ")} /><circle cx=${x} cy=${y} r="2.5" /></svg>`;
+}
+
+/** A choice in the address. @param {{label: string, name: string, value: string, options: [string, string][]}} props */
+export function Choice({ label, name, value, options }) {
+  return html`<label class="field"><span>${label}</span>
+    <select value=${value} onChange=${(/** @type {any} */ e) => change({ [name]: e.target.value, offset: null })}>
+      ${options.map(([key, text]) => html`<option key=${key} value=${key}>${text}</option>`)}
+    </select></label>`;
+}
+
+/** A text or number in the address; it is taken over when typing has paused. @param {any} props */
+export function Entry({ label, name, value, type = "text", search = false, placeholder = "", hide = false, quiet = true }) {
+  const [text, setText] = useState(value ?? "");
+  const timer = useRef(0);
+  useEffect(() => { if (!timer.current) setText(value ?? ""); }, [value]);
+  const typed = (/** @type {any} */ e) => {
+    setText(e.target.value);
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => { timer.current = 0; change({ [name]: e.target.value.trim(), offset: null }, quiet); }, 250);
+  };
+  return html`<label class="field"><span class=${hide ? "sr" : ""}>${label}</span>
+    <input type=${type} value=${text} placeholder=${placeholder} onInput=${typed} data-search=${search ? "yes" : null}
+      inputmode=${type === "number" ? "decimal" : null} step="any" autocomplete="off" spellcheck=${false} /></label>`;
+}
+
+/** Pages of a list. @param {{total: number, offset: number, limit: number}} props */
+export function Pager({ total, offset, limit }) {
+  if (total <= limit) return null;
+  const turn = (/** @type {number} */ to) => change({ offset: to || null });
+  return html`<div class="pager" role="navigation" aria-label="Pages of the list">
+    <button disabled=${offset === 0} onClick=${() => turn(Math.max(0, offset - limit))}>‹ newer</button>
+    <span>${(offset + 1).toLocaleString("en")}–${Math.min(total, offset + limit).toLocaleString("en")} of ${total.toLocaleString("en")}</span>
+    <button disabled=${offset + limit >= total} onClick=${() => turn(offset + limit)}>older ›</button></div>`;
+}
+
+/** Tabs whose choice is in the address. @param {{name: string, value: string, tabs: [string, string][], label: string}} props */
+export function Tabs({ name, value, tabs, label }) {
+  return html`<div class="tabs" role="group" aria-label=${label}>${tabs.map(([key, text]) => html`
+    <button key=${key} aria-pressed=${value === key} onClick=${() => change({ [name]: key === tabs[0][0] ? null : key, offset: null }, true)}>${text}</button>`)}</div>`;
+}

@@ -1,0 +1,281 @@
+"""Rollouts: filtered, searched, sorted and paged, and one of them in full."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl.diagnosis.rollouts import Row, content_texts, plain
+from rl.records.columns import NONE
+from rl.records.rollouts import Rollout, Rollouts
+from rl.records.run import Run
+from rl.system.errors import RunError
+from rl.system.terminal import visible
+from rl.view.answers import Call, Histogram, Message, RolloutDetail, RolloutRow
+from rl.view.answers import Rollouts as Page
+from rl.view.explain import explanation
+
+FACETS = ("env", "why", "outcome")
+BINS = 24
+"""Of the histogram."""
+SEARCH_S = 2.5
+"""A search through texts answers with what it has found after so long, seconds."""
+MOST_FOUND = 1000
+SORTS = ("step", "version", "reward", "advantage", "num_tokens", "num_turns", "task", "retries")
+MOST_CHARACTERS = 200_000
+"""Of one message; the middle of a longer one is left out."""
+
+
+class Wanted(msgspec.Struct, kw_only=True, frozen=True):
+    """Which rollouts are asked for, as the address says it; None and an empty text mean any."""
+
+    kind: str = "train"
+    begin: int | None = None
+    """Steps, or of evaluations versions; `end` is included."""
+    end: int | None = None
+    env: str = ""
+    task: int | None = None
+    group: int | None = None
+    outcome: str = ""
+    why: str = ""
+    lowest: float | None = None
+    """Of the reward."""
+    highest: float | None = None
+    shortest: int | None = None
+    """Of the number of sampled tokens."""
+    longest: int | None = None
+    tool_errors: bool = False
+    """Those with a tool result that speaks of an error."""
+    q: str = ""
+    """Text in the conversation or its error, whatever its case."""
+    sort: str = ""
+    descending: bool = True
+    offset: int = 0
+    limit: int = 50
+
+
+def page(run: Run, wanted: Wanted) -> Page:
+    """A page of the rollouts that are wanted. Raises RunError for a kind or a sort that is none."""
+    everything = run.rollouts(wanted.kind)
+    filters = filters_of(wanted)
+    chosen = everything.where(**filters)
+    facets = {
+        name: dict(list((everything.where(**without(filters, name)) if name in filters else chosen).counts(name).items())[:100])
+        for name in FACETS
+    }
+    histogram = histogram_of(everything.where(**without(filters, "reward")) if "reward" in filters else chosen)
+    chosen = chosen.sorted(wanted.sort, descending=wanted.descending) if wanted.sort else newest_first(chosen)
+    searched, complete, total = None, True, len(chosen)
+    rows: list[Rollout] = []
+    if wanted.q or wanted.tool_errors:
+        found, searched, complete = search(chosen, wanted)
+        rows, total = found[wanted.offset : wanted.offset + wanted.limit], len(found)
+    else:
+        rows = list(chosen[wanted.offset : wanted.offset + wanted.limit])
+    return Page(
+        total=total,
+        offset=wanted.offset,
+        rows=[row_of(rollout) for rollout in rows],
+        facets=facets,
+        histogram=histogram,
+        sorts=[*SORTS, *(name for name in everything.fields if name in everything._columns.metrics)],
+        searched=searched,
+        complete=complete,
+        damaged=list(run.damaged.values()),
+    )
+
+
+def filters_of(wanted: Wanted) -> dict[str, Any]:
+    """The filters as the reader takes them; empty ones left out."""
+    place = "version" if wanted.kind == "eval" else "step"
+    ranges = {
+        place: (wanted.begin, wanted.end),
+        "reward": (wanted.lowest, wanted.highest),
+        "num_tokens": (wanted.shortest, wanted.longest),
+    }
+    exact = {"env": wanted.env or None, "outcome": wanted.outcome or None, "why": wanted.why or None}
+    exact |= {"task": wanted.task, "group_id": wanted.group}
+    return {name: value for name, value in exact.items() if value is not None} | {
+        name: bounds for name, bounds in ranges.items() if bounds != (None, None)
+    }
+
+
+def without(filters: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in filters.items() if key != name}
+
+
+def newest_first(rollouts: Rollouts) -> Rollouts:
+    """The newest steps first, within a step as they stand in its file."""
+    name = "version" if len(rollouts) and rollouts[0].kind == "eval" else "step"
+    order = rollouts.column(name)
+    return rollouts._some(rollouts.places[np.argsort(-order.astype(np.int64), kind="stable")])
+
+
+def histogram_of(rollouts: Rollouts) -> Histogram | None:
+    """The rewards in BINS equal parts; None without any, or where all are equal."""
+    values = rollouts.column("reward")
+    values = values[np.isfinite(values)]
+    if not len(values) or values.min() == values.max():
+        return None
+    counts, edges = np.histogram(values, bins=BINS)
+    return Histogram(name="reward", edges=edges.tolist(), counts=counts.tolist())
+
+
+def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
+    """(those that were found, of how many, whether that were all). Ends after SEARCH_S or MOST_FOUND."""
+    deadline, found, looked = time.monotonic() + SEARCH_S, list[Rollout](), 0
+    text = wanted.q.casefold()
+    for rollout in rollouts:
+        if time.monotonic() > deadline or len(found) >= MOST_FOUND:
+            return found, looked, False
+        looked += 1
+        try:
+            row = rollout.row
+        except RunError:  # its file is gone, or damaged, which the page says by itself
+            continue
+        if (not text or text in searchable(row).casefold()) and (not wanted.tool_errors or has_tool_error(row)):
+            found.append(rollout)
+    return found, looked, True
+
+
+def searchable(row: Row) -> str:
+    """All text of a rollout."""
+    parts = [
+        message.text + message.thinking + "".join(call.name + call.arguments for call in message.calls) for message in messages_of(row)
+    ]
+    return "\n".join([*parts, str(row.get("error") or "")])
+
+
+def has_tool_error(row: Row) -> bool:
+    """Whether a tool's result speaks of an error in its first words: what a tool answers is free text, there is no other sign."""
+    return any(message.role == "tool" and "error" in message.text[:200].casefold() for message in messages_of(row))
+
+
+def row_of(rollout: Rollout) -> RolloutRow:
+    """A rollout in a list."""
+    is_eval = rollout.kind == "eval"
+    return RolloutRow(
+        kind=rollout.kind,
+        step=rollout.step,
+        version=rollout.version,
+        env=rollout.env,
+        task=rollout.task,
+        group=rollout.group_id,
+        rollout=none_or(rollout["episode"]) if is_eval else rollout.rollout_id,
+        agent=rollout["agent"],
+        reward=finite(rollout.reward),
+        advantage=finite(rollout.advantage),
+        outcome=rollout.outcome,
+        why=rollout.why,
+        tokens=rollout["num_tokens"],
+        turns=rollout["num_turns"],
+        failed=bool(rollout["failed"]),
+    )
+
+
+def none_or(value: int) -> int | None:
+    return None if value == NONE else value
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def find(run: Run, kind: str, group: int | None, rollout: int, version: int | None, env: str, task: int | None, agent: str) -> Rollouts:
+    """A rollout and all those beside it: its group, or of an evaluation the samples of its task. The one meant is the first.
+
+    Raises RunError if it is not there.
+    """
+    beside = run.rollouts("eval", version=version, env=env, task=task) if kind == "eval" else run.rollouts(kind, group_id=group)
+    if kind == "train" and not len(beside):
+        beside = run.rollouts("pending", group_id=group)
+    name = "episode" if kind == "eval" else "rollout_id"
+    numbers = beside.column(name)
+    meant = numbers == rollout
+    if kind == "eval" and agent:
+        meant &= beside.column("agent") == agent
+    if not meant.any():
+        raise RunError(f"rollout {rollout} of {f'group {group}' if kind != 'eval' else f'task {task}'} is not there (any more)")
+    order = np.argsort(numbers, kind="stable")
+    first = int(np.flatnonzero(meant)[0])
+    return beside._some(np.concatenate([beside.places[[first]], beside.places[order]]))
+
+
+def detail(run: Run, found: Rollouts) -> RolloutDetail:
+    """The first of `found` in full, with the others as its group, see `find`. Raises RunError if its text is gone."""
+    rollout = found[0]
+    row, number = rollout.row, row_of(rollout)
+    group = [row_of(other) for other in found[1:]]
+    shown = {"messages", "metrics", "error", "reward", "advantage"}
+    return RolloutDetail(
+        row=number,
+        messages=messages_of(row),
+        metrics={name: finite(value) for name, value in rollout.metrics.items()},
+        fields={name: value for name, value in row.items() if name not in shown},
+        error=visible(str(row.get("error") or "")),
+        group=group,
+        explanation=explanation(number, group, run),
+        has_tokens=number.kind == "train"
+        and number.why == "trained"
+        and number.step is not None
+        and run.run_dir.batch(number.step).exists(),
+    )
+
+
+def messages_of(row: Row) -> list[Message]:
+    """The conversation, each part of it as what it is. No character of it acts, or hides."""
+    return [message_of(message) for message in row["messages"]]
+
+
+def message_of(message: dict[str, Any]) -> Message:
+    """One message. Thinking that stands in the content between its tags is taken out of it."""
+    content = message.get("content")
+    text = "\n".join(content_texts(content if isinstance(content, list) else [content]))
+    thinking = plain(message.get("reasoning_content") or message.get("thinking") or "")
+    if message.get("role") == "assistant" and not thinking:
+        head, close, tail = text.partition("</think>")
+        if close:
+            thinking, text = head.replace("<think>", "", 1).strip(), tail.lstrip("\n")
+    shown, left_out = bounded(visible(text))
+    return Message(
+        role=visible(str(message.get("role") or "")),
+        thinking=bounded(visible(thinking))[0],
+        text=shown,
+        calls=list(calls_of(message)),
+        name=visible(str(message.get("name") or message.get("tool_call_id") or "")),
+        left_out=left_out,
+    )
+
+
+def calls_of(message: dict[str, Any]) -> Iterator[Call]:
+    """The tool calls of a message; what has another shape than most is shown as JSON."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        inner = function if isinstance(function, dict) else call if isinstance(call, dict) and "name" in call else None
+        if inner is None:
+            yield Call(name="", arguments=visible(plain(call)))
+        else:
+            yield Call(name=visible(str(inner.get("name"))), arguments=visible(pretty(inner.get("arguments"))))
+
+
+def pretty(arguments: Any) -> str:
+    """Arguments as indented JSON, or as they are if they are none."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return plain(arguments)
+    return json.dumps(value, ensure_ascii=False, indent=1) if isinstance(value, (dict, list)) else plain(arguments)
+
+
+def bounded(text: str) -> tuple[str, int]:
+    """The text without its middle if it is huge, and how many characters that leaves out."""
+    left_out = len(text) - MOST_CHARACTERS
+    if left_out <= 0:
+        return text, 0
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}", left_out

@@ -1,0 +1,139 @@
+"""What each process did when: lanes of spans, and what happened in between."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from rl.records.run import Run
+from rl.records.timeline import Done, Mark, spread
+from rl.run_dir.metrics import read_metrics
+from rl.view.answers import Lane, Moment, Span, Timeline
+from rl.view.curves import line_times
+
+WINDOW_S = 600.0
+"""What is shown without a stretch of time: the newest ten minutes."""
+MOST_SPANS = 6000
+"""Of one answer; of more the longest are given."""
+LANES = 8
+"""Of one kind of a process: a worker may play a hundred rollouts at once."""
+ORDER = ("trainer", "inference", "orchestrator")
+DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
+STEP_PARTS = (
+    ("wait_for_batch", "waits for the batch"),
+    ("old_logprobs", "log-probabilities before the first optimizer step"),
+    ("forward_backward", "forward and backward"),
+    ("optimizer", "optimizer"),
+    ("publish_weights", "publishing held the step up"),
+    ("checkpoint", "a checkpoint held the step up"),
+    ("validation", "validation"),
+    ("parity", "compares with inference"),
+)
+"""Parts of the trainer's step in their order, where a run has no spans: `time/<name>` is their length."""
+
+
+def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
+    """The lanes between two times; without them the newest WINDOW_S."""
+    first, last = extent(run)
+    end = last if end is None else min(end, last)
+    begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
+    found = run.timeline(begin, end)
+    lanes = recorded_lanes(found.spans)
+    if not any(lane.process.startswith("trainer") for lane in lanes):
+        lanes = [*metric_lanes(run, begin, end), *lanes]
+    shown, note = longest(lanes)
+    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), note=note)
+
+
+def extent(run: Run) -> tuple[float, float]:
+    """When the run began, and when something was last heard of it."""
+    times = [time for _, some in line_times(run).values() for time in some.tolist()]
+    times += [event.time for event in run.events]
+    times += [status.heartbeat for status in run.status.values() if status.heartbeat]
+    return (min(times), max(times)) if times else (0.0, 0.0)
+
+
+def recorded_lanes(spans: list[Done]) -> list[Lane]:
+    """Lanes of what the processes wrote down; things done at the same time get lanes of their own, LANES of one kind at most."""
+    found: dict[tuple[str, str], list[Span]] = {}
+    for done, lane in spread(spans):
+        own = found.setdefault((done.process, lane), [])
+        own.append(Span(name=done.name, begin=done.begin, end=done.end, text=span_text(done)))
+    kinds = Counter[tuple[str, str]]()
+    lanes = []
+    for process, lane in sorted(found, key=lambda key: (rank(key[0]), key[0], natural(key[1]))):
+        kind = (process, lane.rstrip("0123456789 "))
+        kinds[kind] += 1
+        if kinds[kind] <= LANES:
+            lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
+    return lanes
+
+
+def span_text(done: Done) -> str:
+    """What a span was about, in words."""
+    about = ", ".join(f"{name} {value}" for name, value in done.about.items())
+    step = "" if done.step is None else f" {done.step}"
+    return f"{done.name.replace('_', ' ')}{step}" + (f" ({about})" if about else "")
+
+
+def rank(process: str) -> int:
+    """The trainer first, then inference and the orchestrator, the workers last."""
+    return next((i for i, name in enumerate(ORDER) if process.startswith(name)), len(ORDER))
+
+
+def natural(lane: str) -> tuple[str, int]:
+    """For the order of `play 2` and `play 10`."""
+    head, _, tail = lane.rpartition(" ")
+    return (head, int(tail)) if tail.isdigit() else (lane, 0)
+
+
+def metric_lanes(run: Run, begin: float, end: float) -> list[Lane]:
+    """Lanes as the metrics tell them, for runs without spans: the parts of the trainer's steps, the orchestrator's batches, evaluations."""
+    trainer, orchestrator, evals = list[Span](), list[Span](), list[Span]()
+    for (step, source), line in sorted(read_metrics(run.run_dir.metrics).items()):
+        time = line.get("time")
+        if not time or time < begin:
+            continue
+        if source == "trainer":
+            trainer += step_parts(step, float(time), line)
+        elif source == "orchestrator" and line.get("time/batch"):
+            orchestrator.append(Span(name="batch", begin=time - line["time/batch"], end=time, text=f"batch {step}"))
+        elif source == "eval" and line.get("time/eval"):
+            evals.append(Span(name="eval", begin=time - line["time/eval"], end=time, text=f"evaluation of version {step}"))
+    found = {"trainer": trainer, "orchestrator": orchestrator, "evaluations": evals}
+    inside = {name: [span for span in spans if span.begin <= end and span.end >= begin] for name, spans in found.items()}
+    return [Lane(process=name, name="", spans=spans) for name, spans in inside.items() if spans]
+
+
+def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
+    """The parts of a step, one behind the other from its begin on."""
+    at = end - (line.get("time/step") or 0.0)
+    for name, what in STEP_PARTS:
+        seconds = line.get(f"time/{name}") or 0.0
+        if seconds > 0:
+            yield Span(name=name, begin=at, end=min(at + seconds, end), text=f"step {step}: {what}")
+            at += seconds
+
+
+def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
+    """The longest spans if there are too many, and what that leaves out."""
+    lengths = np.sort([span.end - span.begin for lane in lanes for span in lane.spans])
+    if len(lengths) <= MOST_SPANS:
+        return lanes, ""
+    least = float(lengths[-MOST_SPANS])
+    kept = [
+        Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if span.end - span.begin > least]) for lane in lanes
+    ]
+    return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out; look at less time"
+
+
+def moments(marks: list[Mark]) -> list[Moment]:
+    """What happened, in words."""
+    return [Moment(kind=mark.name, time=mark.time, process=mark.process, text=mark_text(mark), step=mark.step) for mark in marks]
+
+
+def mark_text(mark: Mark) -> str:
+    """`batch 3 committed`, `death: killed by signal 9`."""
+    if mark.name in DONE:
+        return DONE[mark.name].format(step=mark.step)
+    return f"{mark.name}: {mark.text}" if mark.text else mark.name

@@ -1,0 +1,126 @@
+"""A rollout token by token: the text of each token, and what sampler and trainer made of it."""
+
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from rl.models.folder import resolve_model
+from rl.records.run import Run
+from rl.records.tokens import SampleTokens as Sample
+from rl.run_dir.paths import numbered
+from rl.system.errors import RunError
+from rl.system.terminal import visible
+from rl.view.answers import SampleTokens, Tokens
+
+MOST_TOKENS = 12_000
+"""Of one rollout; what is beyond is left out: a browser gets slow."""
+DIGITS = 4
+SIGNALS = {
+    "trainer_logprobs": "log-probability by the trainer, nats",
+    "logprobs": "log-probability by the sampler, nats",
+    "gap": "trainer minus sampler log-probability, nats",
+    "ratio": "importance ratio r, trainer over sampler",
+    "stopped": "1: the loss's clip left it without gradient; 2: a mask left it out; 3: either in a later epoch",
+    "entropies": "entropy of the trainer's distribution, nats",
+    "advantages": "advantage",
+    "teacher_gap": "trainer minus teacher log-probability, nats",
+    "reference_gap": "trainer minus reference log-probability, nats",
+    "versions": "policy version that sampled it",
+}
+"""What a signal is; it is offered where a rollout has a value of it."""
+
+
+def tokens(run: Run, step: int, group: int, rollout: int) -> Tokens:
+    """The samples of a trained rollout. Raises RunError if its batch is gone."""
+    samples = run.tokens(step, group, rollout)
+    if not samples:
+        raise RunError(f"batch {step} has no sample of rollout {rollout} of group {group}")
+    tokenizer, note = tokenizer_of(run)
+    found, left, out = [], MOST_TOKENS, 0
+    for sample in samples:
+        count = min(left, len(sample.token_ids))
+        found.append(one_sample(sample, count, tokenizer))
+        left, out = left - count, out + len(sample.token_ids) - count
+    there = {name for sample in found for name in sample.signals}
+    notes = [note, run.batch(step).fault]
+    return Tokens(
+        samples=found,
+        signals={name: what for name, what in SIGNALS.items() if name in there},
+        note="; ".join(text for text in notes if text),
+        left_out=out,
+    )
+
+
+def one_sample(sample: Sample, count: int, tokenizer: Tokenizer | None) -> SampleTokens:
+    """The first tokens of a sample, and those of the signals that have a value."""
+    ids = sample.token_ids[:count].tolist()
+    found = {name: values[:count] for name, values in signals_of(sample).items()}
+    trained = sample.loss_mask[:count]
+    return SampleTokens(
+        pieces=[piece(tokenizer, number) for number in ids],
+        ids=ids,
+        trained=trained.tolist(),
+        signals={name: rounded(values) for name, values in found.items() if np.isfinite(values[trained]).any()},
+    )
+
+
+def signals_of(sample: Sample) -> dict[str, np.ndarray]:
+    """The signals by name, float [T], nan where there is no value."""
+    mask = sample.loss_mask
+    stopped = np.where(sample.masked, 2, np.where(sample.clipped, 1, np.where(sample.stopped_later, 3, 0)))
+    found = {name: getattr(sample, name) for name in ("trainer_logprobs", "logprobs", "ratio", "entropies", "advantages", "teacher_gap")}
+    found["gap"] = sample.trainer_logprobs - sample.logprobs
+    found["reference_gap"] = sample.trainer_logprobs - sample.reference_logprobs
+    found["stopped"] = np.where(mask, stopped, np.nan) if sample.has_log else np.full(len(mask), np.nan)
+    found["versions"] = np.where(mask, sample.versions, np.nan)
+    return found
+
+
+def rounded(values: np.ndarray) -> list[float | None]:
+    return [None if not np.isfinite(value) else round(float(value), DIGITS) for value in values]
+
+
+def piece(tokenizer: Tokenizer | None, number: int) -> str:
+    """The text of a token, or its id. A part of a character is shown as the replacement character."""
+    if tokenizer is None:
+        return f"{number} "
+    token = tokenizer.id_to_token(number)
+    text = tokenizer.decode([number], skip_special_tokens=False)
+    if token and token.startswith("▁"):  # which a tokenizer of sentencepiece decodes without its blank at the beginning
+        text = f" {text.lstrip(' ')}"
+    return visible(text) or f"[{token or number}]"
+
+
+def tokenizer_of(run: Run) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of the run's model, else None, and why there is none."""
+    try:
+        return load(str(tokenizer_file(run))), ""
+    except RunError as error:
+        return None, f"tokens are shown by their ids: {str(error).splitlines()[0]}"
+
+
+LOADING = threading.Lock()
+
+
+def load(path: str) -> Tokenizer:
+    with LOADING:
+        return loaded(path)
+
+
+@lru_cache(maxsize=4)
+def loaded(path: str) -> Tokenizer:
+    return Tokenizer.from_file(path)
+
+
+def tokenizer_file(run: Run) -> Path:
+    """tokenizer.json of a version that is kept, or of the model. Raises RunError."""
+    for folder in reversed(numbered(run.run_dir.weights_dir).values()):
+        if (folder / "tokenizer.json").is_file():
+            return folder / "tokenizer.json"
+    path = Path(resolve_model(run.config.model, needs_template=False)) / "tokenizer.json"
+    if not path.is_file():
+        raise RunError(f"{path}: is not there")
+    return path

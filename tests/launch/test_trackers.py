@@ -1,0 +1,64 @@
+"""TensorBoard's event files, from the lines of metrics.jsonl. W&B is in test_run.py: it wants a run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.config.run import RLConfig
+from rl.launch.tensorboard_log import TensorboardLog
+from rl.launch.trackers import trackers
+from rl.run_dir.paths import RunDir
+from rl.system.errors import RunError
+
+LINES = [
+    {"step": 1, "time": 1_790_000_000.5, "source": "orchestrator", "reward/mean": 0.25, "reward/none": None},
+    {"step": 1, "time": 1_790_000_001.0, "source": "trainer", "loss/mean": -0.5},
+    {"step": 2, "time": 1_790_000_002.0, "source": "orchestrator", "reward/mean": 0.75},
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> RunDir:
+    return RunDir(tmp_path, tmp_path / "weights")
+
+
+def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads out of an event file: records of a length, a checksum, an event, a checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, at, found = file.read_bytes(), 0, {}
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+        at += 16 + length
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def test_a_start_writes_all_lines_anew_so_none_is_there_twice(run_dir):
+    said: list[str] = []
+    for _ in range(2):  # a start, and a resume
+        (log,) = trackers(RLConfig(tensorboard=True), run_dir, said.append)
+        log.send(LINES[:2])
+        log.send(LINES[2:])
+        log.close(0)
+    (file,) = run_dir.tensorboard.iterdir()
+    assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]} and said == []
+    assert trackers(RLConfig(), run_dir, said.append) == []
+
+
+def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):
+    said: list[str] = []
+    run_dir.tensorboard.write_text("no folder")
+    log = TensorboardLog(run_dir, said.append)
+    log.send(LINES)
+    log.close(0)
+    assert len(said) == 1 and said[0].startswith(f"warning: {run_dir.tensorboard} cannot be written (File exists)")
+
+
+def test_without_the_package_the_run_does_not_start(run_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(RunError, match="uv pip install tensorboardX"):
+        TensorboardLog(run_dir, print)

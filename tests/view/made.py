@@ -1,0 +1,102 @@
+"""Two small runs as the processes write them, whose rollouts try to be more than text."""
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from rl.run_dir.events import Event, append_event
+from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Span, Start
+from rl.run_dir.token_log import CLIPPED, write_token_log
+from tests.records.made import group, make_run, sample, write_eval_of, write_samples, write_step
+
+HOSTILE = (
+    "<script>window.hacked = 1</script>",
+    '</script><img src=x onerror="window.hacked = 1"><svg onload="window.hacked = 1">',
+    "[click](javascript:window.hacked=1) javascript:window.hacked=1",
+    "\x1b[2J\x07\x00 clears a terminal",
+    "\u202egnp.exe\u202c turns around",
+    "${window.hacked = 1} {{window.hacked = 1}} `window.hacked = 1`",
+)
+LONG = "x" * 300_000
+STEPS = 4
+
+
+def make_runs(place: Path) -> Path:
+    """`place/first` and `place/second`, which has another learning rate; first has everything that a page shows."""
+    first = make_run(place / "first")
+    write_numbers(first, [0.1, 0.3, 0.4, 0.7])
+    write_rollouts(first)
+    write_tokens(first)
+    write_times(first)
+    second = make_run(place / "second", trainer={"optim": {"lr": 5e-6}})
+    write_numbers(second, [0.1, 0.2, 0.25, 0.3])
+    (second.status_dir).mkdir(exist_ok=True)
+    return place
+
+
+def write_numbers(run_dir: RunDir, rewards: list[float]) -> None:
+    """Metrics of each step, one of them with a name that is markup."""
+    run_dir.status_dir.mkdir(parents=True, exist_ok=True)
+    orchestrator, trainer = MetricsLog(run_dir.metrics, "orchestrator"), MetricsLog(run_dir.metrics, "trainer")
+    for step, reward in enumerate(rewards, start=1):
+        orchestrator.write(
+            step, {"reward/mean": reward, "rollouts/finished": 8, "lag/mean": 0.5, "<img src=x onerror=window.hacked=1>": 1.0}
+        )
+        trainer.write(step, {"loss/mean": -reward, "time/step": 2.0, "time/forward_backward": 1.0, "perf/tokens_per_s": 100.0})
+
+
+def write_rollouts(run_dir: RunDir) -> None:
+    """Each step a group that is trained, one without signal, and one whose answer is hostile."""
+    for step in range(1, STEPS + 1):
+        hostile = group(10 * step + 2, [0.0, 1.0], task=7, version=step - 1)
+        for rollout, text in zip(hostile.rollouts, (HOSTILE[step % len(HOSTILE)], "\n".join(HOSTILE)), strict=True):
+            call = {"id": "c", "function": {"name": "<b>tool</b>", "arguments": json.dumps({"code": text})}}
+            rollout.messages = [
+                {"role": "system", "content": "<style>*{display:none}</style>"},
+                {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "javascript:1"}}]},
+                {"role": "assistant", "content": f"<think>let me see {text}</think>calling", "tool_calls": [call]},
+                {"role": "tool", "content": f"Error: no such file {text}", "tool_call_id": "c"},
+                {"role": "<i>odd</i>", "content": LONG if step == 1 else text},
+            ]
+        trained = group(10 * step, [0.0, 1.0], task=step % 2, version=step - 1, text=f"the answer is {step} and no more")
+        write_step(run_dir, step, [trained, group(10 * step + 1, [1.0, 1.0], task=2, version=step - 1), hostile])
+    write_eval_of(run_dir, 0, [0.0, 1.0, 0.0])
+    write_eval_of(run_dir, STEPS, [1.0, 1.0, 0.0])
+
+
+def write_tokens(run_dir: RunDir) -> None:
+    """The batches, the trainer's side of them, and a tokenizer whose words are markup."""
+    words = {word: i for i, word in enumerate(["<unk>", "2", "+", "<script>", "four", "</span>"])}
+    folder = run_dir.weights(STEPS)
+    folder.mkdir(parents=True)
+    Tokenizer(WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    for step in range(1, STEPS + 1):
+        samples = [sample(10 * step, i, version=step - 1) for i in range(2)]
+        write_samples(run_dir, step, samples)
+        columns = {
+            "trainer_logprobs": np.array([-0.5, -0.25, -1.5, -0.5, -0.5, -0.5], np.float32),
+            "entropies": np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], np.float16),
+            "flags": np.array([0, 0, CLIPPED, 0, 0, 0], np.uint8),
+        }
+        write_token_log(run_dir.tokens(step), columns)
+
+
+def write_times(run_dir: RunDir) -> None:
+    """Spans of two processes, a death, a log."""
+    run_dir.spans.mkdir(parents=True, exist_ok=True)
+    now = time.time() - 60
+    for process in ("trainer", "orchestrator"):
+        lines = [Start(process=process, pid=1, host="h", place="", time=now, monotonic=100.0)]
+        lines += [Span(name="forward_backward", begin=100.0 + 5 * i, end=103.0 + 5 * i, lane="step", step=i) for i in range(6)]
+        (run_dir.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    append_event(run_dir.events, Event(time=now, event="start", process="rl"))
+    append_event(run_dir.events, Event(time=now + 12, event="death", process="trainer", step=3, reason="<b>killed</b>"))
+    run_dir.logs.mkdir(exist_ok=True)
+    (run_dir.logs / "trainer-1.log").write_text("<script>window.hacked = 1</script>\nValueError: \x1b[31mred\n")

@@ -1,0 +1,71 @@
+"""What `rl view --export` writes: within its size, without secrets, and with nothing that ends its elements early."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rl.commands.view import main as view
+from rl.launch.children import Children
+from rl.system.errors import RunError
+from rl.view.bundle import digest
+from rl.view.export import write_page
+from rl.view.library import Library
+from tests.view.made import make_runs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return make_runs(tmp_path_factory.mktemp("export"))
+
+
+def test_a_page_keeps_its_size_and_says_what_is_left_out(place, tmp_path):
+    library, whole, part = Library([place / "first"]), tmp_path / "whole.html", tmp_path / "part.html"
+    assert len(write_page(library, whole, 20 << 20)) == 1
+    said = write_page(library, part, 500_000)
+    assert part.stat().st_size < 600_000 < whole.stat().st_size
+    kept = int(re.match(r"(\d+) of 30 rollouts are in this file, those of the newest steps first", said[1])[1])
+    content = recorded(part)
+    assert 6 <= kept < 30 and len(content["rollouts"]) == kept and content["left_out"] == said[1]
+    assert {"40/0", "40/1", "42/1"} <= content["rollouts"].keys()
+    with pytest.raises(RunError, match="curves and logs alone take"):
+        write_page(library, part, 1000)
+
+
+def test_no_secret_is_in_it_and_no_text_ends_an_element(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "answer is 3 and")
+    assert view([str(place / "first"), "--export", str(tmp_path / "x.html")], Children()) == 0
+    text = (tmp_path / "x.html").read_text()
+    assert "answer is 3 and" not in text and "the [$JUDGE_API_KEY] no more" in text
+    assert (text.count("<script"), text.count("</script>")) == (2, 2)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', text)
+    assert f"script-src {digest(script)};" in policy and "unsafe" not in policy and "connect-src" not in policy
+
+
+def recorded(path: Path) -> dict:
+    """What a page has in place of a server."""
+    (data,) = re.findall(r'<script type="application/json" id="recorded">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(data)
+
+
+def test_a_timeline_for_perfetto(place, tmp_path, capsys, priority):
+    assert view([str(place / "first"), "--export", str(tmp_path / "trace.json")], Children()) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 12 and {event["dur"] for event in spans} == {3e6} and "ui.perfetto.dev" in capsys.readouterr().out
+    assert priority == [19]
+
+
+def test_what_is_not_understood_names_the_remedy(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for args, words in (
+        ([], "start one, or name a folder"),
+        (["nothing"], "nothing: there is no such folder"),
+        ([str(place), "--export", "x.html"], "give one run; there are 2: first, second"),
+    ):
+        with pytest.raises(RunError, match=words):
+            view(args, Children())
+    with pytest.raises(SystemExit):
+        view(["--bogus"], Children())

@@ -1,0 +1,267 @@
+"""The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from rl.commands.view import main as view
+from rl.launch.children import Children
+from rl.view.library import Library
+from rl.view.server import serve
+from tests.view.made import HOSTILE, make_runs
+
+CHROMIUM = Path("/usr/bin/chromium")
+if not CHROMIUM.exists():
+    pytest.skip("there is no chromium (apt-get install chromium)", allow_module_level=True)
+api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (uv sync)")
+
+PAGES = {
+    "runs": "#/runs",
+    "curves": "#/curves?run=first",
+    "rollouts": "#/rollouts?run=first",
+    "tasks": "#/tasks?run=first&env=sums&task=7",
+    "timeline": "#/timeline?run=first",
+    "health": "#/health?run=first",
+    "compare": "#/compare?run=first&run=second",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return make_runs(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def address(place) -> Iterator[str]:
+    """The address that the command would print."""
+    found, up, servers, run = list[str](), threading.Event(), list[uvicorn.Server](), uvicorn.Server.run
+
+    def running(server: uvicorn.Server, **more: object) -> None:
+        servers.append(server)
+        run(server, **more)
+
+    def ready(address: str) -> None:
+        found.append(address)
+        up.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.Server, "run", running)
+        thread = threading.Thread(target=serve, args=(Library([place]), "a-token-for-tests", "127.0.0.1", 0, ready))
+        thread.start()
+        assert up.wait(30)
+        yield found[0]
+        servers[0].should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["api.Browser"]:
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+class Tab:
+    """A tab of a browser that was let in, and what went wrong in it."""
+
+    def __init__(self, browser: "api.Browser", address: str, **options: object):
+        self.context, self.faults = browser.new_context(**options), list[str]()
+        self.context.on("page", self.watch)
+        self.page, self.base = self.context.new_page(), address.split("/?")[0]
+        self.page.set_default_timeout(10_000)
+        self.page.goto(address)
+        self.page.wait_for_selector(".runs tbody tr")
+
+    def watch(self, page: "api.Page") -> None:
+        page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
+        page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(f"{page.url}: {said.text}"))
+        page.on("dialog", lambda dialog: self.faults.append(f"{page.url}: a dialog"))
+
+    def go(self, where: str) -> None:
+        self.page.goto(f"{self.base}/{where}")
+
+    def until(self, expression: str) -> None:
+        """Waits until an expression is true. Playwright's own way to do so is forbidden by the page's policy."""
+        deadline = time.monotonic() + 10
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}"
+            self.page.wait_for_timeout(20)
+
+    def text(self, selector: str) -> str:
+        self.page.wait_for_selector(selector)
+        return self.page.locator(selector).first.inner_text()
+
+    def count(self, selector: str) -> int:
+        return self.page.locator(selector).count()
+
+    def close(self) -> None:
+        assert self.page.evaluate("window.hacked") is None
+        assert not self.faults
+        self.context.close()
+
+
+@pytest.fixture
+def tab(browser, address) -> Iterator[Tab]:
+    found = Tab(browser, address)
+    yield found
+    found.close()
+
+
+def test_the_address_no_longer_has_the_token_and_runs_are_listed(tab):
+    assert "token" not in tab.page.url and tab.page.evaluate("document.cookie") == ""
+    assert sorted(tab.page.locator(".runs .name a").all_inner_texts()) == ["first", "second"]
+    row = tab.page.locator(".runs tbody tr", has_text="first")
+    assert "died" in row.inner_text() and "0.700" in row.inner_text() and "0.333 → 0.667" in row.inner_text()
+    for box in tab.page.locator(".runs input[type=checkbox]").all():
+        box.check()
+    tab.page.get_by_role("button", name="Compare 2").click()
+    assert "trainer.optim.lr" in tab.text(".sides table") and sorted(tab.text(".legend").split()) == ["first", "second"]
+    tab.page.wait_for_selector(".chart canvas")
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, address, width, theme):
+    found = Tab(browser, address, viewport={"width": width, "height": 800}, color_scheme=theme)
+    for name, where in PAGES.items():
+        found.go(where)
+        found.page.wait_for_selector("main h1", state="attached")
+        found.page.wait_for_load_state("networkidle")
+        assert found.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
+        assert found.page.evaluate(UNNAMED) == [], name
+        assert found.page.evaluate(PALE) == [], name
+    found.close()
+
+
+UNNAMED = """() => [...document.querySelectorAll('button, a, select, input')].filter((one) => one.checkVisibility() && !(
+  one.textContent.trim() || one.ariaLabel || one.title || one.labels?.[0]?.textContent.trim())).map((one) => one.outerHTML.slice(0, 200))"""
+"""Controls without a name."""
+PALE = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data]; };
+  const light = ([r, g, b]) => [r, g, b].map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (one) => { for (; one; one = one.parentElement) { const c = rgb(getComputedStyle(one).backgroundColor); if (c[3] > 200) return c; } return [255, 255, 255]; };
+  const found = new Set();
+  for (const one of document.querySelectorAll('main *, header *')) {
+    if (!one.checkVisibility() || one.closest('button:disabled, svg, .sr') || ![...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
+    const [a, b] = [light(rgb(getComputedStyle(one).color)), light(behind(one))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) found.add(`${one.className || one.tagName}: ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+  }
+  return [...found];
+}"""  # noqa: E501
+"""Text whose contrast is below that of WCAG's AA, 4.5."""
+
+
+def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
+    tab.go(PAGES["curves"])
+    tab.page.wait_for_selector(".chart canvas")
+    tab.page.keyboard.press("/")
+    tab.page.keyboard.type("reward/mean")
+    tab.until("document.querySelectorAll('.chart').length === 1 && location.hash.includes('q=reward')")
+    box = tab.page.locator(".chart .u-over").bounding_box()
+    tab.page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 40)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 60, steps=4)
+    tab.page.mouse.up()
+    tab.until("/from=(1.9|2.0)/.test(location.hash)")
+    tab.page.get_by_role("button", name="Whole run").click()
+    tab.until("!location.hash.includes('from=')")
+    box = tab.page.locator(".chart .u-over").bounding_box()
+    tab.page.mouse.click(box["x"] + box["width"] - 3, box["y"] + 50)
+    tab.until("location.hash.startsWith('#/rollouts') && location.hash.includes('begin=4')")
+    tab.until("document.querySelector('.list [aria-live]').innerText === '6 rollouts'")
+
+
+def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):
+    tab.go(PAGES["rollouts"])
+    tab.until("document.querySelector('.list [aria-live]')?.innerText === '24 rollouts'")
+    tab.page.get_by_role("button", name="no signal 8").click()
+    tab.until("document.querySelectorAll('.rows li').length === 8")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("j")
+    assert "all 2 rewards of its group are 1" in tab.text(".verdict")
+    tab.page.keyboard.press("Escape")
+    tab.until("!location.hash.includes('at=')")
+    with tab.context.expect_page() as opened:
+        tab.page.locator(".rows a").first.click(modifiers=["Control"])
+    other = opened.value
+    other.wait_for_selector(".verdict")
+    assert "why=no_signal" in other.url and "at=41" in other.url
+    tab.page.keyboard.press("?")
+    assert "next and previous rollout" in tab.text("dialog")
+    tab.page.keyboard.press("Escape")
+    tab.page.keyboard.press("5")
+    assert "trainer" in tab.text(".lanes")
+
+
+def test_hostile_text_is_shown_as_it_is(tab):
+    for group in (12, 22, 32, 42):
+        for rollout in (0, 1):
+            tab.go(f"#/rollouts?run=first&at={group}/{rollout}")
+            tab.page.wait_for_selector(".message.tool")
+            for fold in tab.page.locator(".thinking summary").all():
+                fold.click()
+    shown = tab.page.locator(".talk").inner_text()
+    for text in HOSTILE[:3]:
+        assert shown.count(text) >= 4, text
+    assert "\\x1b[2J" in shown and "\\u202egnp.exe" in shown and "<b>tool</b>" in shown and "<i>odd</i>" in shown
+    assert tab.page.evaluate("document.querySelectorAll('main img, main iframe, main script, main a[href^=javascript]').length") == 0
+    tab.go("#/rollouts?run=first&at=12/0")
+    tab.page.get_by_role("button", name="194,").click()  # the rest of a huge line
+    assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    tab.go("#/rollouts?run=first&at=10/0&tab=tokens")
+    assert tab.text(".tokens") == "2+<script>four</span>"
+    tab.page.locator(".tokens .t").nth(4).hover()
+    assert "clipped" in tab.text(".reader")
+    tab.go("#/curves?run=first&q=img")
+    assert "<img src=x onerror=window.hacked=1>" in tab.text(".chart .title")
+    tab.go("#/health?run=first&process=trainer")
+    assert "<script>window.hacked = 1</script>" in tab.text(".log pre")
+
+
+def test_a_task_shows_what_changed_between_two_versions(tab):
+    tab.go("#/tasks?run=first&env=sums&task=1")
+    tab.page.wait_for_selector(".side ins")
+    assert tab.page.locator(".side del").all_inner_texts() == ["1"] and tab.page.locator(".side ins").all_inner_texts() == ["3"]
+
+
+def test_a_live_run_moves_by_itself(tab, place):
+    """Within two seconds: what a run writes is shown without a touch."""
+    from rl.run_dir.metrics import MetricsLog
+
+    tab.go("#/runs")
+    tab.page.wait_for_selector(".runs tbody tr")
+    MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
+    tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
+
+
+def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_path):
+    file = tmp_path / "first.html"
+    assert view([str(place / "first"), "--export", str(file)], Children()) == 0
+    context, faults = browser.new_context(offline=True), list[str]()
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: said.type in ("error", "warning") and faults.append(said.text))
+    page.on("request", lambda request: not request.url.startswith(("file:", "data:")) and faults.append(request.url))
+    page.goto(file.as_uri())
+    page.wait_for_selector(".runs tbody tr")
+    for where, what in (
+        ("#/curves?run=first&axis=tokens", ".chart canvas"),
+        ("#/rollouts?run=first&q=the+answer+is+3&at=30/1", ".message.assistant"),
+        ("#/rollouts?run=first&at=40/0&tab=tokens", ".tokens .t"),
+        ("#/rollouts?run=first&at=42/1", ".message.tool"),
+        ("#/tasks?run=first&env=sums&task=1", ".side ins"),
+        ("#/timeline?run=first", ".lanes rect"),
+        ("#/health?run=first", ".log pre"),
+    ):
+        page.goto(f"{file.as_uri()}{where}")
+        page.wait_for_selector(what)
+    page.goto(f"{file.as_uri()}#/rollouts?run=first&q=the+answer+is+3")
+    page.wait_for_selector(".rows li:nth-child(2):last-child")
+    assert not faults and page.evaluate("window.hacked") is None
+    context.close()

@@ -1,0 +1,311 @@
+"""The server of `rl view`: who is let in, and what it answers, over real HTTP where that matters."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from hashlib import sha256
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from rl.view import answers
+from rl.view.access import PageGate
+from rl.view.library import Library
+from rl.view.routes import ROUTES, Desk
+from rl.view.schema import openapi
+from rl.view.server import PAGE, bind, make_app, serve
+from tests.view.made import HOSTILE, make_runs
+
+TOKEN = "a-token-for-this-page"
+HOST = "127.0.0.1:8411"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return make_runs(tmp_path_factory.mktemp("view"))
+
+
+@pytest.fixture(scope="module")
+def client(place) -> TestClient:
+    """A browser that was let in."""
+    found = TestClient(PageGate(make_app(Library([place])), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
+    assert found.get(f"/?token={TOKEN}").status_code == 200
+    return found
+
+
+@pytest.fixture(scope="module")
+def ask(place):
+    """Asks for an answer as the page does."""
+    desk, routes = Desk(Library([place])), {route.name: route for route in ROUTES}
+
+    def asking(route: str, **values: object):
+        pairs = [(name, str(one)) for name, value in values.items() for one in (value if isinstance(value, list) else [value])]
+        return routes[route].ask(desk, pairs)
+
+    return asking
+
+
+# Who is let in ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_printed_address_lets_in_and_a_cookie_keeps_that_no_script_reads(place):
+    client = TestClient(PageGate(make_app(Library([place])), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
+    assert client.get("/").status_code == 401 and client.get("/api/runs").status_code == 401
+    assert client.get("/?token=wrong").status_code == 401 and not client.cookies
+    answer = client.get(f"/?token={TOKEN}")
+    cookie = answer.headers["set-cookie"]
+    assert answer.status_code == 200 and "rl_view_8411=" in cookie and "HttpOnly" in cookie and "SameSite=strict" in cookie
+    assert TOKEN not in answer.text and client.get("/api/runs").status_code == 200
+    client.cookies.clear()
+    client.cookies.set("rl_view_8411", TOKEN[:-1])
+    assert client.get("/api/runs").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "localhost:8411"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1:9999"}, 403),
+        ({"origin": f"http://{HOST}"}, 200),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+    ],
+)
+def test_other_pages_and_other_names_are_refused(client, headers, status):
+    assert client.get("/api/runs", headers=headers | {"cookie": f"rl_view_8411={TOKEN}"}).status_code == status
+
+
+def test_nothing_can_be_changed_and_every_answer_has_the_policy(client):
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert client.request(method, "/api/runs").status_code == 405
+    for path in ("/", "/api/runs", "/page/main.js", "/page/no-such", "/api/curves?nothing=1"):
+        answer = client.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "script-src 'self'" in policy, path
+        assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
+    assert "<script>" not in client.get("/").text and " on" not in client.get("/").text  # no script within the page, no handler
+
+
+@pytest.mark.parametrize("key", ["../second", "/etc", "nothing", "first/../../x", ""])
+def test_only_runs_that_are_shown_are_opened(client, key):
+    answer = client.get("/api/health", params={"run": key})
+    assert answer.status_code in (400, 404) and "lines" not in answer.text
+    assert client.get("/page/../server.py").status_code in (401, 404) and client.get("/page/%2e%2e/server.py").status_code == 404
+
+
+def test_it_serves_over_a_socket_and_the_same_answer_twice_is_sent_once(place, monkeypatch):
+    """As the command does it, with uvicorn and a port of the kernel's choice."""
+    addresses, up, servers = list[str](), threading.Event(), list[uvicorn.Server]()
+    run = uvicorn.Server.run
+
+    def running(server: uvicorn.Server, **more: object) -> None:
+        server.install_signal_handlers = lambda: None
+        servers.append(server)
+        run(server, **more)
+
+    monkeypatch.setattr(uvicorn.Server, "run", running)
+    taken = bind("127.0.0.1", 0)
+
+    def ready(address: str) -> None:
+        addresses.append(address)
+        up.set()
+
+    thread = threading.Thread(target=serve, args=(Library([place]), TOKEN, "127.0.0.1", 0, ready))
+    thread.start()
+    assert up.wait(30)
+    with httpx.Client() as browser:
+        base = addresses[0].split("/?")[0]
+        assert browser.get(addresses[0]).status_code == 200
+        answer = browser.get(f"{base}/api/curves", params={"run": "first", "name": "reward/mean"})
+        assert answer.json()["series"][0]["values"] == [0.1, 0.3, 0.4, 0.7]
+        again = browser.get(answer.url, headers={"if-none-match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    servers[0].should_exit = True
+    thread.join(30)
+    taken.close()
+    assert not thread.is_alive()
+
+
+# What is answered -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_with_their_state_and_numbers(ask):
+    first, second = sorted(ask("runs").runs, key=lambda row: row.key)
+    assert (first.key, second.key, first.step, first.max_steps, first.rewards) == ("first", "second", 4, 9, [0.1, 0.3, 0.4, 0.7])
+    assert (first.reward, first.lag, first.tokens_per_s, first.state) == (0.7, 0.5, 100.0, "died") and "trainer" in first.why
+    assert second.state == "stopped" and first.bytes > 300_000
+    (held_out,) = first.evals
+    assert (held_out.name, held_out.first, held_out.last, held_out.last_version) == (
+        "held-out",
+        pytest.approx(1 / 3),
+        pytest.approx(2 / 3),
+        4,
+    )
+
+
+def test_curves_over_every_axis_with_what_happened(ask):
+    names = ["reward/mean", "eval/held-out/reward_mean"]
+    by_axis = {axis: ask("curves", run=["first"], name=names, axis=axis) for axis in ("step", "samples", "tokens", "time")}
+    assert by_axis["step"].series[0].x == [1, 2, 3, 4] and by_axis["samples"].series[0].x == [8, 16, 24, 32]
+    assert by_axis["tokens"].series[0].x == [200, 400, 600, 800] and by_axis["time"].series[0].x[0] == 0
+    assert by_axis["samples"].series[1].x == [0, 32]  # evaluations of versions 0 and 4
+    assert {mark.kind for mark in by_axis["step"].marks} == {"eval", "death"}
+    part = ask("curves", run=["first"], name=["reward/mean"], begin=2, end=3).series[0]
+    assert (part.steps, part.values) == ([2, 3], [0.3, 0.4])
+    assert {metric.section for metric in ask("metrics", run=["first"]).metrics} == {
+        "Rewards",
+        "Rollouts, tasks and lag",
+        "Evaluations",
+        "Loss and agreement",
+        "Seconds and throughput",
+        "Other",
+    }
+
+
+def test_rollouts_are_filtered_counted_sorted_and_paged_by_the_server(ask):
+    every = ask("rollouts", run="first")
+    assert (every.total, every.facets["why"], len(every.rows)) == (24, {"trained": 16, "no_signal": 8}, 24)
+    assert [row.step for row in every.rows[::6]] == [4, 3, 2, 1]
+    some = ask("rollouts", run="first", begin=2, end=3, why="trained", lowest=0.5, sort="task", descending="false", limit=3, offset=1)
+    assert (some.total, [(row.step, row.task, row.reward) for row in some.rows]) == (4, [(3, 1, 1.0), (2, 7, 1.0), (3, 7, 1.0)])
+    assert some.facets["why"] == {"no_signal": 4, "trained": 4} and sum(some.histogram.counts) == 8
+    found = ask("rollouts", run="first", q="THE ANSWER IS 3")
+    assert (found.total, found.searched, found.complete) == (2, 24, True)
+    assert ask("rollouts", run="first", tool_errors="true").total == 8
+    assert ask("rollouts", run="first", kind="eval", begin=4).total == 3
+
+
+def test_a_rollout_says_why_it_was_not_trained(ask):
+    silent = ask("rollout", run="first", group=11, rollout=0)
+    assert (
+        silent.explanation
+        == "Not trained: all 2 rewards of its group are 1, so no answer was better than the others and there is nothing to learn from it."
+    )
+    trained = ask("rollout", run="first", group=10, rollout=1)
+    assert trained.explanation == "Trained in step 1 with advantage +0.500: its reward is above its group's mean of 0.500."
+    assert [row.rollout for row in trained.group] == [0, 1] and trained.metrics == {"exact": 1.0} and trained.has_tokens
+
+
+def test_a_conversation_has_thinking_and_calls_apart_and_no_character_that_acts(ask):
+    system, user, assistant, tool, odd = ask("rollout", run="first", group=12, rollout=0).messages
+    assert (assistant.thinking, assistant.text) == (f"let me see {HOSTILE[1]}", "calling")
+    assert (assistant.calls[0].name, json.loads(assistant.calls[0].arguments)) == ("<b>tool</b>", {"code": HOSTILE[1]})
+    assert (tool.name, odd.role, odd.left_out) == ("c", "<i>odd</i>", 100_000) and "image_url" in user.text and system.role == "system"
+    texts = " ".join(message.text for message in ask("rollout", run="first", group=12, rollout=1).messages)
+    assert "\\x1b[2J" in texts and "\\u202egnp.exe" in texts and not re.search(r"[\x00-\x08\x1b\u202e]", texts)
+
+
+def test_tokens_with_what_sampler_and_trainer_made_of_them(ask):
+    (one,) = ask("tokens", run="first", step=2, group=20, rollout=0).samples
+    assert one.pieces == ["2", "+", "<script>", "four", "</span>"] and one.trained == [False, False, True, True, True]
+    assert one.signals["gap"] == [None, None, 0.0, 0.25, -1.0] and one.signals["stopped"] == [None, None, 0, 0, 1]
+    assert one.signals["ratio"][2:] == [1.0, 1.284, 0.3679] and one.signals["versions"][2:] == [1, 1, 1]
+    assert one.signals["advantages"][2:] == [1.0, 1.0, 1.0] and "teacher_gap" not in one.signals
+
+
+def test_a_task_over_time(ask):
+    rows = {row.task: row for row in ask("tasks", run="first").rows}
+    assert {task: row.rollouts for task, row in rows.items()} == {0: 4, 1: 4, 2: 8, 7: 8} and rows[2].change == 0.0
+    one = ask("task", run="first", env="sums", task=1)
+    assert [(version.version, version.mean, len(version.rows)) for version in one.versions] == [(0, 0.5, 2), (2, 0.5, 2)]
+    assert [message.text for message in one.prompt] == ["2 + 2"]
+
+
+def test_time_health_logs_and_differences(ask):
+    found = ask("timeline", run="first")
+    assert {(lane.process, lane.name) for lane in found.lanes} == {("trainer", "step"), ("orchestrator", "step")} and len(
+        found.lanes[0].spans
+    ) == 6
+    assert ("death", "death: <b>killed</b>") in {(moment.kind, moment.text) for moment in found.moments}
+    assert ask("health", run="first").state == "died" and "trainer" in ask("health", run="first").bottleneck
+    assert ask("log", run="first", process="trainer").lines == ["<script>window.hacked = 1</script>", "ValueError: \\x1b[31mred"]
+    compared = ask("compare", run=["first", "second"])
+    assert [(row.key, row.values) for row in compared.settings] == [("trainer.optim.lr", [1e-6, 5e-6])]
+    assert [(point.version, point.means[1]) for point in compared.evals] == [(0, None), (4, None)]
+
+
+def test_reading_a_run_leaves_it_as_it_is(ask, place):
+    def looks() -> str:
+        files = sorted(path for path in (place / "first").rglob("*") if path.is_file())
+        return sha256(b"".join(f"{path} {path.stat().st_mtime_ns}".encode() + path.read_bytes() for path in files)).hexdigest()
+
+    before = looks()
+    for route, values in {"runs": {}, "rollouts": {"q": "x"}, "tasks": {}, "health": {}, "timeline": {}, "metrics": {}}.items():
+        ask(route, **({} if route == "runs" else {"run": ["first"] if route == "metrics" else "first"}), **values)
+    assert looks() == before
+
+
+def test_a_run_of_another_version_of_rl_is_shown_as_far_as_it_can_be(tmp_path):
+    run = make_runs(tmp_path) / "first"
+    (run / "config.toml").write_text("bogus = [1]\n")
+    desk, routes = Desk(Library([run])), {route.name: route for route in ROUTES}
+    (row,) = routes["runs"].ask(desk, []).runs
+    assert (row.key, row.state, row.step) == ("first", "unreadable", 4) and "was not written by this version" in row.why
+    assert routes["rollouts"].ask(desk, [("run", "first")]).total == 24
+    assert routes["rollout"].ask(desk, [("run", "first"), ("group", "10"), ("rollout", "1")]).explanation.startswith("Trained in step 1")
+    assert routes["tokens"].ask(desk, [("run", "first"), ("step", "2"), ("group", "20"), ("rollout", "0")]).samples
+    found = routes["health"].ask(desk, [("run", "first")])
+    assert found.state == "unreadable" and found.processes[0].name == "trainer"
+    assert routes["timeline"].ask(desk, [("run", "first")]).lanes and routes["compare"].ask(desk, [("run", "first")]).faults
+
+
+def test_wrong_questions_are_answered_with_what_is_wrong(client):
+    for path, status, words in (
+        ("rollouts?run=first&sort=nothing", 409, "nothing"),
+        ("rollouts?run=first&limit=100000", 409, "limit"),
+        ("rollouts?run=first&begin=x", 400, "begin"),
+        ("curves?run=first&axis=y", 400, "axis"),
+        ("rollout?run=first&group=999&rollout=0", 409, "group 999"),
+        ("health?run=first&other=1", 400, "no such parameter"),
+    ):
+        answer = client.get(f"/api/{path}")
+        assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+# What the page uses -----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_for_what_the_schema_has_and_the_answers_fit_it(client, ask):
+    used = {name for path in PAGE.glob("*.js") for name in re.findall(r'(?:useAnswer|ask)\(\s*"(\w+)"', path.read_text())}
+    assert used == {route.name for route in ROUTES} == {path.removeprefix("/api/") for path in openapi()["paths"]}
+    assert client.get("/api/schema").json() == json.loads(msgspec.json.encode(openapi()))
+    assert msgspec.json.decode(client.get("/api/runs").content, type=answers.Runs).runs
+    lists = {"runs": "runs", "rollouts": "rows", "tasks": "rows"}
+    for route in ROUTES:
+        if route.name in lists:
+            assert getattr(ask(route.name, **({} if route.name == "runs" else {"run": "first"})), lists[route.name])
+
+
+def test_the_libraries_are_as_they_were_taken_and_small():
+    vendored = [path for path in (PAGE / "vendor").iterdir() if path.suffix in (".mjs", ".js", ".css")]
+    assert sum(path.stat().st_size for path in vendored) < 150_000 and {path.name for path in vendored} == set(
+        re.findall(r"[\w.]+\.(?:mjs|js|css)(?= \||, uPlot| \|)", (PAGE / "vendor" / "VERSIONS.md").read_text())
+    )
+    assert {path.name for path in (PAGE / "vendor").glob("LICENSE-*")} == {"LICENSE-preact", "LICENSE-htm", "LICENSE-uPlot"}
+
+
+def test_scripts_are_short_and_make_no_markup_out_of_text():
+    for path in [*PAGE.glob("*.js"), *PAGE.glob("*.css")]:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|dangerously|\beval\(|new Function|srcdoc", text), path
+
+
+def test_types_of_the_scripts():
+    """TypeScript reads the comments. It comes from npm, once."""
+    if not shutil.which("npm"):
+        pytest.skip("npm is not there")
+    command = ["npm", "exec", "--yes", "--package", "typescript@5.9.3", "--", "tsc", "-p", str(PAGE / "jsconfig.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode and "error TS" not in done.stdout:
+        pytest.skip(f"npm does not get TypeScript: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stdout
