@@ -16,6 +16,7 @@ from pydantic import Field
 INSTRUCTIONS = (
     "Open the box that you are told to with the tool open_box, then the box that its note names, and so on. Answer with the number."
 )
+REMINDER = "Open the next box with open_box, or answer with the number alone."
 MOST_TURNS = 1000
 """For the agent's own loop; args.agent.max_turns is the limit that is meant."""
 
@@ -84,6 +85,8 @@ class TrailHarnessConfig(vf.HarnessConfig):
     """What `args.agent.harness` may set."""
 
     id: str = "box-trail"
+    patience: int = Field(2, ge=0)
+    """Times that an answer without a number is followed by a reminder."""
     keep: int = Field(0, ge=0)
     """Messages after which what was seen is told in one sentence instead; 0: never."""
 
@@ -127,16 +130,22 @@ class TrailHarness(vf.Harness[TrailHarnessConfig]):
             if not self.config.keep or len(told.input) <= self.config.keep:
                 return told
             trace.info["compactions"] += 1
-            last = trace.info["opened"][-1] if trace.info["opened"] else ""
-            text = f"You have opened {len(trace.info['opened'])} boxes. In box {last} was: {notes.get(last, 'nothing')}"
+            opened, text = trace.info["opened"], str(data.prompt)
+            if opened:
+                text = f"You have opened {len(opened)} boxes. In box {opened[-1]} was: {notes.get(opened[-1], 'nothing')}"
             return ModelInputData(input=[{"role": "user", "content": text}], instructions=told.instructions)
 
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
             model = OpenAIChatCompletionsModel(ctx.model, client)
             agent = Agent(name="walker", instructions=data.system_prompt, model=model, tools=[open_box])
             settings = RunConfig(tracing_disabled=True, call_model_input_filter=compacted, tool_not_found_behavior="return_error_to_model")
+            said: list[Any] = [{"role": "user", "content": data.prompt}]
             try:
-                await Runner.run(agent, str(data.prompt), max_turns=MOST_TURNS, run_config=settings)
+                for _ in range(self.config.patience + 1):
+                    result = await Runner.run(agent, said, max_turns=MOST_TURNS, run_config=settings)
+                    if str(result.final_output).strip().isdigit():
+                        break
+                    said = [*result.to_input_list(), {"role": "user", "content": REMINDER}]
             except (openai.OpenAIError, AgentsException) as error:
                 return vf.ProgramResult(exit_code=1, stdout="", stderr=f"{type(error).__name__}: {error}")
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
