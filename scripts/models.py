@@ -51,13 +51,12 @@ MOST_DIFFERENCE = 1e-3
 """Nats, and relative norm of a gradient, beyond which a model would be trained wrong in silence."""
 MOST_KL = {"float32": 1e-5, "bfloat16": 0.05}
 """Mean KL to vLLM beyond which it is another model. These weights magnify what rounding does."""
-LATENT_ROPE = "vLLM on CPUs alone: its rotary kernel turns only a part of the queries of latent attention; with yarn it is not used"
+LATENT_ROPE = "vLLM on CPUs alone: its rotary kernel turns the queries of latent attention by wrong positions; with yarn it is not used"
 APART = {
     "deepseek_v2": LATENT_ROPE,
     "deepseek_v3": "as deepseek_v2",
     "ernie4_5_moe": "vLLM on CPUs alone: its choice of experts leaves out their correction bias",
     "hrm_text": "in vLLM a token of the prompt sees the whole prompt; here, and in Hugging Face without token types, what is before it",
-    "ministral3": "vLLM leaves out yarn's `mscale` and `mscale_all_dim`, so attention is sharper",
 }
 """Families that vLLM computes differently from Hugging Face and us, by more than rounding: what is known of it."""
 NO_FLOAT32 = ("not implemented for 'Float'", "requires BF16", "expected scalar type BFloat16 but found Float")

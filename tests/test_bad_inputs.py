@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from rl.commands.export import check_target
-from rl.commands.options import CONCURRENCY, take
+from rl.commands.options import CONCURRENCY
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import build, from_toml, load_config, parse_args
 from rl.config.help import COMMANDS
+from rl.config.options import take
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
 from rl.launch.prepare import prepare

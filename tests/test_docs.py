@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from rl.commands import homes, replay
-from rl.commands.options import take
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config, parse_args, to_toml
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
 from rl.config.hints import ALIASES
+from rl.config.options import take
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 

@@ -16,9 +16,8 @@ FLOORS = [
     ["run_dir"],
     ["config", "wire"],
     ["models", "diagnosis", "homes"],
-    ["records"],
-    ["launch", "inference", "envs", "orchestrator", "trainer", "view"],
-    ["commands"],
+    ["launch", "inference", "envs", "orchestrator", "trainer", "records"],
+    ["commands", "view"],
     ["main", "api"],
 ]
 """From the ground up. A room knows the floors below its own, and nobody on it."""

@@ -6,11 +6,12 @@ from importlib import metadata
 import pytest
 
 from rl.commands import collect, environment, evaluate
-from rl.commands.options import load, name_of_play, take
+from rl.commands.options import load, name_of_play
 from rl.commands.policy_spec import Source
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
+from rl.config.options import take
 from rl.config.run import RLConfig
 from tests.commands.driver import rl
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands.view import main as view
 from rl.launch.children import Children
 from rl.system.errors import RunError
 from rl.view.bundle import digest
 from rl.view.export import write_page
 from rl.view.library import Library
+from rl.view.main import main as view
 from tests.view.made import make_runs
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from rl.commands.view import main as view
 from rl.launch.children import Children
 from rl.view.library import Library
+from rl.view.main import main as view
 from rl.view.server import serve
 from tests.view.made import HOSTILE, make_runs
 
@@ -227,6 +227,18 @@ def test_a_task_shows_what_changed_between_two_versions(tab):
     tab.go("#/tasks?run=first&env=sums&task=1")
     tab.page.wait_for_selector(".side ins")
     assert tab.page.locator(".side del").all_inner_texts() == ["1"] and tab.page.locator(".side ins").all_inner_texts() == ["3"]
+
+
+def test_the_clock_of_the_timeline_stands_over_its_lines(tab):
+    """Each label is centred on its line, at any width: the grid has its own idea of what `left: 0` is."""
+    for width in (1280, 390):
+        tab.page.set_viewport_size({"width": width, "height": 800})
+        tab.go(PAGES["timeline"])
+        tab.page.wait_for_selector(".lanes rect")
+        middle = "(one) => one.getBoundingClientRect().x + one.getBoundingClientRect().width / 2"
+        middles = f"(selector) => [...document.querySelectorAll(selector)].map({middle})"
+        labels, lines = (tab.page.evaluate(middles, selector) for selector in (".clock span", ".lanes line.grid"))
+        assert labels and labels == pytest.approx(lines, abs=1.5)
 
 
 def test_a_live_run_moves_by_itself(tab, place):

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from rl.commands.options import take
 from rl.commands.policy_spec import find_run, version_number
 from rl.config.command_line import CommandLine, fail, load_config, to_toml, write_config
 from rl.config.differences import changed_keys
+from rl.config.options import take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices

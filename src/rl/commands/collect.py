@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from rl.commands.arena import Arena, Job, arena, run, say, task_count
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
+from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
+from rl.config.options import Option
 from rl.config.quick import EXAMPLES
 from rl.config.run import RLConfig
 from rl.homes.settle import homes_of

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.commands.options import take
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.differences import changed_keys
+from rl.config.options import take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch.children import Children

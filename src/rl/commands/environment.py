@@ -11,9 +11,10 @@ import msgspec
 
 from rl.commands import homes
 from rl.commands.arena import Arena, Job, arena, run, say
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, take, usage
+from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, usage
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
+from rl.config.options import Option, take
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import messages_text, plain, rollout_text
 from rl.homes.settle import homes_of

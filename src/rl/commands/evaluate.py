@@ -7,9 +7,10 @@ from typing import Any
 
 from rl.commands.arena import Job, arena, run, say, task_count
 from rl.commands.eval_report import eval_part, finished_report, show, write_report
-from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, Option, load, name_of_play, usage
+from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
 from rl.commands.policy_spec import Source, resolve
 from rl.config.command_line import CommandLine, fail
+from rl.config.options import Option
 from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.quick import shrink
 from rl.config.run import RLConfig

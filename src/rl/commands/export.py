@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.options import Option, option_lines, take
 from rl.commands.policy_spec import find_run, version_number
 from rl.config.command_line import fail, load_config
+from rl.config.options import Option, option_lines, take
 from rl.config.stored import run_dir_of
 from rl.launch.children import Children
 from rl.launch.prepare import ranges

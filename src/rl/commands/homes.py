@@ -4,10 +4,11 @@ import time
 from pathlib import Path
 
 from rl.commands.arena import say
-from rl.commands.options import Option, take, usage
+from rl.commands.options import usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
+from rl.config.options import Option, take
 from rl.homes.home import Home, Pointer, delete, pointers, read, unreferenced, users
 from rl.homes.make import Request, ensure, install_record, summary
 from rl.homes.records import read_record

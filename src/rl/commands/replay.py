@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.commands.options import Option, option_lines, take
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, to_toml, write_config
+from rl.config.options import Option, option_lines, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig

@@ -6,10 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rl.commands.options import Option, option_lines, take
 from rl.commands.pager import page
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
+from rl.config.options import Option, option_lines, take
 from rl.diagnosis.rollouts import Row, Selection, ranked, read_all, rollout_files, rollout_text
 from rl.launch.children import Children
 from rl.launch.prepare import ranges

@@ -25,7 +25,7 @@ COMMANDS = {
     "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
     "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, and say what a run waits for, alive or dead"),
     "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
-    "view": ("rl.commands.view", "runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
+    "view": ("rl.view.main", "runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
     "compare": ("rl.commands.compare", "two runs side by side: settings that differ, curves, evaluations"),
     "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
 }

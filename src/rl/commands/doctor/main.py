@@ -6,9 +6,10 @@ from dataclasses import asdict
 from itertools import chain
 
 from rl.commands.doctor.machine import machine_checks
-from rl.commands.options import Option, load, take, usage
+from rl.commands.options import load, usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config
+from rl.config.options import Option, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch.children import Children

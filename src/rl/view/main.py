@@ -10,8 +10,8 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from rl.commands.options import Option, option_lines, take
 from rl.config.command_line import fail
+from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
 from rl.run_dir.token import PAGE_VARIABLE, is_loopback
 from rl.system.errors import RunError
