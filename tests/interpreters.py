@@ -9,7 +9,7 @@ from rl.config.environment_id import Source
 from rl.homes.make import Request, ensure
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ("calculator", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words", "write_function")
+EXAMPLES = ("box_trail", "calculator", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words", "write_function")
 IN_A_HOME = (
     "envs/test_classic.py",
     "envs/test_rows.py",
@@ -19,7 +19,7 @@ IN_A_HOME = (
     *(f"environments/test_{name}.py" for name in EXAMPLES),
 )
 """Tests that import verifiers; `tests/envs/test_in_a_home.py` runs them."""
-TOOLS = ("psutil", "pytest>=8.3", "pytest-timeout>=2.3", "reasoning-gym>=0.1.25")
+TOOLS = ("hypothesis>=6.130", "psutil", "pytest>=8.3", "pytest-timeout>=2.3", "reasoning-gym>=0.1.25")
 
 
 def interpreter(verifiers: str) -> Path:

@@ -142,7 +142,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
 )
 def test_faults_are_told_before_anything_starts(args, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     monkeypatch.setattr(Children, "stop_on_signals", lambda _: None)
     assert main([*args], Children()) == code
     err = capsys.readouterr().err

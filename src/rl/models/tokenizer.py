@@ -48,6 +48,8 @@ class Facts(msgspec.Struct):
     cleans_up: bool = False
     splits_special: bool = False
     """Whether special tokens in a text are encoded as text."""
+    names_thinking: bool = False
+    """Whether templates get a message's thinking under both names, as newer versions of transformers do."""
     probes: list[Probe] = []
 
 
@@ -129,7 +131,7 @@ class SlimTokenizer:
         if isinstance(template, dict):
             template = template["tool_use" if tools is not None and "tool_use" in template else "default"]
         text = compiled(template or "").render(
-            messages=[with_reasoning(message) for message in messages],
+            messages=[with_reasoning(message) for message in messages] if self.facts.names_thinking else messages,
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,

@@ -32,6 +32,7 @@ TEXTS = (
     "def f(x):\n    return {\"a\": [1, 2.5e-3], 'b': None}  # \u2264\n",
     "<tool_call>\n{}\n</tool_call><think>\n</think><|im_start|>user\nhi<|im_end|>",
 )
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "so"}
 NUM_TOKENS = 512
 """Tokens of the vocabulary that are decoded each for itself."""
 
@@ -96,6 +97,7 @@ def facts_of(theirs: Any) -> Facts:
         template=theirs.chat_template or None,
         cleans_up=bool(theirs.clean_up_tokenization_spaces and (forced or not is_bpe)),
         splits_special=bool(theirs.split_special_tokens),
+        names_thinking=theirs.apply_chat_template([THOUGHT], chat_template="{{ messages[0].thinking }}", tokenize=False) != "",
         probes=[probe(theirs, text) for text in texts(theirs)],
     )
 
