@@ -10,8 +10,8 @@ import pytest
 
 from rl.system import sandbox
 from rl.system.sandbox import Sandbox
-from tests.environments.test_write_function import ESCAPES, SHOT
 from tests.system import escapes
+from tests.system.escapes import ESCAPES, SHOT
 
 APPLY = (
     *("create a file", "make a directory", "delete a file", "make a link", "make a symbolic link", "rename", "make a device"),

@@ -107,7 +107,7 @@ def with_group(run: Run, some: Rollouts, i: int) -> tuple[str, Any]:
     row = rollouts.row_of(some[i])
     found = rollouts.find(run, row.kind, row.group, row.rollout or 0, row.version, row.env, row.task, row.agent)
     name = f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}" if row.kind == "eval" else f"{row.group}/{row.rollout}"
-    return name, rollouts.detail(run, found)
+    return name, rollouts.in_full(run, found)
 
 
 def add_tokens(content: dict[str, Any], run: Run, row: Any, room: int) -> int:

@@ -205,7 +205,7 @@ def find(run: Run, kind: str, group: int | None, rollout: int, version: int | No
     return beside._some(np.concatenate([beside.places[[first]], beside.places[order]]))
 
 
-def detail(run: Run, found: Rollouts) -> RolloutDetail:
+def in_full(run: Run, found: Rollouts) -> RolloutDetail:
     """The first of `found` in full, with the others as its group, see `find`. Raises RunError if its text is gone."""
     rollout = found[0]
     row, number = rollout.row, row_of(rollout)

@@ -135,7 +135,7 @@ class Desk:
 
     def rollout(self, given: RolloutParameters) -> answers.RolloutDetail:
         run = self.library.run(given.run)
-        return rollouts.detail(
+        return rollouts.in_full(
             run, rollouts.find(run, given.kind, given.group, given.rollout, given.version, given.env, given.task, given.agent)
         )
 
