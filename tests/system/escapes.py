@@ -1,5 +1,4 @@
-"""What code in a sandbox may try. As a program within one it makes each system call in a JSON file, and prints how it was answered: 0, or an
-error number."""
+"""What code in a sandbox may try. As a program within one it makes each system call in a JSON file and prints the errors, 0 for none."""
 
 import ctypes
 import json
