@@ -23,8 +23,8 @@ STEPS = 6
 """Of the traced run: with checkpoint.interval = 2 each kind of write comes twice."""
 PASSED_OVER = ("RunEnded", "GetProbe", "Probe")
 """Points that only come at the end, or only now and then."""
-ONCE = re.compile(r"token\.|([a-z]+-)?[0-9a-f]{16}\.")
-"""Points that are come by once: where the run's token is made, and, on a machine, what bears a checksum for a name."""
+ONCE = re.compile(r"token\.|environments\.|([a-z]+-)?[0-9a-f]{16}\.")
+"""Points that come once: in a run its token and the record of its homes, on a machine what bears a checksum for a name."""
 
 
 def traced(args: list[str], folder: Path, processes: list[str]) -> list[str]:

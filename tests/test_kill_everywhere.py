@@ -32,7 +32,7 @@ from tests.zygote import ORCHESTRATOR, TRAINER, Zygote
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(300)]
 KILLED = -9
-SILENT = ("ask.GetProbe", "answer.Probe", "token.")
+SILENT = ("ask.GetProbe", "answer.Probe", "token.", "environments.")
 """Needs no chain of its own: nothing durable hangs on it, or it comes once in a run."""
 
 

@@ -101,7 +101,7 @@ def kind_of(path: Path) -> str:
     stem, folder = path.name.split(".")[0], path.parent.name
     if path.suffix in (".quarantined", ".lease"):
         return path.suffix[1:]
-    if folder == "metrics":
+    if folder in ("metrics", "environments"):
         return folder
     if stem.isdigit():
         return KINDS.get(folder, folder)
