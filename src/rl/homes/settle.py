@@ -9,7 +9,7 @@ from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
 from rl.homes.home import Home, read, read_pointer
 from rl.homes.make import Request, ensure
-from rl.homes.records import Record, difference, read_record, record_file, write_record
+from rl.homes.records import Record, difference, read_records, write_record
 from rl.homes.uv import Say
 from rl.system.errors import RunError
 
@@ -62,15 +62,18 @@ def script_needs(reward: str | None) -> tuple[tuple[str, ...], str]:
 def homes_of(config: RLConfig, say: Say, *, recorded: bool) -> Homes:
     """The home of each environment that is played in one; those that are not there are made. Raises RunError.
 
-    recorded: the run was played before, and is played with the same packages, or it is said what differs.
+    recorded: the configuration is that of a run which was played before, and is played with the same packages, or it is said what differs.
     """
     if faults := id_faults(config.orchestrator.env_ids):
         raise RunError("\n".join(faults))
     found: Homes = {}
+    records = read_records(config.run_dir.environments) if recorded else {}
     for name, entry in entries(config).items():
         if needs_home(entry):
-            record = read_record(record_file(config.run_dir.environments, name)) if recorded else None
-            found[name] = settled(request_of(entry), record, say)
+            request = request_of(entry)
+            # by what it was made for: an evaluation alone has another name for what a run trained on
+            record = next((one for one in records.values() if one.key == request.key), records.get(name))
+            found[name] = settled(request, record, say)
     return found
 
 

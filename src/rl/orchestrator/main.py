@@ -55,7 +55,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
         homes = homes_of(config, log.info, recorded=True)  # `rl` has made them, unless it runs on another machine, or not at all
         record(config, homes)
-        setups = worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address)
+        setups = worker_setups(in_homes(config, homes), await policy_spec(config, model_path), pool.address)
         for setup in setups:
             setup.spans = str(config.run_dir.spans.absolute())
         await pool.start_all(setups)
