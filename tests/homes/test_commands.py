@@ -69,6 +69,8 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     assert code == 0 and out.startswith("ada/hello 1.0: ") and old.place.is_dir()  # and from now on it is what the id means
     assert homes_of(config, said.append, recorded=False) == found
 
+    assert called(capsys, "env", "remove", old.digest)[:2] == (0, "removed ada/hello\n") and not old.place.exists()
+    called(capsys, "env", "install", "ada/hello")
     assert called(capsys, "env", "remove", "hello")[:2] == (0, "removed ada/hello\n")
     code, _, err = called(capsys, "env", "remove", "hello")
     assert code == 1 and "hello: there is no such home in " in err

@@ -1,5 +1,6 @@
 """Homes from a package index and a Hub with real uv: what is installed, which verifiers, and what is said when it cannot be."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -236,9 +237,17 @@ def test_no_uv(monkeypatch):
 
 def test_a_place_that_cannot_be_written(index, said, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "file" / "x"))
-    with pytest.raises(RunError, match="have RL_ENVIRONMENTS name a folder that can be written"):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="have RL_ENVIRONMENTS name a folder that can be written"):
+        patch.setenv("RL_ENVIRONMENTS", str(tmp_path / "file" / "x"))
         ensure(Request("rows", None), said.append)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RunError, match=f"environment rows: {homes_root()}: No space left on device; make room, or have RL_ENVIRONMENTS"):
+        ensure(Request("rows", None), said.append)
+    assert nothing_half_made()
 
 
 def test_a_record_is_played_with_the_same_packages(index, said, tmp_path):

@@ -77,13 +77,14 @@ def show() -> int:
 
 
 def meant(name: str) -> dict[Path, Pointer]:
-    """The pointers that an id or a name means. Raises RunError if there is none."""
-    plain = {path: pointer for path, pointer in pointers().items() if pointer.id == name or path.name.startswith(f"{name_part(name)}-")}
-    exact = {path: pointer for path, pointer in plain.items() if pointer.id == name}
-    if not plain:
-        known = ", ".join(sorted({pointer.id for pointer in pointers().values()})) or "none"
+    """The pointers that an id, a digest or a name means. Raises RunError if there is none."""
+    there = pointers()
+    found = {path: pointer for path, pointer in there.items() if name in (pointer.id, pointer.home)}
+    found = found or {path: pointer for path, pointer in there.items() if path.name.startswith(f"{name_part(name)}-")}
+    if not found:
+        known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
         raise RunError(f"{name}: there is no such home in {homes_root()}; there are {known}")
-    return exact or plain
+    return found
 
 
 def name_part(name: str) -> str:

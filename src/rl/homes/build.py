@@ -44,22 +44,18 @@ class Plan:
 
 @contextmanager
 def built(plan: Plan, log: Path, say: Say, deadline: float) -> Iterator[Path]:
-    """Makes the virtual environment and yields its temporary place; what is still there afterwards is deleted. Raises UvError, RunError."""
+    """Makes the virtual environment and yields its temporary place; what is still there afterwards is deleted. Raises UvError, OSError."""
     root = homes_root()
+    make_directory(log.parent)
+    temporary = temporary_name(root / "home")
+    log.unlink(missing_ok=True)
     try:
-        make_directory(log.parent)
-        temporary = temporary_name(root / "home")
-        log.unlink(missing_ok=True)
-        try:
-            arguments = ["venv", "--relocatable", "--no-project", "--python", plan.python or sys.executable, str(temporary)]
-            run_uv(arguments, root, log, plan.what, say, deadline)
-            install(plan, temporary, log, say, deadline)
-            yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        place = error.filename or root
-        raise RunError(f"{plan.what}: {place}: {error.strerror}; make room, or have RL_ENVIRONMENTS name a folder elsewhere") from None
+        arguments = ["venv", "--relocatable", "--no-project", "--python", plan.python or sys.executable, str(temporary)]
+        run_uv(arguments, root, log, plan.what, say, deadline)
+        install(plan, temporary, log, say, deadline)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float) -> None:

@@ -129,16 +129,12 @@ def usable(name: str, what: str, say: Say) -> Home | None:
 
 @contextlib.contextmanager
 def building(request: Request, what: str, say: Say, deadline: float) -> Iterator[None]:
-    """Holds the lock of a request: of two processes that want the same home, one makes it. Raises RunError at the deadline."""
-    path = homes_root() / "locks" / f"{request.name}-{request.key}.lock"
+    """Holds the lock of a request: of two processes that want the same home, one makes it. Raises RunError at the deadline, and where the
+    disk is full or cannot be written."""
+    path, fd = homes_root() / "locks" / f"{request.name}-{request.key}.lock", -1
     try:
         make_directory(path.parent)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        remedy = "have RL_ENVIRONMENTS name a folder that can be written"
-        raise RunError(f"{what}: {error.filename or path}: {error.strerror}; {remedy}") from None
-    try:
-        told = 0.0
+        fd, told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), 0.0
         while not taken(fd):
             owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
             if time.monotonic() >= deadline:
@@ -151,8 +147,12 @@ def building(request: Request, what: str, say: Say, deadline: float) -> Iterator
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         clean_leftovers(homes_root())
         yield
+    except OSError as error:
+        remedy = "make room, or have RL_ENVIRONMENTS name a folder that can be written"
+        raise RunError(f"{what}: {error.filename or homes_root()}: {error.strerror or error}; {remedy}") from None
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def taken(fd: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl.config.environment_id import homes_root
+from rl.homes.home import home_of
 from rl.orchestrator.isolation import variables_of
 from rl.system import process_table
 from rl.system.children import Child, add_marker, start
@@ -73,8 +73,8 @@ class Nursery:
             env |= standby.environment
             return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
         except OSError as error:
-            ours = Path(command[0]).is_relative_to(homes_root())
-            remedy = "its home was deleted: --resume makes it anew" if ours else "give one that is there as orchestrator.environment.python"
+            deleted, given = "its home was deleted; a start makes it anew", "give one that is there as orchestrator.environment.python"
+            remedy = deleted if home_of(setup.python) else given
             raise RunError(f"environment {setup.env.name}: {command[0]} does not start: {error.strerror}; {remedy}") from None
         finally:
             if standby:
