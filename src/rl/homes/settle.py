@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from rl.config.environment_id import Source, id_faults, read_id
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
@@ -52,9 +54,10 @@ def script_needs(reward: str | None) -> tuple[tuple[str, ...], str]:
     try:
         table = tomllib.loads(content)
         dependencies, python = table.get("dependencies", []), table.get("requires-python", "")
-        if len(blocks) > 1 or not isinstance(python, str) or not all(isinstance(one, str) for one in dependencies):
-            raise ValueError("give one block, with a list of texts as dependencies")
-    except (ValueError, TypeError) as error:
+        if len(blocks) > 1 or not isinstance(dependencies, list) or not all(isinstance(one, str) for one in (*dependencies, python)):
+            raise ValueError("give one block, with a list of texts as dependencies, and a text as requires-python")
+        SpecifierSet(python)
+    except ValueError as error:
         raise RunError(f"{path}: its block `# /// script` cannot be read: {error}; see PEP 723") from None
     return tuple(dependencies), python
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl.homes.home import home_of
+from rl.homes.home import home_of, is_of_package
 from rl.orchestrator.isolation import variables_of
 from rl.system import process_table
 from rl.system.children import Child, add_marker, start
@@ -60,7 +60,9 @@ class Nursery:
         command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
         env = dict(os.environ)
         if setup.python:
-            command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
+            # not the current directory, where a folder of the package's name is found before the package
+            safe = ["-P"] if is_of_package(setup.python) else []
+            command = [setup.python, *safe, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
             # what the environment calls by name is what is installed with it
             env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         try:
