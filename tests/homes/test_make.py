@@ -12,7 +12,7 @@ import pytest
 from rl.config.environment_id import homes_root, read_id
 from rl.homes import hub, make, uv
 from rl.homes.build import outside
-from rl.homes.home import read
+from rl.homes.home import home_of, is_of_package, read
 from rl.homes.make import Request, ensure
 from rl.homes.records import Record, difference, read_record, write_record
 from rl.homes.settle import settled
@@ -108,6 +108,8 @@ def test_folders(index, said, tmp_path):
     found = "import importlib.util; print(importlib.util.find_spec('my_words').origin)"
     child = f'import subprocess, sys; print(subprocess.check_output([sys.executable, "-c", "{found}"], text=True))'
     assert prints(home, child) == str(plain / "my_words.py")
+    assert is_of_package(str(home.interpreter)) and home_of(str(home.interpreter)) == home.digest
+    assert not is_of_package("/usr/bin/python3") and home_of(str(homes_root())) == home_of("") == ""
     (plain / "my_words.py").write_text(V1 + "\nimport helper\n")
     assert made(str(plain), said) == home
 
@@ -121,6 +123,7 @@ def test_further_requirements_and_rows(index, said, tmp_path, monkeypatch):
     (tmp_path / "alone.py").write_text(CLASSIC)
     monkeypatch.chdir(tmp_path)
     assert ensure(Request("alone", read_id("alone")), said.append) == rows  # a module has no needs of its own
+    assert not is_of_package(str(rows.interpreter))
 
 
 @pytest.mark.parametrize(

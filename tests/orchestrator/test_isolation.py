@@ -7,11 +7,13 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from aiohttp import web
 
 from rl.models.tokenizer_files import slim_tokenizer
+from rl.orchestrator.isolation import sandbox_of
 from rl.orchestrator.pool import WorkerPool
 from rl.orchestrator.pool_worker import verdict
 from rl.system import sandbox
@@ -183,3 +185,17 @@ def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
 
     with serving(WebServer(web.get("/", number))) as server:
         assert asyncio.run(main(server.url)) == [(7.0, ["JUDGE_KEY"]), (0.0, [])]
+
+
+def test_which_files_its_settings_name(tmp_path, monkeypatch):
+    """What a sandbox has of its own stays so, and no text of an argument opens the root of the machine, or is too long."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.py").write_text("")
+    (tmp_path / "rows").mkdir()
+    texts = ["//", "/..", "/tmp/", "/tmp", "/proc/sys", "/dev", "x" * 300 + "/y", "no/file", "rows/../rows", f"/{tmp_path}/words.py"]
+    place = {"orchestrator": "ipc:///nowhere", "worker_id": "x-0", "python": "/usr/bin/python3"}
+    setup = WorkerSetup(env=EnvSpec(name="x", id="words", args={"texts": texts}), policy=PolicySpec(), max_tokens=1, retries=0, **place)
+    named = sandbox_of(setup, tmp_path / "setup.json", tmp_path / "run").read
+    nameless = EnvSpec(name="x", id="other")
+    plain = sandbox_of(msgspec.structs.replace(setup, env=nameless), tmp_path / "setup.json", tmp_path / "run").read
+    assert named - plain == {tmp_path / "words.py", tmp_path / "rows"} and not plain & {Path("/"), Path("/tmp")}

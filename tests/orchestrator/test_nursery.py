@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 
 from rl.models.tokenizer_files import slim_tokenizer
+from rl.orchestrator.nursery import Nursery
 from rl.orchestrator.pool import WorkerPool
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
 from tests.interpreters import interpreter
@@ -117,3 +119,15 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
     assert max(spent[2:]) < spent[0] / 2 and not any(map(psutil.pid_exists, copies))
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert logs["worker-one-0.log"].count("noise") == 2 * 200_000 and not any("no copy" in text for text in logs.values())
+
+
+def test_the_current_directory_is_searched_for_its_modules_alone(tmp_path, monkeypatch):
+    """In a home that was made for a package a folder of its name would be found there before it."""
+    monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", "import sys; print('' in sys.path)")
+    place = {"orchestrator": "", "worker_id": "x-0", "python": sys.executable}
+    setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), max_tokens=1, retries=0, **place)
+    for of_package in (True, False):
+        monkeypatch.setattr("rl.orchestrator.nursery.is_of_package", {sys.executable: of_package}.get)
+        child = Nursery().start(setup, tmp_path / "setup.json", tmp_path / f"{of_package}.log", "", False)
+        assert child.wait(30) == 0 and child.log.read_text() == f"{not of_package}\n"
+        child.reap()
