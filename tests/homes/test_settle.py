@@ -80,6 +80,9 @@ def test_ids_that_mean_nothing_are_all_told(tmp_path, monkeypatch):
         ("# /// other\n# a = 1\n# ///\n", ((), "")),
         ("# /// script\n# dependencies = [\n# ///\n", "cannot be read"),
         ("# /// script\n# dependencies = [1]\n# ///\n", "give one block, with a list of texts"),
+        ('# /// script\n# dependencies = "sympy"\n# ///\n', "give one block, with a list of texts"),
+        ('# /// script\n# requires-python = "3.12"\n# ///\n', "cannot be read: Invalid specifier: '3.12'; see PEP 723"),
+        ('# /// script\n# requires-python = [">=3.12"]\n# ///\n', "a text as requires-python"),
     ],
 )
 def test_what_a_reward_file_says_it_needs(tmp_path, block, needs):

@@ -35,11 +35,13 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
             slim, _ = slim_tokenizer(str(model))
             policy = PolicySpec(model_path=str(model), tokenizer=slim, max_model_len=1024, inference_status=status, renderer=renderer)
             try:
+                workers = []
                 for name, args, python in setups:
                     spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
                     more = {"max_tokens": 4, "retries": 0, "python": python or worker_python(), "spans": str(tmp_path / "spans")}
-                    pool.start(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
+                    workers.append(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
                 async with asyncio.timeout(280):
+                    await pool.start_all(workers)
                     await pool.sizes(120.0)
                     return await work(pool)
             finally:

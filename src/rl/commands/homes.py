@@ -9,9 +9,9 @@ from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
 from rl.config.options import Option, take
-from rl.homes.home import Home, Pointer, delete, pointers, read, unreferenced, users
+from rl.homes.home import Pointer, delete, pointers, read, unreferenced, users
 from rl.homes.make import Request, ensure, install_record, summary
-from rl.homes.records import read_record
+from rl.homes.records import read_record, read_records, text_of
 from rl.launch.children import Children
 from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
@@ -55,7 +55,7 @@ def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int
     if path.suffix == ".txt" and path.is_file():
         record = read_record(path)
         if not record:
-            raise RunError(f"{path}: no record of an environment; a run has some in environments/")
+            raise RunError(f"{path}: no record of one environment; a run has some in environments/, each in a file")
         home = install_record(record, say)
     else:
         home = ensure(Request(env_id, read_id(env_id), kind, requirements), say, fresh=True)  # type: ignore[arg-type]
@@ -77,13 +77,14 @@ def show() -> int:
 
 
 def meant(name: str) -> dict[Path, Pointer]:
-    """The pointers that an id or a name means. Raises RunError if there is none."""
-    plain = {path: pointer for path, pointer in pointers().items() if pointer.id == name or path.name.startswith(f"{name_part(name)}-")}
-    exact = {path: pointer for path, pointer in plain.items() if pointer.id == name}
-    if not plain:
-        known = ", ".join(sorted({pointer.id for pointer in pointers().values()})) or "none"
+    """The pointers that an id, a digest or a name means. Raises RunError if there is none."""
+    there = pointers()
+    found = {path: pointer for path, pointer in there.items() if name in (pointer.id, pointer.home)}
+    found = found or {path: pointer for path, pointer in there.items() if path.name.startswith(f"{name_part(name)}-")}
+    if not found:
+        known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
         raise RunError(f"{name}: there is no such home in {homes_root()}; there are {known}")
-    return exact or plain
+    return found
 
 
 def name_part(name: str) -> str:
@@ -112,19 +113,12 @@ def remove(name: str) -> int:
     return 0
 
 
-def records(run: str) -> dict[str, Home]:
-    """What the environments of a run were played with. Raises RunError for a run without any."""
-    folder = named_run(run).absolute() / "environments"
-    found = {path: read_record(path) for path in sorted(folder.glob("*.txt"))}
-    if not any(found.values()):
-        raise RunError(f"{run}: {folder} has no record: its environments are played with `python`, elsewhere, or by an older version of rl")
-    return {path.stem: record.home for path, record in found.items() if record}
-
-
 def freeze(run: str, target: str | None) -> int:
-    """Prints the records of a run, each as uv and pip read requirements."""
+    """Prints the records of a run, each as uv and pip read requirements. Raises RunError for a run without any."""
     folder = named_run(run).absolute() / "environments"
-    text = "\n".join((folder / f"{name}.txt").read_text() for name in records(run))
+    text = "\n".join(text_of(name, record) for name, record in read_records(folder).items())
+    if not text:
+        raise RunError(f"{run}: {folder} has no record: its environments are played with `python`, elsewhere, or by an older version of rl")
     if target:
         Path(target).expanduser().write_text(text)
         print(f"written to {target}")

@@ -58,7 +58,8 @@ def is_v1(env_id: str) -> bool:
     module = module_name(check_installed(env_id))
     if comes_with_verifiers(module):
         return True
-    with Blame(f"environment {env_id}: importing {module}", "mend it, or name what it lacks in orchestrator.environment.requirements"):
+    remedy = "mend it, or name what it lacks in orchestrator.environment.requirements; after a change of its own `rl env install` it again"
+    with Blame(f"environment {env_id}: importing {module}", remedy):
         package = importlib.import_module(module)
     if v1_exports(package):
         return True

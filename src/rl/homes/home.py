@@ -81,6 +81,19 @@ def read(name: str) -> tuple[Home | None, str]:
     return home, ""
 
 
+def home_of(python: str) -> str:
+    """The digest of the home that an interpreter is in; empty if it is in none."""
+    parts = Path(python).parts
+    root = homes_root().parts
+    return parts[len(root)] if python and parts[: len(root)] == root and len(parts) > len(root) else ""
+
+
+def is_of_package(python: str) -> bool:
+    """Whether an interpreter is that of a home that was made for a package, and for no module of the current directory."""
+    home, _ = read(home_of(python)) if home_of(python) else (None, "")
+    return bool(home and home.module)
+
+
 def read_pointer(path: Path) -> Pointer | None:
     """A pointer; None if there is none that can be read."""
     try:

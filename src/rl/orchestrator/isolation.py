@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from rl.config.environment_id import module_file, module_name
 from rl.homes.build import outside
+from rl.homes.home import is_of_package
 from rl.orchestrator.relay import RELAYED, Relay
 from rl.system.credentials import REFERENCE, strings
 from rl.system.errors import RunError
@@ -23,6 +25,8 @@ from rl.wire.worker_messages import WorkerSetup
 
 VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "PYTHONUNBUFFERED", "PYTHONPATH", "OMP_NUM_THREADS", MARKER)
 PREFIXES = ("LC_",)
+OWN = ("/", "/tmp", "/dev", "/dev/shm", "/proc")
+"""What a sandbox has of its own: an argument that names it means that."""
 
 
 class Isolation:
@@ -70,8 +74,14 @@ def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
             read |= set(with_targets(Path(folder)))
     read |= {path for path in map(Path.absolute, named_files(setup)) if run_dir.absolute() not in (path, *path.parents)}
     read |= {Path(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
-    existing = {path.absolute() for path in read if path.exists() and path.absolute() != Path("/")}
+    places = {plain(path) for path in read if os.path.exists(path)}  # Path.exists raises for a text that is too long for a name
+    existing = {place for place in places if os.path.realpath(place) not in OWN and not place.is_relative_to("/proc")}
     return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute()}), directory, setup.network)
+
+
+def plain(path: Path) -> Path:
+    """An absolute path without `..` and with one slash in front."""
+    return Path(os.path.normpath(Path("/", *path.absolute().parts[1:])))
 
 
 def interpreter_places(python: Path) -> Iterator[Path]:
@@ -95,8 +105,10 @@ def with_targets(folder: Path) -> Iterator[Path]:
 
 
 def named_files(setup: WorkerSetup) -> Iterator[Path]:
-    """The files and directories that the environment's settings name: rows, the reward's file, paths in its arguments."""
+    """The files and directories that the environment's settings name: a module, rows, the reward's file, paths in its arguments."""
     env = setup.env
+    if env.id and not is_of_package(setup.python) and (file := module_file(Path.cwd(), module_name(env.id))):
+        yield file.parent if file.name == "__init__.py" else file
     yield from (Path(text).expanduser() for text in (env.dataset, env.eval_dataset) if text)
     if env.reward and env.reward.rpartition(":")[0].endswith(".py"):
         yield Path(env.reward.rpartition(":")[0]).expanduser()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import psutil
 
+from rl.homes.home import home_of
 from rl.system.children import Child
 from rl.system.credentials import redact
 from rl.system.errors import RunError
@@ -147,7 +148,9 @@ async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
     name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
     log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
     if code is not None:
-        raise RunError(f"the worker of environment {name} ended with code {code} while loading it; {path} ends:\n{log_end}")
+        home = home_of(worker.setup.python) if code == 1 else ""  # an error in what it needs itself: others it would have reported
+        remedy = f"; its home may be damaged: `rl env remove {home}`, and a start makes it anew" if home else ""
+        raise RunError(f"the worker of environment {name} ended with code {code} while loading it{remedy}; {path} ends:\n{log_end}")
     limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
     raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
 
