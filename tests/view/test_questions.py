@@ -1,5 +1,6 @@
 """What a newcomer asks, answered by the clicks and keys that docs/view.md names: each in well under a minute."""
 
+import json
 import re
 import time
 from datetime import datetime
@@ -8,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
 from tests.records.made import group, make_run, write_step
@@ -24,22 +24,21 @@ LIMIT_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def noon() -> float:
-    """A time within the run, in the middle of a stretch in which everyone waited."""
-    return datetime.now().replace(hour=10, minute=41, second=0, microsecond=0).timestamp() + 20 - 86400
+def moment() -> float:
+    """Shortly before 10:41 yesterday, when everyone began to wait."""
+    return datetime.now().replace(hour=10, minute=40, second=55, microsecond=0).timestamp() - 86400
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, noon) -> Path:
+def place(tmp_path_factory, moment) -> Path:
     """Two runs that differ in the learning rate; one learns faster a sample. Version 12 answers task 77 otherwise than version 11."""
     root = tmp_path_factory.mktemp("story")
-    write_run(make_run(root / "fast", max_steps=STEPS), noon, 0.06)
-    write_run(make_run(root / "slow", max_steps=STEPS, trainer={"optim": {"lr": 2e-7}}), noon, 0.02)
+    write_run(make_run(root / "fast", max_steps=STEPS), moment, 0.06)
+    write_run(make_run(root / "slow", max_steps=STEPS, trainer={"optim": {"lr": 2e-7}}), moment, 0.02)
     return root
 
 
-def write_run(run_dir: RunDir, noon: float, slope: float) -> None:
-    orchestrator, trainer = (MetricsLog(run_dir.metrics, name) for name in ("orchestrator", "trainer"))
+def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
     for step in range(1, STEPS + 1):
         reward = {
             "reward/mean": slope * step,
@@ -47,21 +46,24 @@ def write_run(run_dir: RunDir, noon: float, slope: float) -> None:
             "reward/sums/format": 1 - slope * step,
             "reward/sums/brief": 0.5,
         }
-        orchestrator.write(step, reward | {"rollouts/finished": 8.0})
-        trainer.write(step, {"loss/mean": 0.1, "time/step": 2.0})
+        lines = {"orchestrator": reward | {"rollouts/finished": 8.0}, "trainer": {"loss/mean": 0.1, "time/step": 2.0}}
+        with run_dir.metrics.open("a") as file:
+            for source, values in lines.items():
+                file.write(json.dumps({"step": step, "time": moment - 70 + 8 * step, "source": source} | values) + "\n")
         word = "five" if step <= 12 else "four"
         groups = [
             group(10 * step + i, [0.0, 1.0], task=task, version=step - 1, text=f"it is {word}") for i, task in enumerate((TASK, step))
         ]
         write_step(run_dir, step, [*groups, group(10 * step + 9, [1.0, 1.0], task=3, version=step - 1)])
-    run_dir.spans.mkdir()
+    for folder in (run_dir.spans, run_dir.status_dir):
+        folder.mkdir()
     waits = {
         "trainer": [("forward_backward", "step", -60, -5), ("wait_for_batch", "step", -5, 40)],
         "orchestrator": [("filling_batch", "phase", -60, 40)],
         "inference": [("sampling", "requests", -60, -5), ("pause", "weights", -5, 30)],
     }
     for process, spans in waits.items():
-        lines = [Start(process=process, pid=1, host="h", place="", time=noon, monotonic=1000.0)]
+        lines = [Start(process=process, pid=1, host="h", place="", time=moment, monotonic=1000.0)]
         lines += [Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end) for name, lane, begin, end in spans]
         (run_dir.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
@@ -88,7 +90,7 @@ def start(tab: Tab, run: str, page: str) -> None:
 
 def test_why_was_this_rollout_not_trained(tab):
     start(tab, "fast", "Rollouts")
-    tab.page.get_by_role("button", name="no signal 14").click()
+    tab.page.get_by_role("button", name="no signal 28").click()
     tab.page.locator(".rows a", has_text="group 59").first.click()
     assert "all 2 rewards of its group are 1, so no answer was better than the others" in tab.text(".verdict")
 
@@ -151,6 +153,6 @@ def test_which_setting_differs_and_which_run_learned_faster_per_sample(tab):
     order = re.findall("fast|slow", learned)[:2]
     last = re.search(r"112\s+([\d.]+)\s+([\d.]+)", learned)
     rewards = dict(zip(order, map(float, last.groups()), strict=True))
-    assert rewards["fast"] == pytest.approx(0.84) and rewards["slow"] == pytest.approx(0.28)
+    assert rewards["fast"] == pytest.approx(0.81) and rewards["slow"] == pytest.approx(0.27)
     tab.page.get_by_label("Over").select_option("samples")
     tab.page.wait_for_selector(".chart canvas")

@@ -14,14 +14,26 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from rl.orchestrator.judge import Rules, judge
+from rl.run_dir.events import Event, append_event
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.view import answers, runs
 from rl.view.access import PageGate
 from rl.view.library import Library
-from rl.view.routes import ROUTES, Desk, NoParameters, OfRun
+from rl.view.routes import (
+    ROUTES,
+    CurveParameters,
+    Desk,
+    NoParameters,
+    OfRun,
+    RolloutsParameters,
+    TaskParameters,
+    TasksParameters,
+)
 from rl.view.schema import openapi
 from rl.view.server import PAGE, make_app
-from tests.records.made import make_run
+from rl.wire.rollouts import Group
+from tests.records.made import group, make_run, rollout, write_eval_of, write_step
 from tests.view.made import HOSTILE, make_runs
 from tests.view.serving import serving
 
@@ -275,6 +287,64 @@ def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
     assert [state for state, _ in said] == ["live", "died", "live", "died", "ended"]
     assert said[3][1].startswith("the run was killed 0 s ago at step 0: the trainer was training step 3; continue it with `rl @ ")
     assert said[4][1] == "the run ended well: 9 steps done"
+
+
+def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(tmp_path):
+    """A failed one has a reward of 0 in its file that says nothing, and no version if no token was sampled."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    for step in (1, 2, 3):
+        failed = {"error": "boom", "cause": "environment"}
+        rollouts = [rollout(1.0, step, episode=0), rollout(0.0, turns=[], episode=1, **failed), rollout(0.5, step, episode=2)]
+        one = Group(group_id=step, env="sums", task=1, rollouts=rollouts)
+        write_step(files, step, [judge(one, Rules(keep_partial=True)), group(10 + step, [1.0, 1.0], task=2, version=step - 1)])
+    files.status_dir.mkdir()
+    write_eval_of(files, 0, [0.0, 1.0])
+    write_eval_of(files, 8, [0.0, 1.0])
+    rows = desk.tasks(TasksParameters(run="x", number=1)).rows
+    assert [(row.rollouts, row.first, row.last, row.change) for row in rows] == [(6, 0.75, 0.75, 0.0)]
+    assert [row.change for row in desk.tasks(TasksParameters(run="x", kind="eval")).rows] == [0.0, 0.0]
+    one = desk.task(TaskParameters(run="x", env="sums", task=1))
+    assert [(version.version, version.mean) for version in one.versions] == [(1, 0.75), (2, 0.75), (3, 0.75)] and one.without_version == 3
+    found = desk.rollouts(RolloutsParameters(run="x", why="error"))
+    assert (found.total, found.facets["why"]["error"], {row.reward for row in found.rows}) == (3, 3, {None})
+    assert desk.rollouts(RolloutsParameters(run="x", lowest=-1.0)).total == 12  # of 15
+
+
+def test_a_bar_of_the_histogram_finds_what_it_counts(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    write_step(files, 1, [group(i, [i / 6, 2 / 3]) for i in range(7)])
+    histogram = desk.rollouts(RolloutsParameters(run="x")).histogram
+    for count, ends in zip(histogram.counts, histogram.ranges, strict=True):
+        if count:
+            lowest, highest = (float(json.loads(json.dumps(end))) for end in ends)
+            assert desk.rollouts(RolloutsParameters(run="x", lowest=lowest, highest=highest)).total == count
+    assert (
+        sum(histogram.counts) == 14 and [ends for count, ends in zip(histogram.counts, histogram.ranges, strict=True) if not count][0] == []
+    )
+
+
+def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    lines = [{"step": step, "time": 1000.0 + step, "source": "orchestrator", "reward/mean": step % 2} for step in range(1, 3001)]
+    lines.append({"step": 0, "time": 1.0, "source": "eval", "eval/e/reward_mean": 0.0})
+    files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
+    (whole,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
+    (part,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
+    assert (len(whole.steps), whole.each, whole.values[0]) == (1500, 2, 0.5)
+    assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
+    (death,) = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind == "death"]
+    assert (death.step, death.x) == (3, 2.0)  # though the evaluation of the base model came a quarter of an hour before
+
+
+def test_two_runs_of_one_name_are_both_shown(tmp_path):
+    for name in ("one", "two"):
+        make_run(tmp_path / name / "outputs" / "x").status_dir.mkdir()
+    places = [tmp_path / "one" / "outputs", tmp_path / "two" / "outputs"]
+    assert Library(places).keys() == {str(place / "x"): place / "x" for place in places}
+    assert [*Library([places[0], places[0] / "x"]).keys().values()] == [places[0] / "x"]
 
 
 def test_wrong_questions_are_answered_with_what_is_wrong(client):

@@ -102,7 +102,6 @@ class Recorder:
                 self.begun, self.size = False, 0
             if not self.begun:
                 data = msgspec.json.encode(self.start) + b"\n" + data
-                data = b"\n" + data if self.size else data  # a killed process may have left half a line
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 self.size += os.write(descriptor, data)
