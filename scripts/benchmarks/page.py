@@ -38,9 +38,11 @@ WATCH = """() => {
 }"""
 """The browser's own list of tasks of more than 50 ms."""
 
+DRAWN = "[...document.querySelectorAll('.chunk')].every((one) => one.querySelector('.t'))"
 SCROLL = """(share) => {
   const box = document.querySelector(".detail"), own = box.scrollHeight > box.clientHeight + 5 ? box : document.scrollingElement;
   own.scrollTop = share * (own.scrollHeight - own.clientHeight);
+  return own.scrollTop;
 }"""
 
 
@@ -75,9 +77,11 @@ def scroll(page: Page) -> dict[str, float]:
     for i in range(1, SCROLLS + 1):
         page.evaluate(SCROLL, i / SCROLLS)
         page.wait_for_timeout(SCROLL_MS)
+        until(page, DRAWN)
         nodes.append(page.evaluate("document.querySelectorAll('*').length"))
     page.wait_for_timeout(500)
-    tasks = page.evaluate("window.tasks")
+    tasks, scrolled = page.evaluate("window.tasks"), page.evaluate(SCROLL, 1)
+    assert scrolled > 20_000, f"the page is {scrolled} px high: that is no long rollout"
     return {"longest_task_ms": max(tasks, default=0), "long_tasks": len(tasks), "most_nodes": max(nodes)}
 
 

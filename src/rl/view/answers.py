@@ -259,7 +259,6 @@ class Tokens(Answer):
     starts: list[int]
     """Where each sample begins."""
     offset: int
-    """The first token of the stretch."""
     pieces: list[str]
     ids: list[int]
     trained: list[bool]
@@ -335,13 +334,6 @@ class Lane(Answer):
     spans: list[Span]
 
 
-class Quiet(Answer):
-    """A stretch of time in which no process worked."""
-
-    begin: float
-    end: float
-
-
 class Moment(Answer):
     """Something that happened at one time."""
 
@@ -361,7 +353,8 @@ class Timeline(Answer):
     last: float
     lanes: list[Lane]
     moments: list[Moment]
-    quiet: list[Quiet]
+    quiet: list[Span]
+    """When no process worked."""
     note: str
 
 

@@ -9,7 +9,7 @@ from rl.records.run import Run
 from rl.records.timeline import Done, Mark, spread
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import Phase
-from rl.view.answers import Lane, Moment, Quiet, Span, Timeline
+from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
 
 WINDOW_S = 600.0
@@ -55,7 +55,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
 
 
-def quiet_times(spans: list[Done], begin: float, end: float) -> list[Quiet]:
+def quiet_times(spans: list[Done], begin: float, end: float) -> list[Span]:
     """Stretches in which no process did anything but wait. Empty without spans of inference, which not every run has."""
     if not any(done.process.startswith("inference") for done in spans):
         return []
@@ -63,7 +63,7 @@ def quiet_times(spans: list[Done], begin: float, end: float) -> list[Quiet]:
     working = sorted((done.begin, done.end) for done in spans if done.name not in WAITS and done.name not in IDLE)
     for first, last in [*working, (end, end)]:
         if min(first, end) - at >= least:
-            found.append(Quiet(begin=at, end=min(first, end)))
+            found.append(Span(name="quiet", begin=at, end=min(first, end), text="no process worked"))
         at = max(at, last)
     return found
 

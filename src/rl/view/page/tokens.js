@@ -17,7 +17,9 @@ const STOPPED = ["trained", "clipped", "masked", "stopped in a later epoch"];
 /** Signals that have a middle; the others go from little to much. */
 const TWO_SIDED = ["gap", "advantages", "teacher_gap", "reference_gap", "ratio"];
 /** Tokens of one answer of the server, and of a chunk. */
-const PAGE = 1024, CHUNK = 128;
+const PAGE = 1024, CHUNK = 64;
+/** Chunks that are drawn within one frame. */
+const PACE = 2;
 /** Room above and below the window in which tokens are drawn, and the height of a chunk before one was seen, px. */
 const BEYOND = 300, HEIGHT = 150;
 
@@ -63,7 +65,8 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
   const chunks = useMemo(() => chunksOf(data), [data]);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const heights = useRef(/** @type {number[]} */ ([]));
-  const [[from, to], setShown] = useState([0, 6]);
+  const [[from, shownTo], setShown] = useState([0, 6]);
+  const to = Math.min(shownTo, chunks.length);
   const seen = useRef(/** @type {number | null} */ (null));
   const look = () => {
     if (!box.current) return;
@@ -79,13 +82,14 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
     for (const one of /** @type {NodeListOf<HTMLElement>} */ (box.current?.querySelectorAll(".chunk") ?? [])) heights.current[Number(one.dataset.n)] = one.offsetHeight;
     look();
   });
+  const drawn = usePaced(from, to, (n) => !!pages.get(Math.floor(chunks[n].begin / PAGE)));
   useEffect(() => { for (let n = from; n < to; n++) pages.need(Math.floor(chunks[n].begin / PAGE)); }, [from, to, chunks]);
   useLayoutEffect(() => {  // to the token that the address or a key names, once it is drawn
     if (pinned === null || seen.current === pinned) return;
     const n = chunks.findIndex((chunk) => pinned >= chunk.begin && pinned < chunk.end);
     const one = box.current?.querySelector(`[data-i="${pinned}"]`);
     if (one) { seen.current = pinned; one.scrollIntoView({ block: "nearest" }); }
-    else if (n >= 0 && (n < from || n >= to)) box.current?.scrollIntoView(), scrollBox(box.current)?.scrollBy(0, sum(heights.current, 0, n) - 80);
+    else if (box.current && n >= 0 && (n < from || n >= to)) scrollBox(box.current)?.scrollBy(0, box.current.getBoundingClientRect().top + sum(heights.current, 0, n) - innerHeight / 2);
   });
   const at = (/** @type {any} */ event) => event.target.dataset?.i === undefined ? null : Number(event.target.dataset.i);
   const pin = (/** @type {number | null} */ i) => change({ token: i }, true);
@@ -99,9 +103,22 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
   return html`<div ref=${box} class=${`tokens${data.total > CHUNK ? " long" : ""}`} tabindex="0" role="group" aria-label="Tokens; the arrow keys go from one to the next" dir="auto" onKeyDown=${step}
     onMouseOver=${(/** @type {any} */ e) => setOver(at(e))} onMouseLeave=${() => setOver(null)} onClick=${(/** @type {any} */ e) => pin(at(e))}>
     <div style=${room(0, from)}></div>
-    ${chunks.slice(from, to).map((chunk, i) => html`<${Piece} key=${chunk.begin} n=${from + i} chunk=${chunk} page=${pages.get(Math.floor(chunk.begin / PAGE))} signal=${signal}
+    ${chunks.slice(from, to).map((chunk, i) => html`<${Piece} key=${chunk.begin} n=${from + i} chunk=${chunk} page=${drawn.has(from + i) ? pages.get(Math.floor(chunk.begin / PAGE)) : undefined} signal=${signal}
       pinned=${pinned !== null && pinned >= chunk.begin && pinned < chunk.end ? pinned : null} height=${heights.current[from + i] ?? HEIGHT} />`)}
     <div style=${room(to, chunks.length)}></div></div>`;
+}
+
+/** The chunks that are drawn: of those that are wanted and there, a few more with every frame, so that the page answers meanwhile. @param {number} from @param {number} to @param {(n: number) => boolean} there */
+function usePaced(from, to, there) {
+  const [drawn, setDrawn] = useState(/** @type {Set<number>} */ (new Set()));
+  useEffect(() => {
+    const wanted = Array.from({ length: to - from }, (_, i) => from + i), kept = wanted.filter((n) => drawn.has(n));
+    const next = wanted.filter((n) => !drawn.has(n) && there(n)).slice(0, PACE);
+    if (!next.length) return;
+    const frame = requestAnimationFrame(() => setDrawn(new Set([...kept, ...next])));
+    return () => cancelAnimationFrame(frame);
+  });
+  return drawn;
 }
 
 /** @param {Tokens} data @returns {Chunk[]} */

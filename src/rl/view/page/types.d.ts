@@ -209,7 +209,7 @@ export interface Timeline {
   last: number;
   lanes: Lane[];
   moments: Moment[];
-  quiet: Quiet[];
+  quiet: Span[];
   note: string;
 }
 
@@ -233,11 +233,6 @@ export interface Moment {
   process: string;
   text: string;
   step: number | null;
-}
-
-export interface Quiet {
-  begin: number;
-  end: number;
 }
 
 export interface Health {
