@@ -1,6 +1,6 @@
 """What browsers that look on cost a training step: `uv run scripts/bench.py watched --model FOLDER` prints JSON.
 
-A server of `rl view` and `--clients` that ask it what the page of a live run asks, as often as the page does, run beside every second step, and are
+A server of `rl view` and `--clients` that ask it what the page of a live run asks, as often as that, run beside every second step, and are
 stopped by SIGSTOP meanwhile. So both kinds of steps meet whatever else the machine does. The run that they look at gets a line of metrics a
 step. The clients take processor time of this machine, at the lowest priority, which browsers elsewhere would not.
 """
