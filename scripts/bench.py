@@ -15,6 +15,8 @@ BENCHMARKS = {
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
     "rollouts": "long rollouts, a worker's death, and what holds the event loop",
     "records": "what a long run costs whoever reads it: a first look, a filter, memory",
+    "page": "what the page of `rl view` costs in a browser: a first look, a filter, a rollout of 100,000 tokens",
+    "watched": "what ten browsers that look on cost a training step",
     "long_run": "what the number of steps behind costs: a resume, a finished group, a look",
 }
 
