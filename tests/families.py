@@ -52,6 +52,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "max_trained_positions": 128},
     },
+    "hunyuan_alpha": {
+        "model_type": "hunyuan_v1_dense",
+        **SIZES,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+    },
     # a cap on the scores of attention
     "gemma2": {"model_type": "gemma2", **GROUPED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
     # a sink in the softmax of each head

@@ -1,6 +1,7 @@
 """Rollouts of a run directory: chosen, followed while they are written, and what is damaged, deleted or taken back."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -48,12 +49,31 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     assert (one["num_tokens"], one["outcome"], one.metrics, one.advantage) == (3, "finished", {"exact": 0.5}, 0.25)
     assert one.messages[1]["content"] == "four" and one.row["stop"] == "stop" and "assistant: four" in one.text
     assert [ids([hit]) for hit in found.containing("fou")] == [[place] for place in ids(found)] and not [*found.containing("five")]
+    assert not [*found.containing("role")] and not [*found.containing("assistant")]  # which no one wrote
+    assert len(found.where(exact=[0.5, 0.1])) == 1
     with pytest.raises(RunError, match=r"length_mean: rollouts have no such field; there are: kind, step, .*exact"):
         run.rollouts(length_mean=1)
     with pytest.raises(RunError, match="give several words as a list"):
         run.rollouts(why=("trained", "error"))
     with pytest.raises(RunError, match="group 9: no rollout of it"):
         run.group(9)
+
+
+def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
+    write_step(run_dir, 3, [group(4, [0.1, 0.2]), group(5, [1 / 3, 0.0])])
+    run = Run(run_dir.root)
+    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(run.rollouts(step=3, exact=0.2)) == [(4, 1)]
+
+
+def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
+    for step in range(3, 8):
+        write_step(run_dir, step, [group(step, [0.0, 1.0], task=3)])
+    run = Run(run_dir.root)
+    assert len(run.rollouts()) == 18
+    shutil.rmtree(run_dir.rollouts_dir)  # as --clean does, while nobody asks
+    for step in range(1, 9):
+        write_step(run_dir, step, [group(100 + step, [0.0, 1.0], task=5, text="another answer")])
+    assert ids(run.rollouts()) == [(100 + step, i) for step in range(1, 9) for i in range(2)]
 
 
 def test_a_table_has_all_fields(run_dir):

@@ -1,23 +1,16 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from rl.launch.children import Children
-from rl.view.library import Library
 from rl.view.main import main as view
-from rl.view.server import serve
+from tests.view.browser import Tab
+from tests.view.browser import browser as browser
 from tests.view.made import HOSTILE, make_runs
-
-CHROMIUM = Path("/usr/bin/chromium")
-if not CHROMIUM.exists():
-    pytest.skip("there is no chromium (apt-get install chromium)", allow_module_level=True)
-api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (uv sync)")
+from tests.view.serving import serving
 
 PAGES = {
     "runs": "#/runs",
@@ -37,72 +30,8 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(place) -> Iterator[str]:
-    """The address that the command would print."""
-    found, up, servers, run = list[str](), threading.Event(), list[uvicorn.Server](), uvicorn.Server.run
-
-    def running(server: uvicorn.Server, **more: object) -> None:
-        servers.append(server)
-        run(server, **more)
-
-    def ready(address: str) -> None:
-        found.append(address)
-        up.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn.Server, "run", running)
-        thread = threading.Thread(target=serve, args=(Library([place]), "a-token-for-tests", "127.0.0.1", 0, ready))
-        thread.start()
-        assert up.wait(30)
-        yield found[0]
-        servers[0].should_exit = True
-        thread.join(30)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["api.Browser"]:
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
+    with serving(place) as found:
         yield found
-        found.close()
-
-
-class Tab:
-    """A tab of a browser that was let in, and what went wrong in it."""
-
-    def __init__(self, browser: "api.Browser", address: str, **options: object):
-        self.context, self.faults = browser.new_context(**options), list[str]()
-        self.context.on("page", self.watch)
-        self.page, self.base = self.context.new_page(), address.split("/?")[0]
-        self.page.set_default_timeout(10_000)
-        self.page.goto(address)
-        self.page.wait_for_selector(".runs tbody tr")
-
-    def watch(self, page: "api.Page") -> None:
-        page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
-        page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(f"{page.url}: {said.text}"))
-        page.on("dialog", lambda dialog: self.faults.append(f"{page.url}: a dialog"))
-
-    def go(self, where: str) -> None:
-        self.page.goto(f"{self.base}/{where}")
-
-    def until(self, expression: str) -> None:
-        """Waits until an expression is true. Playwright's own way to do so is forbidden by the page's policy."""
-        deadline = time.monotonic() + 10
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}"
-            self.page.wait_for_timeout(20)
-
-    def text(self, selector: str) -> str:
-        self.page.wait_for_selector(selector)
-        return self.page.locator(selector).first.inner_text()
-
-    def count(self, selector: str) -> int:
-        return self.page.locator(selector).count()
-
-    def close(self) -> None:
-        assert self.page.evaluate("window.hacked") is None
-        assert not self.faults
-        self.context.close()
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ class Columns:
             line.rollout_id,
             line.rollout if line.episode == NONE else line.episode,
             self.words["agent"].code(line.agent),
-            math.nan if line.reward is None else line.reward,
+            math.nan if line.reward is None or line.error is not None else line.reward,  # a failed one's says nothing
             math.nan if line.advantage is None else line.advantage,
             self.words["outcome"].code(line.outcome),
             self.words["stop"].code(line.stop or ""),

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import Row, messages_text, parse_rollout, rollout_text
+from rl.diagnosis.rollouts import Row, conversation_texts, messages_text, parse_rollout, rollout_text
 from rl.records.columns import NONE, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
@@ -23,6 +22,8 @@ KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
 """Words for the kinds."""
 Bounds = Mapping[str, tuple[float | None, float | None]]
 """Least and greatest value of a number, both included; None: any."""
+ERROR = "error"
+"""As a `why` that is wanted it means each that failed itself, too, whatever its cause was."""
 LAST = 2**31 - 1
 """In place of the step of what no batch has settled."""
 MAX_TEXT_BYTES = 64 << 20
@@ -110,6 +111,7 @@ class Rollout:
 
     @property
     def reward(self) -> float:
+        """Nan if it failed."""
         return self["reward"]
 
     @property
@@ -238,18 +240,23 @@ class Rollouts(Sequence[Rollout]):
         if name == "kind":
             several = [kind for kind, word in KINDS.items() if word in several]
         elif name in WORDS:
+            failed = name == "why" and ERROR in several
             several = [self._columns.code(name, word) for word in several]
+            if failed:
+                return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
+        # A metric is kept in float32: 0.1 is found by what became of it there.
+        if values.dtype == np.float32:
+            return np.isin(values, np.array(several, np.float32))
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
         """Those whose conversation, or error, has a text in it, as its file is read; those whose file is gone are passed over."""
-        wanted = json.dumps(text, ensure_ascii=False)[1:-1]
         for rollout in self:
             try:
                 row = rollout.row
             except RunError:
                 continue
-            if wanted in json.dumps([row["messages"], row.get("error")], ensure_ascii=False):
+            if any(text in part for part in (*conversation_texts(row["messages"]), str(row.get("error") or ""))):
                 yield rollout
 
     def counts(self, name: str) -> dict[Any, int]:

@@ -2,13 +2,14 @@
 
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
+from rl.diagnosis.problems import Problem
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import read_json, resolve_model
 from rl.records.cache import cache_file
@@ -16,7 +17,6 @@ from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
-from rl.records.problems import Problem, found_problems
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -285,10 +285,15 @@ class Run:
         return last_lines(path, lines)
 
     def diagnosis(self) -> Diagnosis:
-        """What the run waits for and what is wrong with it, as `rl doctor RUN` says it. Raises RunError without its configuration."""
-        return diagnose(self.run_dir, self.config)
+        """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
+
+        Raises RunError without its configuration.
+        """
+        found = diagnose(self.run_dir, self.config)
+        return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property
     def problems(self) -> list[Problem]:
-        """What `rl doctor RUN` finds wrong, each with its evidence; empty: nothing."""
-        return found_problems(self.diagnosis(), self.damaged, self.root)
+        """What is wrong, then what may hold the reward down, each with its evidence; empty: nothing."""
+        found = self.diagnosis()
+        return [*found.problems, *found.hints]

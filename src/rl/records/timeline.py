@@ -16,6 +16,8 @@ from rl.wire.messages import UNREADABLE
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
 """Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
 MICROSECONDS = 1e6
+START = b'{"kind":"start"'
+"""A line may begin with half of another one, whose process was killed."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def entries(path: Path, process: str) -> Iterator[Done | Counted]:
     while lines := reader.new():
         for text in lines:
             try:
-                line = DECODER.decode(text)
+                line = DECODER.decode(text[max(0, text.rfind(START)) :])
             except UNREADABLE:
                 continue
             if isinstance(line, Start):

@@ -47,7 +47,7 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
         "runs": {"runs": [msgspec.structs.replace(one, key=key) for one in row.all()], "place": "this file"},
         "metrics": metrics,
         "curves": {axis: curves.curves([key], [run], names, axis, None, None) for axis in AXES},
-        "tasks": {kind: tasks.tasks(run, kind, "", "", True, 0, MOST_TASKS).rows for kind in ("train", "eval")},
+        "tasks": {kind: tasks.ordered(run, kind)[:MOST_TASKS] for kind in ("train", "eval")},
         "timeline": timeline.timeline(run, 0.0, None),
         "health": health.health(run),
         "logs": dict(logs(run)),

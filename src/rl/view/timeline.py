@@ -8,6 +8,7 @@ import numpy as np
 from rl.records.run import Run
 from rl.records.timeline import Done, Mark, spread
 from rl.run_dir.metrics import read_metrics
+from rl.run_dir.status import Phase
 from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
 
@@ -17,6 +18,14 @@ MOST_SPANS = 6000
 """Of one answer; of more the longest are given."""
 LANES = 8
 """Of one kind of a process: a worker may play a hundred rollouts at once."""
+QUIET_S, QUIET_SHARE = 1.0, 0.002
+"""From so long on, and from this part of what is shown, it is said that nobody works."""
+WAITS = {phase.value: phase.waits_for for phase in Phase if phase.waits_for} | dict.fromkeys(
+    ("wait_for_batch", "fetch_batch"), "orchestrator"
+)
+"""Spans in which a process waits, and whom for."""
+IDLE = ("serving",)
+"""What a server is in, whether it has requests or not."""
 ORDER = ("trainer", "inference", "orchestrator")
 DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
 STEP_PARTS = (
@@ -42,7 +51,21 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, note = longest(lanes)
-    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), note=note)
+    quiet = quiet_times(found.spans, begin, end)
+    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
+
+
+def quiet_times(spans: list[Done], begin: float, end: float) -> list[Span]:
+    """Stretches in which no process did anything but wait. Empty without spans of inference, which not every run has."""
+    if not any(done.process.startswith("inference") for done in spans):
+        return []
+    least, at, found = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
+    working = sorted((done.begin, done.end) for done in spans if done.name not in WAITS and done.name not in IDLE)
+    for first, last in [*working, (end, end)]:
+        if min(first, end) - at >= least:
+            found.append(Span(name="quiet", begin=at, end=min(first, end), text="no process worked"))
+        at = max(at, last)
+    return found
 
 
 def extent(run: Run) -> tuple[float, float]:
@@ -58,7 +81,7 @@ def recorded_lanes(spans: list[Done]) -> list[Lane]:
     found: dict[tuple[str, str], list[Span]] = {}
     for done, lane in spread(spans):
         own = found.setdefault((done.process, lane), [])
-        own.append(Span(name=done.name, begin=done.begin, end=done.end, text=span_text(done)))
+        own.append(Span(name=done.name, begin=done.begin, end=done.end, text=span_text(done), waits_for=WAITS.get(done.name) or ""))
     kinds = Counter[tuple[str, str]]()
     lanes = []
     for process, lane in sorted(found, key=lambda key: (rank(key[0]), key[0], natural(key[1]))):
@@ -111,7 +134,7 @@ def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
     for name, what in STEP_PARTS:
         seconds = line.get(f"time/{name}") or 0.0
         if seconds > 0:
-            yield Span(name=name, begin=at, end=min(at + seconds, end), text=f"step {step}: {what}")
+            yield Span(name=name, begin=at, end=min(at + seconds, end), text=f"step {step}: {what}", waits_for=WAITS.get(name) or "")
             at += seconds
 
 

@@ -34,15 +34,15 @@ export function Choice({ label, name, value, options }) {
     </select></label>`;
 }
 
-/** A text or number in the address; it is taken over when typing has paused. @param {any} props */
-export function Entry({ label, name, value, type = "text", search = false, placeholder = "", hide = false, quiet = true }) {
+/** A text or number in the address; it is taken over when typing has paused, with what `also` changes then. @param {any} props */
+export function Entry({ label, name, value, type = "text", search = false, placeholder = "", hide = false, quiet = true, also = {} }) {
   const [text, setText] = useState(value ?? "");
   const timer = useRef(0);
   useEffect(() => { if (!timer.current) setText(value ?? ""); }, [value]);
   const typed = (/** @type {any} */ e) => {
     setText(e.target.value);
     clearTimeout(timer.current);
-    timer.current = setTimeout(() => { timer.current = 0; change({ [name]: e.target.value.trim(), offset: null }, quiet); }, 250);
+    timer.current = setTimeout(() => { timer.current = 0; change({ ...also, [name]: e.target.value.trim(), offset: null }, quiet); }, 250);
   };
   return html`<label class="field"><span class=${hide ? "sr" : ""}>${label}</span>
     <input type=${type} value=${text} placeholder=${placeholder} onInput=${typed} data-search=${search ? "yes" : null}
