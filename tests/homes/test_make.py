@@ -48,7 +48,7 @@ def test_a_package_of_the_hub(index, said):
     assert not [path for path in index.asked if path.startswith("/ada/") and "say-hello" not in path]
     assert prints(home, "import say_hello, helper, sys; print(helper.VALUE, sys.prefix)") == f"7 {home.place}"
     assert len(said) == 2 and said[0].startswith("environment say-hello: ada/say-hello@0.3.0 from the Environments Hub (http://127.0.0.1:")
-    reason = "for its API (classic) is played with <0.4,>=0.3.1, and 0.4.0 is the newest that it allows"
+    reason = "for 0.4.0, the newest that it allows, has no classic API"
     assert (
         f"ada/say-hello@0.3.0: classic, verifiers 0.3.1 ({reason}), Python {sys.version.split()[0]}; its home {home.place} was made"
         in said[1]

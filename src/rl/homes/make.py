@@ -286,8 +286,8 @@ def unfit(found: Found, place: Path, request: Request) -> str:
     """Why the installed verifiers does not suit a package, as a part of a sentence; empty if it does."""
     wanted = SpecifierSet(VERIFIERS[found.api].removeprefix("verifiers"))
     if found.verifiers not in wanted:
-        needs = f"its API ({found.api}) is played with {wanted}"
-        return f"for {needs}, and {found.verifiers} is the newest that it allows"
+        has_not = "has no classic API" if found.api == "classic" else "is not known here"
+        return f"for {found.verifiers}, the newest that it allows, {has_not}"
     classic = SpecifierSet(VERIFIERS["classic"].removeprefix("verifiers"))
     if found.file and found.verifiers not in classic and (missing := lacking(probe(found.file), site_packages(place) / "verifiers")):
         return f"for {found.verifiers} lacks {', '.join(missing)}"
