@@ -48,6 +48,12 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
 
     make_wheel(index.folder / "ada", "hello", "1.1", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     assert called(capsys, "env", "install", "ada/hello")[1].startswith("ada/hello 1.1: ")
+    second = config.run_dir.environments / "second.txt"
+    second.write_text(frozen)
+    code, _, err = called(capsys, "env", "freeze", run)
+    assert code == 1 and f"which environment? rl env freeze {run} NAME, one of hello, second" in err
+    assert called(capsys, "env", "freeze", run, "hello")[1] == frozen
+    second.unlink()
     (tmp_path / "both.txt").write_text(2 * frozen)
     code, _, err = called(capsys, "env", "install", "both.txt")
     assert code == 1 and "both.txt: no record of one environment; a run has some in environments/, each in a file" in err
@@ -70,7 +76,14 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     assert homes_of(config, said.append, recorded=False) == found
 
     assert called(capsys, "env", "remove", old.digest)[:2] == (0, "removed ada/hello\n") and not old.place.exists()
-    called(capsys, "env", "install", "ada/hello")
+    for owner in ("ada", "bob"):
+        make_wheel(index.folder / owner, "hello", "2.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
+        called(capsys, "env", "install", f"{owner}/hello")
+    for name, fault in (("carol/hello", "no such home"), ("./hello", "no such home"), ("hello", "hello may be ada/hello or bob/hello")):
+        code, _, err = called(capsys, "env", "remove", name)
+        assert code == 1 and fault in err
+    assert homes_of(config, said.append, recorded=True)["hello"].home.id == "ada/hello", "a record knows what was meant"
+    called(capsys, "env", "remove", "bob/hello")
     assert called(capsys, "env", "remove", "hello")[:2] == (0, "removed ada/hello\n")
     code, _, err = called(capsys, "env", "remove", "hello")
     assert code == 1 and "hello: there is no such home in " in err

@@ -13,10 +13,11 @@ import pytest
 from aiohttp import web
 
 from rl.models.tokenizer_files import slim_tokenizer
-from rl.orchestrator.isolation import sandbox_of
+from rl.orchestrator.isolation import Isolation, interpreter_places, sandbox_of
 from rl.orchestrator.pool import WorkerPool
 from rl.orchestrator.pool_worker import verdict
 from rl.system import sandbox
+from rl.system.errors import RunError
 from rl.system.sandbox import innermost
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
 from tests.interpreters import interpreter
@@ -191,11 +192,31 @@ def test_which_files_its_settings_name(tmp_path, monkeypatch):
     """What a sandbox has of its own stays so, and no text of an argument opens the root of the machine, or is too long."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.py").write_text("")
-    (tmp_path / "rows").mkdir()
-    texts = ["//", "/..", "/tmp/", "/tmp", "/proc/sys", "/dev", "x" * 300 + "/y", "no/file", "rows/../rows", f"/{tmp_path}/words.py"]
+    for folder in ("rows", "disk/status"):
+        (tmp_path / folder).mkdir(parents=True)
+    for link in ("run", "link"):
+        (tmp_path / link).symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "x").write_text("")
+    texts = ["//", "/..", "../", "./", "~/", "/tmp/", "/tmp", "/proc/sys", "/dev", "x" * 300 + "/y", "no/file", "link/x", "run/status"]
+    texts += ["rows/../rows", f"/{tmp_path}/words.py"]
     place = {"orchestrator": "ipc:///nowhere", "worker_id": "x-0", "python": "/usr/bin/python3"}
     setup = WorkerSetup(env=EnvSpec(name="x", id="words", args={"texts": texts}), policy=PolicySpec(), max_tokens=1, retries=0, **place)
-    named = sandbox_of(setup, tmp_path / "setup.json", tmp_path / "run").read
+    box = sandbox_of(setup, tmp_path / "setup.json", tmp_path / "run")
+    assert box.hidden == {tmp_path / "run", tmp_path / "disk"}
     nameless = EnvSpec(name="x", id="other")
     plain = sandbox_of(msgspec.structs.replace(setup, env=nameless), tmp_path / "setup.json", tmp_path / "run").read
-    assert named - plain == {tmp_path / "words.py", tmp_path / "rows"} and not plain & {Path("/"), Path("/tmp")}
+    assert box.read - plain == {tmp_path / "words.py", tmp_path / "rows"} and not plain & {Path("/"), Path("/tmp")}
+
+
+def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), orchestrator="", worker_id="x", max_tokens=1, retries=0, sandbox=True)
+    with pytest.raises(RunError, match="environment x: keys names JUDGE_KEY, and the shell has none"):
+        Isolation(tmp_path, tmp_path).enter(msgspec.structs.replace(setup, keys=["JUDGE_KEY", "PATH"]), tmp_path / "setup.json")
+
+
+def test_an_interpreter_outside_of_a_virtual_environment_shows_what_it_is_and_not_what_lies_around_it(tmp_path):
+    link = tmp_path / "bin" / "python3"
+    link.parent.mkdir()
+    link.symlink_to("/usr/bin/env")
+    assert list(interpreter_places(link)) == [link, Path("/usr")]

@@ -26,7 +26,7 @@ VERBS = {
     "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
     "list": "rl env list                  shows the homes that are there",
     "remove": "rl env remove ID|NAME|DIGEST deletes them",
-    "freeze": "rl env freeze RUN            prints what the environments of a run were played with",
+    "freeze": "rl env freeze RUN [NAME]     prints what an environment of a run was played with",
 }
 
 
@@ -34,14 +34,15 @@ def main(verb: str, args: list[str], children: Children) -> int:
     """Runs one of VERBS. Raises RunError."""
     options = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))
-    if len(rest) != (verb != "list") or (rest and rest[0].startswith(("-", "@"))):
+    most = {"list": 0, "freeze": 2}.get(verb, 1)
+    if not min(most, 1) <= len(rest) <= most or any(word.startswith(("-", "@")) for word in rest):
         fail(f"rl env {verb}", f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
     if verb == "list":
         return show()
     if verb == "remove":
         return remove(rest[0])
     if verb == "freeze":
-        return freeze(rest[0], values["to"])
+        return freeze(rest[0], "".join(rest[1:]), values["to"])
     if values["dry_run"]:
         print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it is there")
         return 0
@@ -79,17 +80,16 @@ def show() -> int:
 def meant(name: str) -> dict[Path, Pointer]:
     """The pointers that an id, a digest or a name means. Raises RunError if there is none."""
     there = pointers()
-    found = {path: pointer for path, pointer in there.items() if name in (pointer.id, pointer.home)}
-    found = found or {path: pointer for path, pointer in there.items() if path.name.startswith(f"{name_part(name)}-")}
+    text = str(Path(name).expanduser().resolve()) if name.startswith((".", "/", "~")) else name
+    found = {path: pointer for path, pointer in there.items() if text in (pointer.id, pointer.home)}
+    if not found and "/" not in name:
+        found = {path: pointer for path, pointer in there.items() if path.name.startswith(f"{module_name(name).lower()}-")}
+        if len(ids := sorted({pointer.id for pointer in found.values()})) > 1:
+            raise RunError(f"{name} may be {' or '.join(ids)}; give the whole id, or the digest")
     if not found:
         known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
         raise RunError(f"{name}: there is no such home in {homes_root()}; there are {known}")
     return found
-
-
-def name_part(name: str) -> str:
-    """A name as files have it, of an id or a path."""
-    return module_name(Path(name).name).lower()
 
 
 def remove(name: str) -> int:
@@ -113,12 +113,17 @@ def remove(name: str) -> int:
     return 0
 
 
-def freeze(run: str, target: str | None) -> int:
-    """Prints the records of a run, each as uv and pip read requirements. Raises RunError for a run without any."""
+def freeze(run: str, name: str, target: str | None) -> int:
+    """Prints the record of a run's environment, without a name of the only one, as uv and pip read requirements. Raises RunError for one
+    that is not there, and for several."""
     folder = named_run(run).absolute() / "environments"
-    text = "\n".join(text_of(name, record) for name, record in read_records(folder).items())
-    if not text:
+    records = read_records(folder)
+    if not records:
         raise RunError(f"{run}: {folder} has no record: its environments are played with `python`, elsewhere, or by an older version of rl")
+    if name not in records and (name or len(records) > 1):
+        raise RunError(f"{run}: which environment? rl env freeze {run} NAME, one of {', '.join(records)}")
+    name = name or next(iter(records))
+    text = text_of(name, records[name])
     if target:
         Path(target).expanduser().write_text(text)
         print(f"written to {target}")

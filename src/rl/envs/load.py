@@ -28,7 +28,9 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.classic.environment import ClassicEnvironment
     except ImportError as error:
         have = f"this interpreter has verifiers {version('verifiers')}"
-        raise RunError(f"environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}") from None
+        raise RunError(
+            f'environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}; set its kind = "classic"'
+        ) from None
 
     return ClassicEnvironment(spec, policy)
 

@@ -17,7 +17,7 @@ from rl.config.environment_id import Source, homes_root, module_name, module_pla
 from rl.homes import hub
 from rl.homes.build import Plan, built, contents, is_package, packages, python_version, site_packages, version_of
 from rl.homes.entry import api_of, find_module, project_name
-from rl.homes.home import FILE, Home, Pointer, delete, digest, read, read_pointer, write_pointer
+from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, users, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
 from rl.homes.probe import lacking, probe
 from rl.homes.records import Record, difference
@@ -94,7 +94,7 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     fresh: newer packages are looked for; what is there is kept where nobody answers. Raises RunError with the remedy.
     """
     what = f"environment {request.label}"
-    if recorded and (home := usable(recorded.digest, what, say)):
+    if recorded and (home := usable(recorded.digest, what, say, recorded.packages)):
         return home
     there = read_pointer(request.pointer)
     if there and not fresh and not recorded and (home := usable(there.home, what, say)):
@@ -102,7 +102,7 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     deadline = time.monotonic() + DEADLINE_S
     with building(request, what, say, deadline):
         if recorded:
-            return usable(recorded.digest, what, say) or again(request, recorded, say, deadline)
+            return usable(recorded.digest, what, say, recorded.packages) or again(request, recorded, say, deadline)
         now = read_pointer(request.pointer)
         if now and now != there and (home := usable(now.home, what, say)):
             return home  # another process has made it meanwhile
@@ -118,9 +118,12 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     return home
 
 
-def usable(name: str, what: str, say: Say) -> Home | None:
-    """A home that is there and whole. One that is not is told; what takes its place deletes it."""
+def usable(name: str, what: str, say: Say, wanted: list[str] | None = None) -> Home | None:
+    """A home that is there and whole, and has the packages that are `wanted`: a record may have been edited. One that is damaged is told;
+    what takes its place deletes it."""
     home, damage = read(name)
+    if home and wanted not in (None, home.packages):
+        return None
     if damage:
         say(f"{what}: its home is damaged: {damage}; it is made anew")
     return home
@@ -283,8 +286,8 @@ def unfit(found: Found, place: Path, request: Request) -> str:
     """Why the installed verifiers does not suit a package, as a part of a sentence; empty if it does."""
     wanted = SpecifierSet(VERIFIERS[found.api].removeprefix("verifiers"))
     if found.verifiers not in wanted:
-        needs = f"its API ({found.api}) is played with {wanted}"
-        return f"for {needs}, and {found.verifiers} is the newest that it allows"
+        has_not = "has no classic API" if found.api == "classic" else "is not known here"
+        return f"for {found.verifiers}, the newest that it allows, {has_not}"
     classic = SpecifierSet(VERIFIERS["classic"].removeprefix("verifiers"))
     if found.file and found.verifiers not in classic and (missing := lacking(probe(found.file), site_packages(place) / "verifiers")):
         return f"for {found.verifiers} lacks {', '.join(missing)}"
@@ -304,8 +307,9 @@ def keep(place: Path, described: Home, plan: Plan) -> Home:
     held = contents(place)
     name = digest(FORMAT, lines, python, path, described.module, described.api, described.version, *([held] if held else []))
     home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
-    if read(name)[0] is None:
+    if read(name)[0] is None or (plan.fresh and not users(name)):  # who asks for it anew may have a reason that `read` does not see
         delete(name)
+        (place / NAMES).write_text("\n".join(os.listdir(site_packages(place))))
         (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
         try:
             move(place, homes_root() / name)
@@ -330,8 +334,11 @@ def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
     with built(plan, log, say, deadline) as place:
         home = keep(place, recorded, plan)
     if home.digest != recorded.digest:
-        changes = difference(recorded.packages, home.packages) or f"the content of {', '.join(sorted(contents(home.place))) or 'a package'}"
-        say(f"warning: {what} cannot be made exactly as it was recorded: {changes}")
+        changes = difference(recorded.packages, home.packages)
+        if held := ", ".join(sorted(contents(home.place))):
+            changes = changes or f"the content of {held}"
+        if changes:
+            say(f"warning: {what} cannot be made exactly as it was recorded: {changes}")
     return home
 
 

@@ -42,6 +42,8 @@ class Isolation:
             return setup, None
         if problem := fault():
             raise RunError(f'environment {setup.env.name}, isolation = "sandbox": {problem}')
+        if unset := [key for key in setup.keys if key not in os.environ]:
+            raise RunError(f"environment {setup.env.name}: keys names {', '.join(unset)}, and the shell has none; set it, or leave it out")
         policy = setup.policy
         if self.relay is None and policy.endpoint is None:
             self.relay = Relay(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
@@ -63,7 +65,8 @@ def confined(setup: WorkerSetup, relay: str) -> WorkerSetup:
 
 
 def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
-    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it."""
+    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it, and a text among the settings
+    that happens to be a path, `../` or `//`, does not show what holds it, the current directory or the home directory."""
     directory = Path.cwd()
     read = {Path(setup.orchestrator.removeprefix("ipc://")), Path(__file__).parents[1]}
     if setup.policy.relay:
@@ -72,11 +75,14 @@ def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
     for folder in (setup.policy.tokenizer, setup.policy.model_path):
         if folder:
             read |= set(with_targets(Path(folder)))
-    read |= {path for path in map(Path.absolute, named_files(setup)) if run_dir.absolute() not in (path, *path.parents)}
+    inside = run_dir.resolve()
+    holds = {place for one in (directory, Path("~").expanduser(), inside) for place in (one, *one.parents)}
+    named = [path for path in map(plain, named_files(setup)) if os.path.exists(path)]  # Path.exists raises for what is too long for a name
+    read |= {path for path in named if path.resolve() not in holds and not path.resolve().is_relative_to(inside)}
     read |= {Path(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
-    places = {plain(path) for path in read if os.path.exists(path)}  # Path.exists raises for a text that is too long for a name
-    existing = {place for place in places if os.path.realpath(place) not in OWN and not place.is_relative_to("/proc")}
-    return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute()}), directory, setup.network)
+    existing = {place for place in map(plain, read) if place.exists() and str(place.resolve()) not in OWN}
+    existing = {place for place in existing if not place.is_relative_to("/proc")}
+    return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute(), inside}), directory, setup.network)
 
 
 def plain(path: Path) -> Path:
@@ -88,7 +94,7 @@ def interpreter_places(python: Path) -> Iterator[Path]:
     """The directories of a virtual environment, of the interpreter that it was made from, and of packages that lie elsewhere."""
     place = python.parent.parent
     if not (place / "pyvenv.cfg").is_file():
-        yield from (place, python.resolve().parent.parent)
+        yield from (python, python.resolve().parent.parent)
         return
     yield place
     yield from outside(place)

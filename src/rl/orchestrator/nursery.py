@@ -7,6 +7,7 @@ copy, a worker is started from nothing.
 """
 
 import asyncio
+import errno
 import os
 import sys
 import time
@@ -39,6 +40,15 @@ COPY_S = 60.0
 """After so long a worker is started from nothing."""
 
 
+def command_of(setup: WorkerSetup, setup_path: Path) -> list[str]:
+    """How a worker with this setup is started from nothing."""
+    if not setup.python:
+        return [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
+    # Of a package not the current directory, where a folder of its name would be found before it.
+    safe = ["-P"] if is_of_package(setup.python) else []
+    return [setup.python, *safe, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
+
+
 class Nursery:
     """Starts worker processes. One copy for each interpreter waits, at most."""
 
@@ -54,33 +64,29 @@ class Nursery:
         Its setup is in a file: an argument is limited to 128 KiB, and shown to everyone on the machine.
         """
         setup_path.write_bytes(msgspec.json.encode(setup))
-        standby = self.standbys.get(setup.python)
+        standby = self.standbys.get(setup.python) if not sandbox else None
         if warm and standby and (pid := standby.call(log_path, {process_table.MARKER: add_marker(marker)}, [str(setup_path)])):
             return Child(setup.worker_id, pid, log_path, marker)
-        command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
-        env = dict(os.environ)
-        if setup.python:
-            # not the current directory, where a folder of the package's name is found before the package
-            safe = ["-P"] if is_of_package(setup.python) else []
-            command = [setup.python, *safe, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
-            # what the environment calls by name is what is installed with it
+        command, env = command_of(setup, setup_path), dict(os.environ)
+        if setup.python:  # what the environment calls by name is what is installed with it
             env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         try:
+            if not os.path.exists(command[0]):  # bubblewrap would not say so
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if sandbox:
-                env, command = variables_of(setup, env), sandbox.wrap(command)
-                return start(setup.worker_id, command, env, log_path, new_session=False, marker=marker)
+                return start(setup.worker_id, sandbox.wrap(command), variables_of(setup, env), log_path, new_session=False, marker=marker)
             if standby:
                 standby.close()
             standby = self.standbys[setup.python] = Standby(marker)
-            env |= standby.environment
-            return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
+            try:
+                env |= standby.environment
+                return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
+            finally:
+                standby.started()
         except OSError as error:
             deleted, given = "its home was deleted; a start makes it anew", "give one that is there as orchestrator.environment.python"
-            remedy = deleted if home_of(setup.python) else given
-            raise RunError(f"environment {setup.env.name}: {command[0]} does not start: {error.strerror}; {remedy}") from None
-        finally:
-            if standby:
-                standby.started()
+            what, remedy = f"environment {setup.env.name}: {command[0]}", deleted if home_of(setup.python) else given
+            raise RunError(f"{what} does not start: {error.strerror}; {remedy}") from None
 
     async def copy(self, python: str) -> None:
         """Waits until a copy with this interpreter waits, or none will come: a worker ends, or goes on without leaving one, or takes
