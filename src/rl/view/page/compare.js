@@ -32,7 +32,7 @@ export function Compare({ runs, values, live }) {
               ${reward(mean)}${row.errors[i] !== null && html`<span class="faint"> ± ${(1.96 * /** @type {number} */ (row.errors[i])).toFixed(3)}</span>`}</td>`)}</tr>`)}
           </tbody></table></div><p class="faint">± is a 95% interval over examples.</p>` : html`<p class="faint">Neither has one.</p>`)}</section>
     </div>
-    <${Curves} runs=${runs} values=${values} live=${live} />`;
+    <${Curves} runs=${runs} values=${values} live=${live} inner=${true} />`;
 }
 
 /** Whether a value is the highest of several. @param {number | null} value @param {(number | null)[]} all */
