@@ -89,7 +89,7 @@ function histogram(rows) {
 function tasks(all, values) {
   const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number)), sign = values.descending === false ? 1 : -1;
   const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
-  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit) };
+  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: [] };
 }
 
 /** @param {any} all @param {any} values */
