@@ -158,7 +158,7 @@ def test_hostile_text_is_shown_as_it_is(tab):
     tab.go("#/curves?run=first&q=img")
     assert "<img src=x onerror=window.hacked=1>" in tab.text(".chart .title")
     tab.go("#/health?run=first&process=trainer")
-    assert "<script>window.hacked = 1</script>" in tab.text(".log pre")
+    assert "<script>window.hacked = 1</script>" in tab.text(".log pre span")
 
 
 def test_a_task_shows_what_changed_between_two_versions(tab):

@@ -20,7 +20,7 @@ const usual = (name) => USUAL.includes(name) || /^eval\/[^/]+\/reward_mean$/.tes
 
 /** `inner`: they stand below the title of another page. @param {{runs: string[], values: Record<string, string>, live: boolean, inner?: boolean}} props */
 export function Curves({ runs, values, live, inner }) {
-  const metrics = useAnswer("metrics", { run: runs }, live ? 10000 : 0);
+  const metrics = useAnswer("metrics", { run: runs }, live ? 2000 : 0);
   const text = (values.q ?? "").toLowerCase();
   const found = (metrics.data?.metrics ?? []).filter((metric) => !metric.name.endsWith("_stderr")
     && (metric.name + " " + metric.what).toLowerCase().includes(text));
