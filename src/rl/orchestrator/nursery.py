@@ -84,7 +84,10 @@ class Nursery:
             finally:
                 standby.started()
         except OSError as error:
-            deleted, given = "its home was deleted; a start makes it anew", "give one that is there as orchestrator.environment.python"
+            deleted, given = (
+                "its home was deleted; --resume makes it anew, as any start does",
+                "give one that is there as orchestrator.environment.python",
+            )
             what, remedy = f"environment {setup.env.name}: {command[0]}", deleted if home_of(setup.python) else given
             raise RunError(f"{what} does not start: {error.strerror}; {remedy}") from None
 
