@@ -224,9 +224,9 @@ def trainer_alone(folder: str, load: Load, gpu: bool, rounds: int) -> dict[str, 
 
 
 def own_process(command: list[str]) -> dict[str, Any]:
-    """The JSON that a Python script prints at its end."""
+    """The JSON object that a Python script prints at its end, whatever libraries print before."""
     done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout[done.stdout.index("{") :])
+    return json.loads(done.stdout[f"\n{done.stdout}".rindex("\n{") :])
 
 
 def of_run(root: Path) -> tuple[Path, str, Load, int, dict[str, float]]:

@@ -13,14 +13,16 @@ from tests.view.made import HOSTILE, make_runs
 from tests.view.serving import serving
 
 PAGES = {
-    "runs": "#/runs",
-    "curves": "#/curves?run=first",
-    "rollouts": "#/rollouts?run=first",
-    "tasks": "#/tasks?run=first&env=sums&task=7",
-    "timeline": "#/timeline?run=first",
-    "health": "#/health?run=first",
-    "compare": "#/compare?run=first&run=second",
+    "runs": ("#/runs", ".runs tbody tr"),
+    "curves": ("#/curves?run=first", ".chart canvas"),
+    "rollouts": ("#/rollouts?run=first", ".rows li"),
+    "tokens": ("#/rollouts?run=first&at=10/0&tab=tokens", ".tokens .t"),
+    "tasks": ("#/tasks?run=first&env=sums&task=7", ".side"),
+    "timeline": ("#/timeline?run=first", ".lanes rect"),
+    "health": ("#/health?run=first&process=trainer", ".log pre span"),
+    "compare": ("#/compare?run=first&run=second", ".chart canvas"),
 }
+"""The address of each, and what is there when it is shown."""
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,18 @@ def address(place) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture
-def tab(browser, address) -> Iterator[Tab]:
+@pytest.fixture(scope="module")
+def opened(browser, address) -> Iterator[Tab]:
     found = Tab(browser, address)
     yield found
     found.close()
+
+
+@pytest.fixture
+def tab(opened) -> Iterator[Tab]:
+    """One tab for all tests: to open one takes a second."""
+    yield opened
+    assert not opened.faults and opened.page.evaluate("window.hacked") is None
 
 
 def test_the_address_no_longer_has_the_token_and_runs_are_listed(tab):
@@ -56,10 +65,10 @@ def test_the_address_no_longer_has_the_token_and_runs_are_listed(tab):
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, address, width, theme):
     found = Tab(browser, address, viewport={"width": width, "height": 800}, color_scheme=theme)
-    for name, where in PAGES.items():
+    for name, (where, shown) in PAGES.items():
         found.go(where)
-        found.page.wait_for_selector("main h1", state="attached")
-        found.page.wait_for_load_state("networkidle")
+        found.page.wait_for_selector(shown)
+        assert found.count("main h1") == 1
         assert found.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
         assert found.page.evaluate(UNNAMED) == [], name
         assert found.page.evaluate(PALE) == [], name
@@ -86,7 +95,7 @@ PALE = """() => {
 
 
 def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
-    tab.go(PAGES["curves"])
+    tab.go(PAGES["curves"][0])
     tab.page.wait_for_selector(".chart canvas")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("reward/mean")
@@ -106,7 +115,7 @@ def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
 
 
 def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):
-    tab.go(PAGES["rollouts"])
+    tab.go(PAGES["rollouts"][0])
     tab.until("document.querySelector('.list [aria-live]')?.innerText === '24 rollouts'")
     tab.page.get_by_role("button", name="no signal 8").click()
     tab.until("document.querySelectorAll('.rows li').length === 8")
@@ -149,7 +158,7 @@ def test_hostile_text_is_shown_as_it_is(tab):
     tab.go("#/curves?run=first&q=img")
     assert "<img src=x onerror=window.hacked=1>" in tab.text(".chart .title")
     tab.go("#/health?run=first&process=trainer")
-    assert "<script>window.hacked = 1</script>" in tab.text(".log pre")
+    assert "<script>window.hacked = 1</script>" in tab.text(".log pre span")
 
 
 def test_a_task_shows_what_changed_between_two_versions(tab):
@@ -160,14 +169,22 @@ def test_a_task_shows_what_changed_between_two_versions(tab):
 
 def test_the_clock_of_the_timeline_stands_over_its_lines(tab):
     """Each label is centred on its line, at any width: the grid has its own idea of what `left: 0` is."""
-    for width in (1280, 390):
+    for width in (390, 1280):
         tab.page.set_viewport_size({"width": width, "height": 800})
-        tab.go(PAGES["timeline"])
+        tab.go(PAGES["timeline"][0])
         tab.page.wait_for_selector(".lanes rect")
         middle = "(one) => one.getBoundingClientRect().x + one.getBoundingClientRect().width / 2"
         middles = f"(selector) => [...document.querySelectorAll(selector)].map({middle})"
         labels, lines = (tab.page.evaluate(middles, selector) for selector in (".clock span", ".lanes line.grid"))
         assert labels and labels == pytest.approx(lines, abs=1.5)
+
+
+def test_an_address_of_no_page_is_said_to_be_none_and_the_next_one_is_shown(tab):
+    tab.go("#/nopage?run=first")
+    assert "There is no page “nopage”" in tab.text(".fault")
+    tab.go("#/health?run=first")
+    tab.page.wait_for_selector(".log pre")
+    assert tab.count(".fault") == 0
 
 
 def test_a_live_run_moves_by_itself(tab, place):

@@ -387,6 +387,7 @@ def test_scripts_are_short_and_make_no_markup_out_of_text():
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|dangerously|\beval\(|new Function|srcdoc", text), path
 
 
+@pytest.mark.proof
 def test_types_of_the_scripts():
     """TypeScript reads the comments. It comes from npm, once."""
     if not shutil.which("npm"):

@@ -24,7 +24,7 @@ class Problem:
     text: str
     """What is wrong and its remedy, as `rl doctor RUN` says it."""
     serious: bool = True
-    """Whether the run cannot go on with it; else it is what may hold the reward down."""
+    """Whether something is broken; else somebody stopped the run, or it is what may hold the reward down."""
     metrics: tuple[str, ...] = ()
     """The metrics whose curves show it."""
     why: str | None = None

@@ -51,7 +51,7 @@ def diagnose(run_dir: RunDir, config: RLConfig) -> Diagnosis:
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
         bottleneck, how, log = how_it_ended(state)
-        own = [] if how == "ended" else [Problem(bottleneck, files=(log,) if log else ())]
+        own = [] if how == "ended" else [Problem(bottleneck, serious=how == "died", files=(log,) if log else ())]
         problems = [*own, *problems_of(state, over=how == "ended")]
     else:
         how = "live"

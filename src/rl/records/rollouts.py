@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 
 from rl.diagnosis.rollouts import Row, conversation_texts, messages_text, parse_rollout, rollout_text
-from rl.records.columns import NONE, WORDS, Columns, Kind
+from rl.records.columns import METRIC, NONE, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
@@ -132,7 +132,7 @@ class Rollout:
     @property
     def metrics(self) -> dict[str, float]:
         """The values of its reward functions and other metrics, by name."""
-        found = {name: float(values[self._place]) for name, values in self._columns.metrics.items()}
+        found = {name.removeprefix(METRIC): float(values[self._place]) for name, values in self._columns.metrics.items()}
         return {name: value for name, value in found.items() if not np.isnan(value)}
 
     @property
@@ -232,6 +232,8 @@ class Rollouts(Sequence[Rollout]):
         if isinstance(value, tuple):
             if name in WORDS:
                 raise RunError(f"{name} = {value!r}: a pair is the least and the greatest of a number; give several words as a list")
+            if len(value) != 2:
+                raise RunError(f"{name} = {value!r}: give a pair, the least and the greatest, or several values as a list")
             least, greatest = value
             return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
         if isinstance(value, range) and value.step == 1:
@@ -244,19 +246,18 @@ class Rollouts(Sequence[Rollout]):
             several = [self._columns.code(name, word) for word in several]
             if failed:
                 return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
-        # A metric is kept in float32: 0.1 is found by what became of it there.
-        if values.dtype == np.float32:
-            return np.isin(values, np.array(several, np.float32))
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
-        """Those whose conversation, or error, has a text in it, as its file is read; those whose file is gone are passed over."""
+        """Those whose conversation, or error, has a text in it, whatever its case, as its file is read; those whose file is gone are passed
+        over."""
+        text = text.casefold()
         for rollout in self:
             try:
                 row = rollout.row
             except RunError:
                 continue
-            if any(text in part for part in (*conversation_texts(row["messages"]), str(row.get("error") or ""))):
+            if any(text in part.casefold() for part in (*conversation_texts(row["messages"]), str(row.get("error") or ""))):
                 yield rollout
 
     def counts(self, name: str) -> dict[Any, int]:

@@ -290,6 +290,7 @@ class Tasks(Answer):
     total: int
     offset: int
     rows: list[TaskRow]
+    damaged: list[str]
 
 
 class TaskVersion(Answer):
@@ -397,4 +398,3 @@ class Log(Answer):
     attempt: int
     lines: list[str]
     bytes: int
-    """The size of the whole file."""

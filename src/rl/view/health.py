@@ -61,7 +61,7 @@ def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
     """The last lines of a log, of the newest attempt if none is given. Raises RunError without one."""
     attempts = run.logs.get(process, {})
     chosen = max(attempts, default=0) if attempt is None else attempt
-    text = run.log(process, chosen or None, min(lines, MOST_LINES))
+    text = run.log(process, chosen or None, max(1, min(lines, MOST_LINES)))
     return Log(
         process=process,
         attempt=chosen,

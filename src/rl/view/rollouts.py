@@ -200,6 +200,8 @@ def find(run: Run, kind: str, group: int | None, rollout: int, version: int | No
 
     Raises RunError if it is not there.
     """
+    if kind != "eval" and group is None:
+        raise RunError(f"rollout {rollout}: of which group?")
     beside = run.rollouts("eval", version=version, env=env, task=task) if kind == "eval" else run.rollouts(kind, group_id=group)
     if kind == "train" and not len(beside):
         beside = run.rollouts("pending", group_id=group)

@@ -149,8 +149,10 @@ class Desk:
 
     def tasks(self, given: TasksParameters) -> answers.Tasks:
         check_page(given.offset, given.limit)
-        rows = tasks.ordered(self.library.run(given.run), given.kind, given.env, given.number, given.sort, given.descending)
-        return answers.Tasks(total=len(rows), offset=given.offset, rows=rows[given.offset : given.offset + given.limit])
+        run = self.library.run(given.run)
+        rows = tasks.ordered(run, given.kind, given.env, given.number, given.sort, given.descending)
+        shown = rows[given.offset : given.offset + given.limit]
+        return answers.Tasks(total=len(rows), offset=given.offset, rows=shown, damaged=list(run.damaged.values()))
 
     def task(self, given: TaskParameters) -> answers.Task:
         return tasks.one_task(self.library.run(given.run), given.kind, given.env, given.task)
@@ -200,7 +202,12 @@ def parse(pairs: list[tuple[str, str]], kind: type[Parameters]) -> Any:
             given.setdefault(name, []).append(value)
         elif value != "":
             given[name] = value
-    return msgspec.convert(given, kind, strict=False)
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise msgspec.ValidationError(f"{name} = {given.get(name)}: {what[:1].lower()}{what[1:]}" if name else what) from None
 
 
 ROUTES = (

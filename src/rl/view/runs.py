@@ -16,8 +16,9 @@ from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
 from rl.system.errors import RunError
 from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
-from rl.view.curves import Places, line_times
+from rl.view.curves import Places
 from rl.view.library import Library
+from rl.view.timeline import extent
 
 STRETCHES = 40
 """Points of a small curve."""
@@ -91,8 +92,8 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         config = run.config
         state, why = state_of(run, config)
     except RunError as error:
-        config, state, why = None, "unreadable", str(error).splitlines()[0]
-    times = np.concatenate([np.empty(0), *(times for _, times in line_times(run).values())])
+        config, state, why = None, "unreadable", " ".join(str(error).split())
+    first, last = extent(run)
     measure = "loss/mean" if config and config.sft else "reward/mean"
     values = run.curve(measure)[1]
     return RunRow(
@@ -110,7 +111,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         evals=eval_changes(run),
         lag=last_mean(run.curve("lag/mean")[1]),
         tokens_per_s=last_mean(run.curve("perf/tokens_per_s")[1]),
-        seconds=float(times.max() - times.min()) if len(times) else 0.0,
+        seconds=last - first,
         changed=changed,
         bytes=size,
     )

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.timeline import Done, Mark, spread
+from rl.records.timeline import Counted, Done, Mark, spread
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import Phase
+from rl.system.errors import RunError
 from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
 
@@ -27,6 +28,9 @@ WAITS = {phase.value: phase.waits_for for phase in Phase if phase.waits_for} | d
 IDLE = ("serving",)
 """What a server is in, whether it has requests or not."""
 ORDER = ("trainer", "inference", "orchestrator")
+GAUGES, LEVELS = {"requests": "in flight", "playing": "at play"}, 5
+GAUGE_S = 4.0
+"""For so long a number holds, which is noted every two seconds, if no other comes."""
 DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
 STEP_PARTS = (
     ("wait_for_batch", "waits for the batch"),
@@ -46,11 +50,15 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     first, last = extent(run)
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
+    if not begin <= end:
+        raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
     found = run.timeline(begin, end)
-    lanes = recorded_lanes(found.spans)
+    lanes, hidden = recorded_lanes(found.spans)
+    lanes = [*lanes, *gauge_lanes(found.gauges, end)]
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
-    shown, note = longest(lanes)
+    shown, *notes = longest(lanes)
+    note = "; ".join(text for text in (*notes, hidden) if text)
     quiet = quiet_times(found.spans, begin, end)
     return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
 
@@ -73,11 +81,12 @@ def extent(run: Run) -> tuple[float, float]:
     times = [time for _, some in line_times(run).values() for time in some.tolist()]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
+    times += [path.stat().st_mtime for path in run.run_dir.spans.glob("*.jsonl")]
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 
-def recorded_lanes(spans: list[Done]) -> list[Lane]:
-    """Lanes of what the processes wrote down; things done at the same time get lanes of their own, LANES of one kind at most."""
+def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
+    """Lanes of what the processes wrote down, and what is left out: of things done at the same time LANES of one kind have lanes."""
     found: dict[tuple[str, str], list[Span]] = {}
     for done, lane in spread(spans):
         own = found.setdefault((done.process, lane), [])
@@ -89,7 +98,25 @@ def recorded_lanes(spans: list[Done]) -> list[Lane]:
         kinds[kind] += 1
         if kinds[kind] <= LANES:
             lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
-    return lanes
+    more = [f"{LANES} of {count} lanes of {process} {lane}" for (process, lane), count in kinds.items() if count > LANES]
+    return lanes, f"as much was done at once that there are {', '.join(more)} only" if more else ""
+
+
+def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
+    """How many requests or rollouts were under way, as spans whose names are the parts of the most, in LEVELS."""
+    lanes = []
+    for process in dict.fromkeys(one.process for one in gauges):
+        own = [one for one in gauges if one.process == process]
+        for name in GAUGES:
+            values = [(one.time, one.values[name]) for one in own if name in one.values]
+            if most := max((value for _, value in values), default=0):
+                ends = [min(time, at + GAUGE_S) for (at, _), time in zip(values, [*(time for time, _ in values[1:]), end], strict=True)]
+                spans = [
+                    Span(name=f"level {round(value / most * LEVELS)}", begin=at, end=until, text=f"{value:g} {GAUGES[name]}")
+                    for (at, value), until in zip(values, ends, strict=True)
+                ]
+                lanes.append(Lane(process=process, name=GAUGES[name], spans=spans))
+    return sorted(lanes, key=lambda lane: (rank(lane.process), lane.process))
 
 
 def span_text(done: Done) -> str:
@@ -147,7 +174,7 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     kept = [
         Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if span.end - span.begin > least]) for lane in lanes
     ]
-    return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out; look at less time"
+    return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out, also of the shares; look at less time"
 
 
 def moments(marks: list[Mark]) -> list[Moment]:

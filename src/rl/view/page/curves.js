@@ -18,9 +18,9 @@ const MARKS = /** @type {[string, string][]} */ ([["eval", "evaluation"], ["chec
 /** Whether a metric is one of the first to look at. @param {string} name */
 const usual = (name) => USUAL.includes(name) || /^eval\/[^/]+\/reward_mean$/.test(name) || (/^reward\/[^/]+\/mean$/.test(name));
 
-/** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
-export function Curves({ runs, values, live }) {
-  const metrics = useAnswer("metrics", { run: runs }, live ? 10000 : 0);
+/** `inner`: they stand below the title of another page. @param {{runs: string[], values: Record<string, string>, live: boolean, inner?: boolean}} props */
+export function Curves({ runs, values, live, inner }) {
+  const metrics = useAnswer("metrics", { run: runs }, live ? 2000 : 0);
   const text = (values.q ?? "").toLowerCase();
   const found = (metrics.data?.metrics ?? []).filter((metric) => !metric.name.endsWith("_stderr")
     && (metric.name + " " + metric.what).toLowerCase().includes(text));
@@ -30,7 +30,7 @@ export function Curves({ runs, values, live }) {
   const shared = { runs, live, order: values.order ?? "", axis: values.axis ?? "step", weight: Number(values.smooth ?? 0), zoom,
     setZoom: (/** @type {[number, number] | null} */ to) => change({ from: to?.[0].toPrecision(8), to: to?.[1].toPrecision(8) }, true) };
   return html`<div class="bar tools">
-      <h1 class="sr">Curves</h1>
+      ${inner ? "" : html`<h1 class="sr">Curves</h1>`}
       <${Entry} label="Search metrics" hide=${true} name="q" value=${values.q} search=${true} type="search" placeholder="Search metrics  /" />
       <${Choice} label="Over" name="axis" value=${shared.axis} options=${AXES} />
       <label class="field"><span>Smoothing</span><input type="range" min="0" max="0.99" step="0.01" value=${shared.weight}

@@ -8,7 +8,7 @@ import { Entry, Fault, State } from "./ui.js";
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Health({ run, values, live }) {
-  const { data, error } = useAnswer("health", { run }, live ? 3000 : 15000);
+  const { data, error } = useAnswer("health", { run }, live ? 2000 : 15000);
   if (error) return html`<${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Examining …</p>`;
   const process = values.process ?? data.processes.find((one) => one.name === "trainer" && one.attempts.length)?.name ?? data.processes.find((one) => one.attempts.length)?.name;
@@ -17,13 +17,13 @@ export function Health({ run, values, live }) {
     ${data.findings.length > 0 && html`<section><h2>Findings</h2><ul class="findings">${data.findings.map((finding, i) => html`<${Finding} key=${i} run=${run} finding=${finding} />`)}</ul></section>`}
     <div class="sides"><section class="card"><h2>The run</h2><ul class="lines">${data.lines.map((line, i) => html`<li key=${i}>${line}</li>`)}</ul></section>
       <section class="card"><h2>Processes</h2><table><tbody>${data.processes.map((one) => html`<tr key=${one.name} aria-current=${one.name === process ? "true" : null}><th scope="row">${one.attempts.length ? html`<a href=${link("health", { run: [run], process: one.name })}>${one.name}</a>` : one.name}</th>
-        <td>${one.doing || html`<span class="faint">no status</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
+        <td>${one.doing || html`<span class="faint">${data.state === "live" ? "no status" : "has ended"}</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
     ${process && html`<${Log} key=${process} run=${run} process=${process} attempts=${data.processes.find((one) => one.name === process)?.attempts ?? []} attempt=${values.attempt} text=${values.find ?? ""} live=${live} />`}`;
 }
 
 /** @param {{run: string, finding: import("./types").Finding}} props */
 function Finding({ run, finding }) {
-  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "wrong" : "may hold the reward down"}</span> ${finding.text}
+  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "wrong" : finding.metrics.length ? "may hold the reward down" : "to know"}</span> ${finding.text}
     <span class="evidence">${finding.metrics.map((name) => html`<a key=${name} href=${link("curves", { run: [run], q: name })}>curve of ${name}</a>`)}
       ${finding.why && html`<a href=${link("rollouts", { run: [run], why: finding.why })}>rollouts: ${finding.why}</a>`}
       ${finding.files.map((file) => {

@@ -17,8 +17,15 @@ const ANSWERS = {
   tasks: (all, values) => tasks(all, values),
   task: (all, values) => oneTask(all, values),
   log: (all, { process }) => all.logs[process],
-  timeline: (all, { begin, end }) => ({ ...all.timeline, begin: Number(begin) || all.timeline.begin, end: Number(end) || all.timeline.end }),
+  timeline: (all, { begin, end }) => between(all.timeline, Number(begin) || all.timeline.begin, Number(end) || all.timeline.end),
 };
+
+/** A part of the time. @param {import("./types").Timeline} all @param {number} begin @param {number} end */
+function between(all, begin, end) {
+  const inside = (/** @type {import("./types").Span[]} */ spans) => spans.filter((span) => span.end >= begin && span.begin <= end);
+  const lanes = all.lanes.map((lane) => ({ ...lane, spans: inside(lane.spans) }));
+  return { ...all, begin, end, lanes, quiet: inside(all.quiet), moments: all.moments.filter((moment) => moment.time >= begin && moment.time <= end) };
+}
 
 /** A part of a rollout's tokens, which the file has as one answer. @param {import("./types").Tokens | undefined} all @param {number} offset @param {number} limit */
 function stretch(all, offset, limit) {
@@ -42,6 +49,12 @@ function fits(row, values, left) {
     && ["env", "task", "group", "outcome", "why"].every(is);
 }
 
+/** @param {any} all @param {any} row @returns {any} */
+const detailOf = (all, row) => Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === row);
+
+/** @param {any} all @returns {string[]} */
+const metricsOf = (all) => [...new Set(Object.values(all.rollouts).flatMap((/** @type {any} */ one) => Object.keys(one.metrics)))].sort();
+
 /** @param {any} detail */
 function texts(detail) {
   return detail.messages.map((/** @type {any} */ message) => [message.text, message.thinking, ...message.calls.map((/** @type {any} */ call) => call.name + call.arguments)].join("\n")).join("\n") + detail.error;
@@ -51,20 +64,21 @@ function texts(detail) {
 function listed(all, values) {
   const rows = rowsOf(all, values.kind);
   let found = rows.filter((row) => fits(row, values));
-  const text = (values.q ?? "").toLowerCase();
+  const text = (values.q ?? "").toLowerCase(), looked = found.length;
   if (text || values.tool_errors) {
     found = found.filter((row) => {
-      const detail = Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === row);
+      const detail = detailOf(all, row);
       return (!text || texts(detail).toLowerCase().includes(text)) && (!values.tool_errors || detail.messages.some((/** @type {any} */ m) => m.role === "tool" && /error/i.test(m.text.slice(0, 200))));
     });
   }
   const names = /** @type {Record<string, string>} */ ({ num_tokens: "tokens", num_turns: "turns" });
   const by = names[values.sort] ?? values.sort, sign = values.descending === false ? 1 : -1;
-  if (by) found = [...found].sort((a, b) => sign * ((a[by] ?? 0) - (b[by] ?? 0)));
+  const value = (/** @type {any} */ row) => row[by] ?? detailOf(all, row).metrics[by] ?? -sign * Infinity;
+  if (by) found = [...found].sort((a, b) => sign * (value(a) - value(b)));
   const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
   const offset = values.offset || 0;
   return { total: found.length, offset, rows: found.slice(offset, offset + values.limit), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
-    sorts: ["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task"], searched: text || values.tool_errors ? rows.length : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
+    sorts: ["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task", ...metricsOf(all)], searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
 }
 
 /** @param {string[]} words @returns {Record<string, number>} */
@@ -89,7 +103,7 @@ function histogram(rows) {
 function tasks(all, values) {
   const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number)), sign = values.descending === false ? 1 : -1;
   const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
-  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit) };
+  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: [] };
 }
 
 /** @param {any} all @param {any} values */

@@ -21,7 +21,7 @@ export function Rollouts({ run, values, live }) {
   const wanted = Object.fromEntries(FILTERS.filter((name) => values[name]).map((name) => [name, values[name]]));
   const offset = Number(values.offset ?? 0);
   const question = { run, kind, ...wanted, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT };
-  const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 3000 : 0);
+  const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
   const chosen = values.at ?? "";
   useMoving(rows, chosen);
@@ -46,7 +46,7 @@ export function Rollouts({ run, values, live }) {
       <${Chips} wanted=${wanted} />
       ${error && html`<${Fault} text=${error} />`}
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
-      ${data && !rows.length && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
+      ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
       <ul class="rows">${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
       ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
     </section>

@@ -45,7 +45,7 @@ function Row({ run, chosen, toggle }) {
     <td class="right" data-label="Step"><span>${run.step}<span class="faint">/${run.max_steps}</span></span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
-      <b>${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
+      <b title="The mean of the newest steps, five at most">${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
     <td class="evals" data-label="Held out">${run.evals.length ? run.evals.map((one) => html`<${Change} key=${one.name} one=${one} alone=${run.evals.length === 1} />`) : html`<span class="faint">–</span>`}</td>
     <td class="right" data-label="Lag">${run.lag === null ? "–" : +run.lag.toFixed(2)}</td>
     <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>

@@ -28,8 +28,9 @@ export function Tasks({ run, values, live }) {
       <div class="bar"><${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} /><span class="grow"></span><${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${SORTS} />
         ${values.sort && html`<button class="quiet" aria-label="Turn the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
       ${error && html`<${Fault} text=${error} />`}
+      ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${values.number ? `No rollout of task ${values.number} is there.` : "No rollout has been scored yet."}</p>`}
-      ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right">First</th><th class="right">Last</th><th class="right">Change</th></tr></thead><tbody>
+      ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right" title="Mean reward of the first third of the versions that played it">First</th><th class="right" title="Mean reward of the last third of the versions that played it">Last</th><th class="right">Change</th></tr></thead><tbody>
         ${data.rows.map((row) => html`<tr key=${`${row.env}/${row.task}`} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
           <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>

@@ -89,7 +89,7 @@ function chain(rows) {
   const words = [], seen = new Set();
   for (let name = "trainer"; name && !seen.has(name);) {
     seen.add(name);
-    const own = rows.filter(({ lane }) => lane.process === name || lane.process.startsWith(`${name}-`)), wait = own.find(({ span }) => span.waits_for);
+    const own = rows.filter(({ lane }) => lane.process === name || lane.process.startsWith(`${name}-`)).filter(({ span }) => !span.name.startsWith("level ")), wait = own.find(({ span }) => span.waits_for);
     const what = (wait ?? own.find(({ span }) => span.name !== "serving") ?? own[0])?.span;
     words.push(html`<b>${name}</b> ${what ? (what.text || what.name).replaceAll("_", " ") : "did nothing that is recorded"}`);
     name = wait?.span.waits_for ?? "";
@@ -99,6 +99,7 @@ function chain(rows) {
 
 /** A colour for each kind of span: waits are grey. @param {string} name */
 function kind(name) {
+  if (name.startsWith("level ")) return `g${name.slice(6)}`;
   if (WAITS.test(name)) return "wait";
   if (name in KINDS) return KINDS[name];
   let sum = 0;

@@ -177,6 +177,7 @@ export interface Tasks {
   total: number;
   offset: number;
   rows: TaskRow[];
+  damaged: string[];
 }
 
 export interface TaskRow {
