@@ -97,6 +97,7 @@ def test_why_was_this_rollout_not_trained(tab):
 
 def test_what_did_step_12_change_on_task_77(tab):
     start(tab, "fast", "Tasks")
+    tab.page.wait_for_selector("[data-search]")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("77")
     tab.page.get_by_role("link", name="task 77").click()
@@ -127,6 +128,7 @@ FIRST_CURVE = """() => [...document.querySelectorAll('details')].find((one) => o
 
 def test_what_was_everyone_waiting_for_at_a_time(tab):
     start(tab, "fast", "Timeline")
+    tab.page.wait_for_selector("[data-search]")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("10:41")
     tab.page.keyboard.press("Enter")
