@@ -141,7 +141,7 @@ class Run:
         raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
 
     def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
-        """One task over the run: its rollouts by the newest policy version that sampled them, ascending."""
+        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1: failed before a token was."""
         return self.rollouts(kind, env=env, task=task).by("version")
 
     @property

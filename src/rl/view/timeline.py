@@ -54,7 +54,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
         raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
     found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
-    lanes = [*lanes, *gauge_lanes(found.gauges, end)]
+    lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
@@ -116,7 +116,7 @@ def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
                     for (at, value), until in zip(values, ends, strict=True)
                 ]
                 lanes.append(Lane(process=process, name=GAUGES[name], spans=spans))
-    return sorted(lanes, key=lambda lane: (rank(lane.process), lane.process))
+    return lanes
 
 
 def span_text(done: Done) -> str:
