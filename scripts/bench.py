@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = {
+    "roofline": "what every phase of the loop takes over what the machine allows, and who owns the difference",
     "trainer": "a training step over a bare PyTorch one",
     "scaling": "the trainer's tokens a second and memory against batch size and length",
     "pause": "what a weight update costs generation",

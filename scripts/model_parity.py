@@ -67,8 +67,9 @@ def wait_for(process: "subprocess.Popen[bytes]", folder: Path, log: Path) -> str
 
 
 def why(log: Path) -> str:
-    """The last error that a log names, on one line."""
-    found = re.findall(r"^(?:\S+ )*?((?:\w+\.)*\w+(?:Error|Exception|Interrupt): ?.*(?:\n {2,}.*)*)", log.read_text(errors="replace"), re.M)
+    """The last error that a log names, on one line; none that is a warning."""
+    text = re.sub(r"^.* WARNING .*\n", "", log.read_text(errors="replace"), flags=re.M)
+    found = re.findall(r"^(?:\S+ )*?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)\b:? ?.*(?:\n {2,}.*)*)", text, re.M)
     return " ".join(found[-1].split()) if found else ""
 
 

@@ -51,15 +51,21 @@ MOST_DIFFERENCE = 1e-3
 """Nats, and relative norm of a gradient, beyond which a model would be trained wrong in silence."""
 MOST_KL = {"float32": 1e-5, "bfloat16": 0.05}
 """Mean KL to vLLM beyond which it is another model. These weights magnify what rounding does."""
-LATENT_ROPE = "vLLM on CPUs alone: its rotary kernel turns the queries of latent attention by wrong positions; with yarn it is not used"
+AXIS_ROPE = "vLLM on CPUs alone: where queries have an axis of heads, its rotary kernel takes that for tokens, and so wrong positions"
+STEP_FLOOR = "Hugging Face alone: time steps are at least time_step_min, which the published models draw their first ones by and no more"
 APART = {
-    "deepseek_v2": LATENT_ROPE,
+    "deepseek_v2": AXIS_ROPE + "; with yarn that kernel is not used",
     "deepseek_v3": "as deepseek_v2",
     "ernie4_5_moe": "vLLM on CPUs alone: its choice of experts leaves out their correction bias",
+    "gemma3n_text": "vLLM: in the text model alone, without one for images, it leaves out the embeddings of tokens that each layer has",
+    "glm4_moe_lite": "as deepseek_v2",
     "hrm_text": "in vLLM a token of the prompt sees the whole prompt; here, and in Hugging Face without token types, what is before it",
-    "lfm2": "not explained: rounding of its convolution in vLLM's build for CPUs is a guess",
+    "lfm2": "as deepseek_v2",
+    "lfm2_moe": "as deepseek_v2",
+    "nemotron_h": STEP_FLOOR,
+    "zamba2": "as nemotron_h",
 }
-"""Families that vLLM computes differently from Hugging Face and us, by more than rounding: what is known of it."""
+"""Families that vLLM computes differently from Hugging Face and us, by more than rounding: who is alone, and with what."""
 NO_FLOAT32 = ("not implemented for 'Float'", "requires BF16", "expected scalar type BFloat16 but found Float")
 """What kernels of vLLM say that have no float32."""
 

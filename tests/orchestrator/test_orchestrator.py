@@ -130,14 +130,15 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
     assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
     lags = [batch.step - 1 - sample.policy_versions[0].policy_version for batch in given for sample in batch.samples]
-    assert sum(lags) / len(lags) <= 1.3 and max(lags) <= config.orchestrator.max_off_policy_steps
+    # The slow half may be the three steps old that it takes, the fast half as old as max_lag: 2 on average is the bound.
+    assert sum(lags) / len(lags) <= 1.75 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
 def test_resume_plays_no_finished_group_again(tmp_path, model):
     config = make_config(tmp_path, "--max_lag", "1")
 
     async def stop_after_two(stub, runner):
-        while config.run_dir.newest_batch() < 2:
+        while config.run_dir.newest_batch() < 2 or stub.policy_version < 1:  # else the trainer would wait for its acknowledgement
             await asyncio.sleep(0.02)
         runner.cancel()
 
