@@ -36,7 +36,9 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     found = run.rollouts()
     assert ids(found) == [(group, i) for group in range(4) for i in range(2)] and len(found) == 8
     assert ids(run.rollouts(why="trained")) == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)] and ids(run.rollouts(env="nobody")) == []
+    assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)]
+    with pytest.raises(RunError, match="env = nobody: no rollout is of it; there are: sums, words"):
+        run.rollouts(env=["sums", "nobody"])
     assert ids(run.rollouts(step=2, task={3})) == ids(run.rollouts(version=1, task=3)) == [(2, 0), (2, 1)]
     assert ids(run.rollouts(step=range(1, 2), reward=(0.5, None))) == [(0, 1), (1, 0), (1, 1)]
     assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [(0, 0), (2, 0), (2, 1)]
