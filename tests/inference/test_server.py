@@ -76,6 +76,15 @@ def test_sampled_logprobs_and_stops(servers):
     assert (stopped["token_ids"], stopped["finish_reason"]) == (long["token_ids"][: index + 1], "stop")
 
 
+def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
+    server = servers["tied"]
+    greedy = server.generate(PROMPT, max_tokens=8, temperature=0.0)
+    for cut in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        alone = server.generate(PROMPT, max_tokens=8, temperature=1.0, **cut)
+        assert alone["token_ids"] == greedy["token_ids"], cut
+        assert alone["logprobs"] == pytest.approx([0.0] * 8), cut
+
+
 def test_bad_requests_are_refused(servers):
     server = servers["tied"]
     for body, kind in [

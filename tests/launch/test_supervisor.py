@@ -450,6 +450,15 @@ def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_n
     assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
 
 
+def test_so_does_one_that_ended_while_the_trainer_was_dead(make):
+    """It took the trainer, which had gone through all steps, for ended, and its next attempt would have waited for nobody."""
+    run = make(backoff_s=1.5)
+    run.begin(orchestrator="beat('waiting_for_trainer_end', None, 0.7)", trainer="beat('training', 9, 0.3)\nsys.exit(attempt == 1)")
+    run.finish()
+    assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
+    assert [event["process"] for event in run.events("death")] == ["trainer"]
+
+
 def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
     found = types.SimpleNamespace(bottleneck="the trainer waits for batch 2", lines=["orchestrator: filling"])
     monkeypatch.setattr("rl.diagnosis.waits.diagnose", lambda run_dir, config: found, raising=False)

@@ -256,8 +256,8 @@ def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
 
 
-def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:
-    """Runs the server in this process and returns its exit code. Raises ConfigError first of all, later RunError."""
+def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace:
+    """All arguments of vLLM's server for the model at `model_path`. Raises ConfigError for wrong ones in `[inference.vllm]`."""
     model, settings = config.model, config.inference
     ours = {
         "model": model_path,
@@ -272,10 +272,15 @@ def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> in
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
-    engine_args = resolve(settings.vllm, "inference.vllm")
+    given = resolve(settings.vllm, "inference.vllm")
+    return parse_engine_args(given, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(given) if on_cpu else {}))
+
+
+def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:
+    """Runs the server in this process and returns its exit code. Raises ConfigError first of all, later RunError."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, engine_process.end_while_starting)
-    args = parse_engine_args(engine_args, ours | adapter_arguments(config, on_cpu) | (cpu_defaults(engine_args) if on_cpu else {}))
+    args = vllm_arguments(config, model_path, on_cpu)
     args.port = served.sock.getsockname()[1]
     engine_process.tie_children([served.sock.fileno(), served.lock])
     import uvloop

@@ -68,6 +68,13 @@ class WeightLoader:
             from rl.inference.seeds import Generators
 
             self.model_runner.input_batch.generators = Generators()
+        if current_platform.is_cpu():
+            from rl.inference.eager import speed_up
+            from rl.inference.threads import choose_threads
+
+            speed_up(self.model_runner)
+            if self.parallel_config.world_size == 1:  # several wait for each other inside of a step anyway
+                choose_threads(self.model_runner)
 
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.

@@ -182,6 +182,8 @@ class Supervisor:
         self.children.kill_tree(child)
         if code == 0 and state.name != "inference":
             state.child, state.done = None, True
+            if state.name == "orchestrator" and (trainer := self.states.get("trainer")) and trainer.is_down:
+                self._wake("orchestrator")  # it has taken a trainer that died at the very end for one that had ended
         elif code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
             said = f", saying: {words}" if (words := last_words(child.log)) else ""
             self.event("give_up", state.name, attempt=child.attempt, exit=code, reason=f"{child.ending()}{said}")

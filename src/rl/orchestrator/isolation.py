@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from rl.config.environment_id import module_file, module_name
 from rl.homes.build import outside
+from rl.homes.home import is_of_package
 from rl.orchestrator.relay import RELAYED, Relay
 from rl.system.credentials import REFERENCE, strings
 from rl.system.errors import RunError
@@ -23,6 +25,8 @@ from rl.wire.worker_messages import WorkerSetup
 
 VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "PYTHONUNBUFFERED", "PYTHONPATH", "OMP_NUM_THREADS", MARKER)
 PREFIXES = ("LC_",)
+OWN = ("/", "/tmp", "/dev", "/dev/shm", "/proc")
+"""What a sandbox has of its own: an argument that names it means that."""
 
 
 class Isolation:
@@ -38,6 +42,8 @@ class Isolation:
             return setup, None
         if problem := fault():
             raise RunError(f'environment {setup.env.name}, isolation = "sandbox": {problem}')
+        if unset := [key for key in setup.keys if key not in os.environ]:
+            raise RunError(f"environment {setup.env.name}: keys names {', '.join(unset)}, and the shell has none; set it, or leave it out")
         policy = setup.policy
         if self.relay is None and policy.endpoint is None:
             self.relay = Relay(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
@@ -59,7 +65,8 @@ def confined(setup: WorkerSetup, relay: str) -> WorkerSetup:
 
 
 def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
-    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it."""
+    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it, and a text among the settings
+    that happens to be a path, `../` or `//`, does not show what holds it, the current directory or the home directory."""
     directory = Path.cwd()
     read = {Path(setup.orchestrator.removeprefix("ipc://")), Path(__file__).parents[1]}
     if setup.policy.relay:
@@ -68,17 +75,26 @@ def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
     for folder in (setup.policy.tokenizer, setup.policy.model_path):
         if folder:
             read |= set(with_targets(Path(folder)))
-    read |= {path for path in map(Path.absolute, named_files(setup)) if run_dir.absolute() not in (path, *path.parents)}
+    inside = run_dir.resolve()
+    holds = {place for one in (directory, Path("~").expanduser(), inside) for place in (one, *one.parents)}
+    named = [path for path in map(plain, named_files(setup)) if os.path.exists(path)]  # Path.exists raises for what is too long for a name
+    read |= {path for path in named if path.resolve() not in holds and not path.resolve().is_relative_to(inside)}
     read |= {Path(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
-    existing = {path.absolute() for path in read if path.exists() and path.absolute() != Path("/")}
-    return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute()}), directory, setup.network)
+    existing = {place for place in map(plain, read) if place.exists() and str(place.resolve()) not in OWN}
+    existing = {place for place in existing if not place.is_relative_to("/proc")}
+    return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute(), inside}), directory, setup.network)
+
+
+def plain(path: Path) -> Path:
+    """An absolute path without `..` and with one slash in front."""
+    return Path(os.path.normpath(Path("/", *path.absolute().parts[1:])))
 
 
 def interpreter_places(python: Path) -> Iterator[Path]:
     """The directories of a virtual environment, of the interpreter that it was made from, and of packages that lie elsewhere."""
     place = python.parent.parent
     if not (place / "pyvenv.cfg").is_file():
-        yield from (place, python.resolve().parent.parent)
+        yield from (python, python.resolve().parent.parent)
         return
     yield place
     yield from outside(place)
@@ -95,8 +111,10 @@ def with_targets(folder: Path) -> Iterator[Path]:
 
 
 def named_files(setup: WorkerSetup) -> Iterator[Path]:
-    """The files and directories that the environment's settings name: rows, the reward's file, paths in its arguments."""
+    """The files and directories that the environment's settings name: a module, rows, the reward's file, paths in its arguments."""
     env = setup.env
+    if env.id and not is_of_package(setup.python) and (file := module_file(Path.cwd(), module_name(env.id))):
+        yield file.parent if file.name == "__init__.py" else file
     yield from (Path(text).expanduser() for text in (env.dataset, env.eval_dataset) if text)
     if env.reward and env.reward.rpartition(":")[0].endswith(".py"):
         yield Path(env.reward.rpartition(":")[0]).expanduser()

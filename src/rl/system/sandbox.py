@@ -18,12 +18,13 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/sto
 """Directories that hold programs and libraries, and no person's files."""
 SETTINGS = (
     *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
-    *("nsswitch.conf", "passwd", "pki", "protocols", "resolv.conf", "services", "ssl"),
+    *("nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "protocols", "resolv.conf", "services"),
+    *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
 )
-"""What programs read in /etc. None of it is secret: private keys below it are root's, and nothing in the sandbox is root."""
+"""What programs read in /etc. None of it is secret; private keys lie beside the certificates."""
 NOBODY = "65534"
-TEMPORARY_BYTES = 1 << 30
-"""Size of the sandbox's /tmp, which is memory."""
+TEMPORARY_BYTES, SHARED_BYTES = 1 << 30, 1 << 26
+"""Sizes of the sandbox's /tmp and /dev/shm, which are memory."""
 TRIAL_S = 20.0
 REMEDY = (
     "the sandbox needs bubblewrap 0.8 or newer (`apt-get install bubblewrap`) and user namespaces (as root: "
@@ -53,7 +54,9 @@ class Sandbox:
             arguments.append("--share-net")
         for path in [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]:
             arguments += ["--ro-bind-try", path, path]
-        arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
+        arguments += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        # Root that makes a sandbox stays root to the kernel, without capabilities: /proc/sys asks for no more than that.
+        arguments += ["--proc", "/proc", "--remount-ro", "/proc", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
         places = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
         places |= {path: ["--tmpfs", str(path)] for path in self.hidden - self.read}
         for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):  # what lies deeper is laid over what holds it

@@ -1,0 +1,83 @@
+"""What vLLM computes in many small steps where it runs a model on the CPU without compiling it, in few.
+
+Put into a worker before its first request. Where a model is compiled, the compiler does it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import ir
+from vllm.config import CompilationMode
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from rl.inference.draw import draw
+
+KERNEL = "vllm_c_cpu"
+"""vLLM's kernels in C++ of the norms, under a name of their own: it has them for CPUs and takes them on GPUs alone."""
+VECTOR = 16
+"""Values that a kernel computes at once; a row is a whole number of these."""
+
+
+def can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous() and x.shape[-1] % VECTOR == 0
+
+
+def can_add_norm(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return can_norm(x, weight, epsilon, variance_size) and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+
+
+@ir.ops.rms_norm.register_impl(KERNEL, supports_args=can_norm)
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    out = torch.empty_like(x)
+    torch.ops._C.rms_norm(out, x, weight, epsilon)
+    return out
+
+
+@ir.ops.fused_add_rms_norm.register_impl(KERNEL, supports_args=can_add_norm, inplace=True)
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
+
+class DrawingSampler(Sampler):
+    """vLLM's sampler where requests are random and want the log-probability of the sampled token alone, as those of a run do.
+
+    Its steps up to top_k and top_p are vLLM's own; then `draw`. Nobody who asks for that one log-probability is told a rank: it is 0.
+    """
+
+    def forward(
+        self,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> SamplerOutput:
+        wanted = sampling_metadata
+        if not wanted.all_random or wanted.max_num_logprobs != 0 or wanted.logprob_token_ids or logprobs_mode_override:
+            return super().forward(logits, wanted, predict_bonus_token, logprobs_mode_override)
+        logits = self.apply_logits_processors(logits.to(torch.float32), wanted, predict_bonus_token)
+        logits = self.apply_temperature(logits, wanted.temperature, all_random=True)
+        for processor in wanted.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        logits = apply_top_k_top_p(logits, wanted.top_k, wanted.top_p)
+        uniform = torch.rand(len(logits), dtype=torch.float64)
+        for row, generator in wanted.generators.items():
+            uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
+        tokens, logprobs = draw(logits, uniform)
+        tokens = tokens.to(torch.int32)
+        return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, torch.zeros(len(tokens), dtype=torch.int64)))
+
+
+def speed_up(runner: Any) -> None:
+    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model the kernels do."""
+    if type(runner.sampler) is Sampler and runner.speculative_config is None:
+        runner.sampler = DrawingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
+    if runner.compilation_config.mode == CompilationMode.NONE:
+        for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+            op.set_default([KERNEL, "native"])
