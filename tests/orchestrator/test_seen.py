@@ -136,10 +136,14 @@ def test_a_run_directory_is_hidden_by_whatever_way_it_would_be_seen(work, run, m
 
 
 @needs_bwrap
-def test_a_models_links_show_what_they_lead_to_and_nothing_beside_it(work, run):
+def test_links_in_what_is_seen_show_what_they_lead_to_and_nothing_beside_it(work, run):
+    """Those of a model's folder, and those that are named."""
     write(work.parent / "blobs/1")
     write(work.parent / "blobs/2")
-    (work / "model").mkdir()
+    (work / "model/part").mkdir(parents=True)
     (work / "model/config.json").symlink_to("../../blobs/1")
-    box = box_of(run, model=f"{work}/model")
-    assert inside(box, "cat model/config.json; ls ../blobs").split() == ["text1"]
+    (work / "model/part/config.json").symlink_to(work.parent / "blobs/1")
+    (work / "model/again.json").symlink_to("part/config.json")
+    read = "cat model/config.json model/part/config.json model/again.json; ls ../blobs"
+    assert inside(box_of(run, model=f"{work}/model"), read) == "text" * 3 + "1\n"
+    assert inside(box_of(run, args={"texts": ["model/", "model/part/config.json"]}), read) == "text" * 3 + "1\n"

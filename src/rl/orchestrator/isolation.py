@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rl.orchestrator.relay import RELAYED, Relay
-from rl.orchestrator.seen import hidden_places, interpreter_places, named_files, straight, with_targets
+from rl.orchestrator.seen import followed, hidden_places, interpreter_places, named_files, straight, with_targets
 from rl.system.credentials import REFERENCE, strings
 from rl.system.errors import RunError
 from rl.system.process_table import MARKER
@@ -84,7 +84,7 @@ def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
         if folder:
             read |= set(with_targets(Path(folder)))
     read |= named_files(setup.env, setup.python, run_dir).shown
-    existing = {straight(path) for path in read if path.exists()}
+    existing = followed({straight(path) for path in read if path.exists()})
     existing = {path for path in existing if str(path.resolve()) not in OWN and not path.is_relative_to("/proc")} | {setup_path.absolute()}
     return Sandbox(frozenset(existing), frozenset(hidden_places(run_dir, existing)), Path.cwd(), setup.network, links)
 

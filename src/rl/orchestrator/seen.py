@@ -151,10 +151,20 @@ def hops(path: Path) -> Iterator[Path]:
 
 
 def with_targets(folder: Path) -> Iterator[Path]:
-    """A model's folder, and the files that its links lead to: a hub's cache keeps the content elsewhere."""
+    """A model's folder, and what its links lead to: a hub's cache keeps the content elsewhere."""
     yield folder
-    if folder.is_dir():
-        yield from {hop for path in folder.iterdir() if path.is_symlink() for hop in hops(path) if hop.is_file()}
+    yield from (path for path in folder.rglob("*") if path.is_symlink())
+
+
+def followed(paths: set[Path]) -> set[Path]:
+    """The paths, with what it leads to in place of each that is reached by a link in a directory which is seen: the link is there."""
+    found = set()
+    for path in paths:
+        holders = [one for one in paths if path != one and path.is_relative_to(one)]
+        by_link = any(path.resolve() != one.resolve() / path.relative_to(one) for one in holders)
+        outer = {hop for hop in hops(path) if not any(hop.is_relative_to(one) for one in holders)}
+        found |= {path.resolve(), *outer} if by_link else {path}
+    return found
 
 
 # The run directory ------------------------------------------------------------------------------------------------------
