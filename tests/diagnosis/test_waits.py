@@ -267,6 +267,15 @@ def test_a_process_on_a_machine_with_another_clock_lives_as_long_as_its_heart_be
     assert (inference.silent, inference.silent_s, round(inference.phase_s)) == (False, 0.0, 72)
 
 
+def test_the_trainer_has_ended_and_the_last_evaluation_goes_on(run):
+    run.working(orchestrator=does(Phase.EVALUATING, 100, "sums"), orchestrator_since=7)
+    run.dir.status("trainer").unlink()
+    run.metrics(range(91, 101), **{"time/step": 10.0})
+    assert run.bottleneck() == (
+        "the trainer has trained its last step and ended; the orchestrator is evaluating sums at version 100 for 7 s"
+    )
+
+
 def test_the_model_is_downloaded(run):
     run.rl()
     run.log("model-1", "Fetching 12 files:  33%")

@@ -6,12 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
+from rl.orchestrator.judge import judge
 from rl.orchestrator.pending import PendingRollouts
 from rl.records import cache, index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.wire.batch_file import compress_rollouts, sum_path
+from rl.wire.rollouts import Group
 from tests.records.made import RULES, group, make_run, rollout, write_eval_of, write_step
 
 
@@ -34,7 +36,9 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     found = run.rollouts()
     assert ids(found) == [(group, i) for group in range(4) for i in range(2)] and len(found) == 8
     assert ids(run.rollouts(why="trained")) == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)] and ids(run.rollouts(env="nobody")) == []
+    assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)]
+    with pytest.raises(RunError, match="env = nobody: no rollout is of it; there are: sums, words"):
+        run.rollouts(env=["sums", "nobody"])
     assert ids(run.rollouts(step=2, task={3})) == ids(run.rollouts(version=1, task=3)) == [(2, 0), (2, 1)]
     assert ids(run.rollouts(step=range(1, 2), reward=(0.5, None))) == [(0, 1), (1, 0), (1, 1)]
     assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [(0, 0), (2, 0), (2, 1)]
@@ -63,6 +67,14 @@ def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
     write_step(run_dir, 3, [group(4, [0.1, 0.2]), group(5, [1 / 3, 0.0])])
     run = Run(run_dir.root)
     assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(run.rollouts(step=3, exact=0.2)) == [(4, 1)]
+
+
+def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):
+    rollouts = [rollout(0.0), rollout(1.0, metrics={"num_turns": 7.0})]
+    write_step(run_dir, 3, [judge(Group(group_id=4, env="sums", task=1, rollouts=rollouts), RULES["sums"])])
+    found = Run(run_dir.root).rollouts(step=3).sorted("metrics/num_turns")
+    assert [one["num_turns"] for one in found] == [1, 1] and found[0].metrics == {"num_turns": 7.0}
+    assert len(set(found.fields)) == len(found.fields)
 
 
 def test_another_run_in_the_place_of_one_is_read_anew(run_dir):

@@ -219,6 +219,11 @@ def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_p
     ):
         page.goto(f"{file.as_uri()}{where}")
         page.wait_for_selector(what)
+    page.goto(f"{file.as_uri()}#/timeline?run=first")
+    page.get_by_role("button", name="Zoom in").click()
+    page.wait_for_selector(".lanes rect")
+    shares = page.locator(".card", has_text="Where the time went").inner_text()
+    assert "forward backward" in shares and "-" not in shares
     page.goto(f"{file.as_uri()}#/rollouts?run=first&q=the+answer+is+3")
     page.wait_for_selector(".rows li:nth-child(2):last-child")
     assert not faults and page.evaluate("window.hacked") is None

@@ -7,17 +7,19 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
-from tests.records.made import group, make_run, write_step
+from rl.run_dir.token_log import write_token_log
+from tests.records.made import group, make_run, sample, write_samples, write_step
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
 from tests.view.serving import serving
 
 pytestmark = pytest.mark.proof
-STEPS = 14
+STEPS, TOKENS = 14, 3000
 TASK = 77
 LIMIT_S = 15.0
 """A person has a minute; what the page itself takes of it is to be little."""
@@ -55,6 +57,9 @@ def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
             group(10 * step + i, [0.0, 1.0], task=task, version=step - 1, text=f"it is {word}") for i, task in enumerate((TASK, step))
         ]
         write_step(run_dir, step, [*groups, group(10 * step + 9, [1.0, 1.0], task=3, version=step - 1)])
+    write_samples(run_dir, 1, [sample(10, 1, tokens=TOKENS)])
+    columns = {"trainer_logprobs": np.full(TOKENS, -0.5, np.float32), "entropies": np.zeros(TOKENS, np.float16)}
+    write_token_log(run_dir.tokens(1), columns | {"flags": np.zeros(TOKENS, np.uint8)})
     for folder in (run_dir.spans, run_dir.status_dir):
         folder.mkdir()
     waits = {
@@ -97,6 +102,7 @@ def test_why_was_this_rollout_not_trained(tab):
 
 def test_what_did_step_12_change_on_task_77(tab):
     start(tab, "fast", "Tasks")
+    tab.page.wait_for_selector("[data-search]")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("77")
     tab.page.get_by_role("link", name="task 77").click()
@@ -127,6 +133,7 @@ FIRST_CURVE = """() => [...document.querySelectorAll('details')].find((one) => o
 
 def test_what_was_everyone_waiting_for_at_a_time(tab):
     start(tab, "fast", "Timeline")
+    tab.page.wait_for_selector("[data-search]")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("10:41")
     tab.page.keyboard.press("Enter")
@@ -156,3 +163,16 @@ def test_which_setting_differs_and_which_run_learned_faster_per_sample(tab):
     assert rewards["fast"] == pytest.approx(0.81) and rewards["slow"] == pytest.approx(0.27)
     tab.page.get_by_label("Over").select_option("samples")
     tab.page.wait_for_selector(".chart canvas")
+
+
+def test_a_long_rollout_is_read_to_its_end_though_little_of_it_is_drawn(tab):
+    tab.go("#/rollouts?run=fast&at=10/1&tab=tokens")
+    tab.page.wait_for_selector(".tokens [data-i='0']")
+    tab.until("(document.querySelector('.detail').scrollTop = 1e6) && !!document.querySelector(`.tokens [data-i='3001']`)")
+    assert tab.count(".tokens .t") < 1500 and tab.count(".tokens [data-i='0']") == 0
+    tab.page.locator(".tokens [data-i='3001']").click()
+    tab.until("location.hash.includes('token=3001')")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.until("document.querySelector('.reader').innerText.includes('#3000')")
+    tab.go("#/rollouts?run=fast&at=10/1&tab=tokens&token=1500")
+    tab.page.wait_for_selector(".tokens .pinned[data-i='1500']")

@@ -159,7 +159,9 @@ def absent(state: RunState, name: str) -> str:
     if search := model_log(state):
         last = next(iter(last_lines(search, 1)), "nothing logged yet")
         return f"model {state.config.model.name} is being found or downloaded: {last} (log: {search})"
-    log = log_name(state, name)
+    log, orchestrator = log_name(state, name), state.processes.get("orchestrator")
+    if name == "trainer" and state.step >= state.config.max_steps and orchestrator and orchestrator.there:
+        return f"the trainer has trained its last step and ended; the orchestrator is {orchestrator.doing_for}"
     if death := state.down(name):
         return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be started again; see {log}"
     if state.launcher and state.launcher.alive:

@@ -126,12 +126,18 @@ class Run:
 
         kind: `train` of a step's file, trained or not; `pending`, which no batch has settled; `eval`. None: the first two, in this order.
         wanted: see Rollouts.where: `step=range(10, 20), env="sums", why=["trained", "no_signal"], reward=(0.5, None)`.
+        Raises RunError for a field, and for an environment or evaluation, that there is not.
         """
         kinds = {number for number, word in KINDS.items() if word == kind or (kind is None and number is not Kind.EVAL)}
         if not kinds:
             raise RunError(f"kind = {kind!r}: give {', '.join(KINDS.values())}")
         with self._lock:
             self._index.refresh()
+            there = self._index.columns.words["env"]
+            named = wanted.get("env")
+            unknown = [name for name in ([named] if isinstance(named, str) else named or ()) if name not in there.codes]
+            if unknown and there.words:
+                raise RunError(f"env = {', '.join(unknown)}: no rollout is of it; there are: {', '.join(there.words)}")
             return all_rollouts(self._index, self._texts, kinds).where(**wanted)
 
     def group(self, group_id: int) -> Rollouts:
@@ -141,7 +147,7 @@ class Run:
         raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
 
     def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
-        """One task over the run: its rollouts by the newest policy version that sampled them, ascending."""
+        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1: failed before a token was."""
         return self.rollouts(kind, env=env, task=task).by("version")
 
     @property

@@ -47,14 +47,16 @@ STEP_PARTS = (
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     """The lanes between two times; without them the newest WINDOW_S."""
-    first, last = extent(run)
+    everything, (first, last) = run.timeline(), extent(run)
+    first = min([*filter(None, [first]), *(done.begin for done in everything.spans)], default=0.0)
+    last = max([last, *(done.end for done in everything.spans)])
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
     if not begin <= end:
         raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
-    found = run.timeline(begin, end)
+    found = everything.between(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
-    lanes = [*lanes, *gauge_lanes(found.gauges, end)]
+    lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
@@ -77,11 +79,10 @@ def quiet_times(spans: list[Done], begin: float, end: float) -> list[Span]:
 
 
 def extent(run: Run) -> tuple[float, float]:
-    """When the run began, and when something was last heard of it."""
+    """When the run began, and when something was last heard of it, by all but its spans."""
     times = [time for _, some in line_times(run).values() for time in some.tolist()]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
-    times += [path.stat().st_mtime for path in run.run_dir.spans.glob("*.jsonl")]
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 
@@ -98,8 +99,8 @@ def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
         kinds[kind] += 1
         if kinds[kind] <= LANES:
             lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
-    more = [f"{LANES} of {count} lanes of {process} {lane}" for (process, lane), count in kinds.items() if count > LANES]
-    return lanes, f"as much was done at once that there are {', '.join(more)} only" if more else ""
+    more = [f"{LANES} of {count} lanes `{lane}` of {process}" for (process, lane), count in kinds.items() if count > LANES]
+    return lanes, f"shown are {', '.join(more)}: so much was done at once" if more else ""
 
 
 def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
@@ -116,7 +117,7 @@ def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
                     for (at, value), until in zip(values, ends, strict=True)
                 ]
                 lanes.append(Lane(process=process, name=GAUGES[name], spans=spans))
-    return sorted(lanes, key=lambda lane: (rank(lane.process), lane.process))
+    return lanes
 
 
 def span_text(done: Done) -> str:

@@ -13,7 +13,7 @@ const ROW = 26, LEFT = 0, WIDTH = 1000;
 const WAITS = /wait|idle|starting/;
 const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
 const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3", training: "k0", publishing: "k2", checkpointing: "k4", copying_state: "k4", filling_batch: "k2", evaluating: "k3", loading_version: "k4", play: "k3", score: "k1",
-  fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4" });
+  fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4", "no process worked": "k6" });
 const QUIET = ["step", "batch", "eval"];
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
@@ -73,7 +73,7 @@ function timeOf(text, first, last) {
 
 /** What everyone was doing at one moment, and who waited for whom. @param {{data: Answer, at: number}} props */
 function Then({ data, at }) {
-  const rows = data.lanes.flatMap((lane) => lane.spans.filter((span) => span.begin <= at && span.end >= at).slice(0, 1).map((span) => ({ lane, span })));
+  const rows = data.lanes.flatMap((lane) => lane.spans.filter((span) => span.begin <= at && span.end >= at && span.name !== "level 0").slice(0, 1).map((span) => ({ lane, span })));
   const quiet = data.quiet.find((one) => one.begin <= at && one.end >= at);
   return html`<section class="card then" aria-live="polite"><h2>At ${clock(at, true)}</h2>
     ${at < data.begin || at > data.end ? html`<p class="faint">That is outside of what is shown.</p>` : html`

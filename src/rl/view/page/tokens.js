@@ -97,6 +97,7 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!by) return;
     event.preventDefault();
+    setOver(null);
     pin(Math.max(0, Math.min(data.total - 1, (pinned ?? Math.max(0, data.trained.indexOf(true)) - by) + by)));
   };
   const room = (/** @type {number} */ a, /** @type {number} */ b) => ({ height: `${sum(heights.current, a, b)}px` });
