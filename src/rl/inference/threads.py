@@ -93,22 +93,19 @@ def pause() -> None:
 def choose_threads(runner: Any) -> None:
     """Has a CPU's model runner compute steps of few tokens on one thread, if the model's own products say that this is faster here.
 
-    Sampling is left on all threads: its few operations are over the whole vocabulary.
+    Sampling, which follows a step, is computed by as many.
     """
-    layers = products_of(runner.get_model())
-    if torch.get_num_threads() == 1 or not layers:
+    layers, together = products_of(runner.get_model()), torch.get_num_threads()
+    if together == 1 or not layers:
         return
     with torch.no_grad():
         most = largest_for_one(try_products(layers, runner.dtype))
-    said = f"steps of at most {most} tokens are computed by one thread, others by {torch.get_num_threads()}"
-    print(f"inference: {said}", file=sys.stderr, flush=True)
+    print(f"inference: steps of at most {most} tokens are computed by one thread, others by {together}", file=sys.stderr, flush=True)
     if most:
         compute = runner.execute_model
 
         def execute_model(scheduled: Any, *args: Any, **more: Any) -> Any:
-            if scheduled.total_num_scheduled_tokens > most:
-                return compute(scheduled, *args, **more)
-            with threads(1):
-                return compute(scheduled, *args, **more)
+            torch._C.set_num_threads(1 if scheduled.total_num_scheduled_tokens <= most else together)
+            return compute(scheduled, *args, **more)
 
         runner.execute_model = execute_model
