@@ -17,9 +17,9 @@ const STOPPED = ["trained", "clipped", "masked", "stopped in a later epoch"];
 /** Signals that have a middle; the others go from little to much. */
 const TWO_SIDED = ["gap", "advantages", "teacher_gap", "reference_gap", "ratio"];
 /** Tokens of one answer of the server, and of a chunk. */
-const PAGE = 1024, CHUNK = 64;
+const PAGE = 512, CHUNK = 64;
 /** Chunks that are drawn within one frame. */
-const PACE = 2;
+const PACE = 1;
 /** Room above and below the window in which tokens are drawn, and the height of a chunk before one was seen, px. */
 const BEYOND = 300, HEIGHT = 150;
 
