@@ -10,6 +10,7 @@ BENCHMARKS = {
     "scaling": "the trainer's tokens a second and memory against batch size and length",
     "pause": "what a weight update costs generation",
     "load": "memory and seconds of loading a policy on several ranks",
+    "start": "the command to the first trained step, and an optimizer step to the next sampled token",
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
     "fleet": "what a dead, a slow and a late inference server cost the others",

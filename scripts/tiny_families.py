@@ -13,7 +13,7 @@ SIZES = {
     64: """hidden_size n_embd d_model dim embedding_size word_embed_proj_dim attention_hidden_size linear_attn_hidden_size lru_width
         time_step_rank qk_rope_head_dim sliding_window sliding_window_size window_size attention_window_size attention_chunk_size""",
     128: """intermediate_size n_inner ffn_dim d_ff ffn_hidden_size dff decoder_ffn_dim encoder_ffn_dim block_ff_dim mamba_d_ssm
-        shared_intermediate_size mlp_hidden_size""",
+        shared_intermediate_size mlp_hidden_size index_head_dim""",
     96: """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size
         intermediate_size_mlp""",
     2: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads encoder_layers num_key_value_heads
@@ -21,7 +21,7 @@ SIZES = {
         decoder_layers num_hidden_layers global_num_key_value_heads num_global_key_value_heads swa_num_key_value_heads mamba_n_groups
         n_groups num_linear_key_value_heads linear_num_key_heads linear_num_value_heads swa_num_attention_heads index_n_heads""",
     32: """head_dim attention_head_dim q_lora_rank qk_nope_head_dim v_head_dim d_kv kv_channels global_head_dim swa_head_dim
-        linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim index_head_dim hidden_size_per_layer_input
+        linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim hidden_size_per_layer_input
         swa_v_head_dim rotary_dim""",
     16: "mamba_d_state ssm_state_size state_size chunk_size mamba_chunk_size mamba_dt_rank",
     512: "kv_lora_rank",
@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_5_text": GATED,
     "qwen3_next": GATED,
     "youtu": LATENT,
+    "zaya": {"num_experts_per_tok": 1},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 64},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 64},
 }

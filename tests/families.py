@@ -69,6 +69,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    # an embedding in a module that transformers would not split, tied to the head
+    "bert": {"model_type": "bert", **SIZES, "is_decoder": True},
     # attention of its own
     "gptj": {"model_type": "gptj", **OPENAI_SIZES, "rotary_dim": 16},
     # short convolutions between layers with attention

@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ def two_threads():
         yield
 
 
-@pytest.mark.parametrize(("faster_up_to", "most"), [(0, 0), (SIZES[0], SIZES[0]), (1000, SIZES[-1])])
+@pytest.mark.parametrize(("faster_up_to", "most"), [(0, 0), (SIZES[0], SIZES[0]), (10_000, SIZES[-1])])
 def test_one_thread_gets_the_steps_that_it_computes_faster(faster_up_to, most):
     tried = []
 
@@ -26,14 +28,12 @@ def test_one_thread_gets_the_steps_that_it_computes_faster(faster_up_to, most):
 
 
 def runner(seen: list[int], num_layers: int = 1) -> SimpleNamespace:
-    layer = torch.nn.Linear(8, 8)
-    layer.cpu_linear, layer.input_size_per_partition = torch.nn.functional.linear, 8
+    layer = torch.nn.Linear(64, 64)
+    layer.cpu_linear, layer.input_size_per_partition = torch.nn.functional.linear, 64
     model = torch.nn.ModuleList([layer] * num_layers)
 
     def execute_model(scheduled, more):
         seen.append(torch.get_num_threads())
-        if more == "fails":
-            raise RuntimeError
         return more
 
     return SimpleNamespace(get_model=lambda: model, dtype=torch.float32, execute_model=execute_model)
@@ -46,9 +46,7 @@ def test_small_steps_run_on_one_thread_and_the_others_on_all_again(monkeypatch):
     choose_threads(engine)
     for tokens in (64, 65, 1):
         assert engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens), "x") == "x"
-    with pytest.raises(RuntimeError):
-        engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=1), "fails")
-    assert seen == [1, 2, 1, 1] and torch.get_num_threads() == 2
+    assert seen == [1, 2, 1]
 
 
 def test_nothing_is_changed_where_there_is_nothing_to_choose():
@@ -62,5 +60,6 @@ def test_nothing_is_changed_where_there_is_nothing_to_choose():
 
 
 def test_the_products_are_really_tried(capsys):
+    torch.ops.load_library(next(Path(find_spec("vllm").origin).parent.glob("_C.abi3.so")))  # without importing vLLM
     choose_threads(runner([]))
     assert "steps of at most" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from rl.models.tokenizer_files import slim_tokenizer
-from rl.orchestrator.isolation import Isolation, interpreter_places, sandbox_of
+from rl.orchestrator.isolation import Isolation, sandbox_of
 from rl.orchestrator.pool import WorkerPool
 from rl.orchestrator.pool_worker import verdict
 from rl.system import sandbox
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 SAMPLING = {"max_tokens": 4, "temperature": 1.0}
 ENVIRONMENT = '''
 import json, os, pathlib, signal, socket
+import neighbour
 import verifiers as vf
 from datasets import Dataset
 
@@ -47,7 +48,7 @@ def ask(path, request):
         connection.sendall(request.encode())
         return int(connection.recv(4096).split()[1])
 
-def load_environment(run_dir, port, home, relay, key):
+def load_environment(run_dir, port, home, relay, key, separators):
     home, relay = home.replace("|", "/"), relay.replace("|", "/")  # paths that arguments name are seen
     def post(path, host="inference"):
         return ask(relay, f"POST {path} HTTP/1.1\\r\\nHost: {host}\\r\\nContent-Length: 2\\r\\n\\r\\n{{}}")
@@ -97,6 +98,8 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
     for path in (folder, run_dir / "status", home / ".ssh"):
         path.mkdir(parents=True)
     (folder / "spy.py").write_text(ENVIRONMENT)
+    (folder / "neighbour.py").write_text("")
+    monkeypatch.chdir(folder)
     (home / ".ssh" / "id").write_text("secret")
     (run_dir / "status" / "token").write_text("x" * 32)
     monkeypatch.setenv("HOME", str(home))
@@ -114,11 +117,12 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
                 "home": veiled(str(home)),
                 "relay": veiled(relay),
                 "key": "env:REFERRED_KEY",
+                "separators": ["//", "../", "/tmp"],
             }
             python = str(interpreter("0.3.1"))
             try:
                 async with asyncio.timeout(100):
-                    await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id=f"{folder}", args=args)])
+                    await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id="spy", args=args)])
                     await pool.sizes(60.0)
                     about = await pool.describe("env", "train", 1, 10.0)
                     worker = pool.workers["env-0"]
@@ -213,10 +217,3 @@ def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):
     setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), orchestrator="", worker_id="x", max_tokens=1, retries=0, sandbox=True)
     with pytest.raises(RunError, match="environment x: keys names JUDGE_KEY, and the shell has none"):
         Isolation(tmp_path, tmp_path).enter(msgspec.structs.replace(setup, keys=["JUDGE_KEY", "PATH"]), tmp_path / "setup.json")
-
-
-def test_an_interpreter_outside_of_a_virtual_environment_shows_what_it_is_and_not_what_lies_around_it(tmp_path):
-    link = tmp_path / "bin" / "python3"
-    link.parent.mkdir()
-    link.symlink_to("/usr/bin/env")
-    assert list(interpreter_places(link)) == [link, Path("/usr")]

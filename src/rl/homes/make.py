@@ -17,7 +17,7 @@ from rl.config.environment_id import Source, homes_root, module_name, module_pla
 from rl.homes import hub
 from rl.homes.build import Plan, built, contents, is_package, packages, python_version, site_packages, version_of
 from rl.homes.entry import api_of, find_module, project_name
-from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, users, write_pointer
+from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
 from rl.homes.probe import lacking, probe
 from rl.homes.records import Record, difference
@@ -307,7 +307,7 @@ def keep(place: Path, described: Home, plan: Plan) -> Home:
     held = contents(place)
     name = digest(FORMAT, lines, python, path, described.module, described.api, described.version, *([held] if held else []))
     home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
-    if read(name)[0] is None or (plan.fresh and not users(name)):  # who asks for it anew may have a reason that `read` does not see
+    if read(name)[0] is None or (plan.fresh and not has_all(homes_root() / name, place)):
         delete(name)
         (place / NAMES).write_text("\n".join(os.listdir(site_packages(place))))
         (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
@@ -317,6 +317,13 @@ def keep(place: Path, described: Home, plan: Plan) -> Home:
             if read(name)[0] is None:
                 raise
     return home
+
+
+def has_all(home: Path, made: Path) -> bool:
+    """Whether a home has every file of the packages that one just made has, in the same size; what uv notes about them may differ."""
+    old, new = site_packages(home), site_packages(made)
+    files = (file for file in new.rglob("*.*") if file.parent.suffix != ".dist-info" and file.is_file())
+    return all((there := old / file.relative_to(new)).is_file() and there.stat().st_size == file.stat().st_size for file in files)
 
 
 def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:

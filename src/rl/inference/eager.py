@@ -15,6 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from rl.inference.draw import draw
+from rl.inference.threads import choose_threads
 
 KERNEL = "vllm_c_cpu"
 """vLLM's kernels in C++ of the norms, under a name of their own: it has them for CPUs and takes them on GPUs alone."""
@@ -75,9 +76,12 @@ class DrawingSampler(Sampler):
 
 
 def speed_up(runner: Any) -> None:
-    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model the kernels do."""
+    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model everything else."""
     if type(runner.sampler) is Sampler and runner.speculative_config is None:
         runner.sampler = DrawingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
-    if runner.compilation_config.mode == CompilationMode.NONE:
-        for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
-            op.set_default([KERNEL, "native"])
+    if runner.compilation_config.mode != CompilationMode.NONE:
+        return
+    for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+        op.set_default([KERNEL, "native"])
+    if runner.parallel_config.world_size == 1:  # several workers wait for each other inside of a step anyway
+        choose_threads(runner)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import importlib
 import os
 import signal
 import socket
@@ -139,8 +140,10 @@ def running_engine(args: Namespace, timeout_s: float):
         except (ValueError, NotImplementedError) as error:
             said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
-    if config.device_config.device_type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
-        config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
+    if config.device_config.device_type == "cpu":
+        importlib.import_module("rl.inference.eager")  # its kernels have to be there before vLLM chooses among them
+        if config.cache_config.kv_cache_memory_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
     engine_process.fork_engine(config, method)
     with engine_process.starting(timeout_s):
         engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)

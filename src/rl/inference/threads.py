@@ -1,8 +1,8 @@
 """How many threads compute a step of the engine on the CPU: one or all, whichever this machine does faster.
 
-An operation on several threads ends with the last of them, and those that have nothing to do in between fall asleep and are woken. On two
-cores of a virtual machine that is 40 microseconds of an operation at best and 250 while somebody else works: more than most operations of a
-small step take on one thread, and there are a dozen in every layer.
+Between two operations that several threads share, Python is at work, so the others fall asleep and have to be woken. On two cores of a
+virtual machine that takes 240 microseconds, where one thread needs 12 for the norm of 64 tokens and 55 for a product; a layer has a dozen
+of them.
 """
 
 import sys
@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-SIZES = (64, 256)
+SIZES = (64, 256, 1024)
 """Tokens of the steps that are tried, rising."""
-PRODUCTS, ROUNDS = 24, 5
+PRODUCTS, ROUNDS = 8, 3
 """Of the model's own products, and how often they are computed."""
+BETWEEN_S = 20e-6
+"""What Python takes between two operations."""
+VECTOR = 16
+"""Of which the width of what vLLM's norm takes is a multiple."""
+NORMS = 2
+"""Behind each product, for all small operations of a layer."""
 
 
 @contextmanager
@@ -53,41 +59,53 @@ def products_of(model: nn.Module) -> list[nn.Module]:
 
 
 def try_products(layers: list[nn.Module], dtype: torch.dtype) -> Callable[[int, int], float]:
-    """Median seconds of some of the model's products, each with a smaller operation behind it, by tokens and threads."""
+    """Median seconds of some of the model's products, each with smaller operations behind it, by tokens and threads."""
+    widths = {layer.input_size_per_partition for layer in layers}
+    weights = {width: torch.ones(width, dtype=dtype) for width in widths}
 
     def seconds(tokens: int, num_threads: int) -> float:
-        inputs = {width: torch.ones(tokens, width, dtype=dtype) for width in {layer.input_size_per_partition for layer in layers}}
+        inputs = {width: torch.ones(tokens, width, dtype=dtype) for width in widths}
+        outputs = {width: torch.empty_like(x) for width, x in inputs.items()}
         took = []
         with threads(num_threads):
             for _ in range(ROUNDS + 1):
                 began = time.perf_counter()
                 for layer in layers:
-                    layer.cpu_linear(inputs[layer.input_size_per_partition], layer.weight, None).neg_()
+                    width = layer.input_size_per_partition
+                    layer.cpu_linear(inputs[width], layer.weight, None)
+                    for _ in range(NORMS):
+                        pause()
+                        torch.ops._C.rms_norm(outputs[width], inputs[width], weights[width], 1e-6)
+                    pause()
                 took.append(time.perf_counter() - began)
         return median(took[1:])
 
     return seconds
 
 
+def pause() -> None:
+    """Keeps this thread busy for a moment; others that wait for it go to sleep."""
+    end = time.perf_counter() + BETWEEN_S
+    while time.perf_counter() < end:
+        pass
+
+
 def choose_threads(runner: Any) -> None:
     """Has a CPU's model runner compute steps of few tokens on one thread, if the model's own products say that this is faster here.
 
-    Sampling is left on all threads: its few operations are over the whole vocabulary.
+    Sampling, which follows a step, is computed by as many.
     """
-    layers = products_of(runner.get_model())
-    if torch.get_num_threads() == 1 or not layers:
+    layers, together = products_of(runner.get_model()), torch.get_num_threads()
+    if together == 1 or not layers:
         return
     with torch.no_grad():
         most = largest_for_one(try_products(layers, runner.dtype))
-    said = f"steps of at most {most} tokens are computed by one thread, others by {torch.get_num_threads()}"
-    print(f"inference: {said}", file=sys.stderr, flush=True)
+    print(f"inference: steps of at most {most} tokens are computed by one thread, others by {together}", file=sys.stderr, flush=True)
     if most:
         compute = runner.execute_model
 
         def execute_model(scheduled: Any, *args: Any, **more: Any) -> Any:
-            if scheduled.total_num_scheduled_tokens > most:
-                return compute(scheduled, *args, **more)
-            with threads(1):
-                return compute(scheduled, *args, **more)
+            torch._C.set_num_threads(1 if scheduled.total_num_scheduled_tokens <= most else together)
+            return compute(scheduled, *args, **more)
 
         runner.execute_model = execute_model

@@ -84,9 +84,10 @@ class Nursery:
             finally:
                 standby.started()
         except OSError as error:
-            deleted, given = "its home was deleted; a start makes it anew", "give one that is there as orchestrator.environment.python"
-            what, remedy = f"environment {setup.env.name}: {command[0]}", deleted if home_of(setup.python) else given
-            raise RunError(f"{what} does not start: {error.strerror}; {remedy}") from None
+            remedy = "give one that is there as orchestrator.environment.python"
+            if home_of(setup.python):
+                remedy = "its home was deleted: --resume makes it anew, as any start does"
+            raise RunError(f"environment {setup.env.name}: {command[0]} does not start: {error.strerror}; {remedy}") from None
 
     async def copy(self, python: str) -> None:
         """Waits until a copy with this interpreter waits, or none will come: a worker ends, or goes on without leaving one, or takes

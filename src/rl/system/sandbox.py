@@ -3,8 +3,8 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,11 @@ SETTINGS = (
     *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
 )
 """What programs read in /etc. None of it is secret; private keys lie beside the certificates."""
+MASKED = (
+    *("acpi", "asound", "kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "pagetypeinfo"),
+    *("sched_debug", "scsi", "slabinfo", "timer_list", "timer_stats", "vmallocinfo"),
+)
+"""What of /proc tells of the whole machine, most of it to root alone."""
 NOBODY = "65534"
 TEMPORARY_BYTES, SHARED_BYTES = 1 << 30, 1 << 26
 """Sizes of the sandbox's /tmp and /dev/shm, which are memory."""
@@ -45,6 +50,8 @@ class Sandbox:
     """Where the process starts."""
     network: bool = False
     """Whether it has this machine's network; else one of its own, in which only its own loopback is."""
+    links: Mapping[Path, Path] = field(default_factory=dict)
+    """Symbolic links that it has, and what each leads to. None lies in a directory of `read`."""
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command that runs `command` in the sandbox. It ends with it, with its exit code, and takes everything inside along."""
@@ -56,15 +63,28 @@ class Sandbox:
             arguments += ["--ro-bind-try", path, path]
         arguments += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         # Root that makes a sandbox stays root to the kernel, without capabilities: /proc/sys asks for no more than that.
-        arguments += ["--proc", "/proc", "--remount-ro", "/proc", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
+        arguments += ["--proc", "/proc", *masks(), "--remount-ro", "/proc", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
         places = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
         places |= {path: ["--tmpfs", str(path)] for path in self.hidden - self.read}
         for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):  # what lies deeper is laid over what holds it
             arguments += placed
+        for link, target in self.links.items():
+            arguments += ["--symlink", str(target), str(link)]
         for path in self.hidden - self.read:
             arguments += ["--remount-ro", str(path)]
         arguments += ["--dir", str(self.directory), "--remount-ro", "/", "--chdir", str(self.directory)]
         return [*arguments, "--", *command]
+
+
+def masks() -> list[str]:
+    """Bubblewrap's arguments that put nothing in the place of what is MASKED; a kernel has not all of it."""
+    arguments = []
+    for path in (Path("/proc", name) for name in MASKED):
+        if path.is_dir():
+            arguments += ["--tmpfs", str(path), "--remount-ro", str(path)]
+        elif path.exists():
+            arguments += ["--ro-bind", "/dev/null", str(path)]
+    return arguments
 
 
 @cache
