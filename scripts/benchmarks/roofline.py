@@ -297,7 +297,7 @@ def alone(folder: str, args: argparse.Namespace) -> tuple[list[Phase], dict[str,
     phases.append(Phase("forward and backward", floor, ours["forward_backward"], owners))
     owners = {"PyTorch": bare["optimizer"] - floors["optimizer"], "trainer": ours["optimizer"] - bare["optimizer"]}
     phases.append(Phase("optimizer", floors["optimizer"], ours["optimizer"], owners))
-    return phases, {"load": asdict(load), "floors": floors, "engine": engine, "server": server, "trainer": trainer}
+    return phases, {"batch": asdict(load), "floors": floors, "engine": engine, "server": server, "trainer": trainer}
 
 
 def in_run(args: argparse.Namespace) -> tuple[list[Phase], dict[str, Any]]:
@@ -318,7 +318,7 @@ def in_run(args: argparse.Namespace) -> tuple[list[Phase], dict[str, Any]]:
     lost = {phase.name: phase.today - phase.floor for phase in phases}
     phases.append(Phase("step", one_batch + floor + floors["optimizer"], times["step"], lost))
     phases.append(Phase("publish until it is known", floors["publish"], published, {"publisher": published - floors["publish"]}))
-    return phases, {"load": asdict(load), "computed_tokens": computed, "floors": floors, "run": times}
+    return phases, {"batch": asdict(load), "computed_tokens": computed, "floors": floors, "run": times}
 
 
 def part(name: str, folder: str, load: Load, computed: int, dtype: str, args: argparse.Namespace) -> dict[str, Any]:

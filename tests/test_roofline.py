@@ -1,0 +1,26 @@
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.benchmarks.roofline import Load, Phase, by_kind, covered
+
+
+def test_time_in_which_anybody_computes_is_counted_once():
+    spans = [SimpleNamespace(begin=begin, end=end) for begin, end in ((5.0, 7.0), (1.0, 3.0), (2.0, 2.5), (6.5, 9.0), (11.0, 12.0))]
+    assert covered(spans, 0.0, 20.0) == pytest.approx(2.0 + 4.0 + 1.0)
+    assert covered(spans, 2.0, 8.0) == pytest.approx(1.0 + 3.0)
+    assert covered(spans, 3.0, 5.0) == 0.0
+
+
+def test_steps_are_told_apart_by_their_tokens():
+    """Two steps for the prompts, then one token for each of four rollouts, three times."""
+    steps = [{"all": 5.0, "model": 4.0}, {"all": 2.0, "model": 1.0}, *({"all": x, "model": 0.5, "sampler": 0.2} for x in (0.9, 1.0, 3.0))]
+    found = by_kind(steps, [30, 10, 4, 4, 4], Load(rollouts=4, group=2, prompt=20, new=4))
+    assert found["prefill"] == {"all": 7.0, "model": 5.0, "sampler": 0.0}
+    assert found["decode step"] == {"all": 1.0, "model": 0.5, "sampler": 0.2}
+
+
+def test_a_line_names_the_largest_owner_first():
+    line = Phase("decode step", 0.02, 0.08, {"sampler": 0.01, "model": 0.05}).line()
+    assert line.split() == ["decode", "step", "20.0", "ms", "80.0", "ms", "0.25", "model", "50.0", "ms,", "sampler", "10.0", "ms"]
+    assert Load(rollouts=64, group=8, prompt=44, new=16).trained == 8 * 44 + 64 * 16
