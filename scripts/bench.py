@@ -10,12 +10,15 @@ BENCHMARKS = {
     "scaling": "the trainer's tokens a second and memory against batch size and length",
     "pause": "what a weight update costs generation",
     "load": "memory and seconds of loading a policy on several ranks",
+    "start": "the command to the first trained step, and an optimizer step to the next sampled token",
     "end_to_end": "the whole loop over its parts alone, and asynchronous over synchronous",
     "trl_baseline": "TRL on the quickstart's task, in an environment of its own",
     "fleet": "what a dead, a slow and a late inference server cost the others",
     "orchestrator": "rollouts a CPU second of orchestrator and workers",
     "rollouts": "long rollouts, a worker's death, and what holds the event loop",
     "records": "what a long run costs whoever reads it: a first look, a filter, memory",
+    "page": "what the page of `rl view` costs in a browser: a first look, a filter, a rollout of 100,000 tokens",
+    "watched": "what ten browsers that look on cost a training step",
     "long_run": "what the number of steps behind costs: a resume, a finished group, a look",
 }
 

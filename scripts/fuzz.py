@@ -33,7 +33,7 @@ from rl.run_dir.events import read_events
 from rl.run_dir.files import CorruptFileError, encode_record
 from rl.run_dir.lease import LockOwner
 from rl.run_dir.metrics import MetricsReader, cut_metrics, environment_rewards, read_metrics
-from rl.run_dir.safetensors import read_tensors
+from rl.run_dir.safetensors import tensor_digests
 from rl.run_dir.status import Phase, RoleStatus, last_seen, read_json, read_status
 from rl.system.credentials import redact_json
 from rl.system.errors import ConfigError
@@ -151,8 +151,8 @@ def digests(data: bytes, folder: Path) -> None:
 
 def safetensors(data: bytes, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
-    for _name, tensor in read_tensors(folder / "model.safetensors"):
-        assert len(tensor) <= len(data)
+    for digest in tensor_digests(folder / "model.safetensors").values():
+        assert len(digest) == 64
 
 
 def from_inference(data: bytes, _: Path) -> None:

@@ -67,9 +67,11 @@ def wait_for(process: "subprocess.Popen[bytes]", folder: Path, log: Path) -> str
 
 
 def why(log: Path) -> str:
-    """The last error that a log names, on one line."""
-    found = re.findall(r"^(?:\S+ )*?((?:\w+\.)*\w+(?:Error|Exception|Interrupt): ?.*(?:\n {2,}.*)*)", log.read_text(errors="replace"), re.M)
-    return " ".join(found[-1].split()) if found else ""
+    """The last error that a log names, on one line, with what was asserted; none that is a warning."""
+    text = re.sub(r"^(?:.* WARNING .*|[ ~^]+)\n", "", log.read_text(errors="replace"), flags=re.M)
+    error = r"^(?:\S+ )*?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)\b:? ?.*(?:\n {2,}.*)*)"
+    found = re.findall(rf"(?:^ +(assert .*)\n)?{error}", text, re.M)
+    return " ".join(" ".join(reversed(found[-1])).split()) if found else ""
 
 
 def parity(folder: Path, max_model_len: int, world: World) -> tuple[Mode, Agreement]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rl.inference.server import common_environment, cpu_defaults, cpu_environment
+from rl.inference.server import common_environment, confuses_states, cpu_defaults, cpu_environment
 
 LENGTHS = (5, 40, 200)
 """Tokens of the prompts."""
@@ -24,21 +24,25 @@ def main() -> None:
     os.environ.update(common_environment() | cpu_environment(1))
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()  # at each architecture, which takes half a minute of imports
     for folder in map(Path, sys.argv[2:]):
-        llm = LLM(
-            str(folder),
-            dtype=folder.parent.name,
-            max_model_len=int(sys.argv[1]),
-            skip_tokenizer_init=True,
-            logprobs_mode="processed_logprobs",
-            kv_cache_memory_bytes=1 << 27,
-            attention_config={"backend": "CPU_MLA"},  # where attention is latent: the default there is for bfloat16
-            seed=0,
+        arguments = {
+            "model": str(folder),
+            "dtype": folder.parent.name,
+            "max_model_len": int(sys.argv[1]),
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "kv_cache_memory_bytes": 1 << 27,
+            "attention_config": {"backend": "CPU_MLA"},  # where attention is latent: the default there is for bfloat16
+            "seed": 0,
             **cpu_defaults({}),
-        )
+        }
+        if confuses_states(EngineArgs(**arguments).create_engine_config()):
+            arguments["enable_prefix_caching"] = False
+        llm = LLM(**arguments)
         sample(llm, folder)
         del llm
         cleanup_dist_env_and_memory()  # an engine of experts needs process groups that the one before did not make

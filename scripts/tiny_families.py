@@ -13,7 +13,7 @@ SIZES = {
     64: """hidden_size n_embd d_model dim embedding_size word_embed_proj_dim attention_hidden_size linear_attn_hidden_size lru_width
         time_step_rank qk_rope_head_dim sliding_window sliding_window_size window_size attention_window_size attention_chunk_size""",
     128: """intermediate_size n_inner ffn_dim d_ff ffn_hidden_size dff decoder_ffn_dim encoder_ffn_dim block_ff_dim mamba_d_ssm
-        shared_intermediate_size mlp_hidden_size""",
+        shared_intermediate_size mlp_hidden_size index_head_dim""",
     96: """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size
         intermediate_size_mlp""",
     2: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads encoder_layers num_key_value_heads
@@ -21,7 +21,7 @@ SIZES = {
         decoder_layers num_hidden_layers global_num_key_value_heads num_global_key_value_heads swa_num_key_value_heads mamba_n_groups
         n_groups num_linear_key_value_heads linear_num_key_heads linear_num_value_heads swa_num_attention_heads index_n_heads""",
     32: """head_dim attention_head_dim q_lora_rank qk_nope_head_dim v_head_dim d_kv kv_channels global_head_dim swa_head_dim
-        linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim index_head_dim hidden_size_per_layer_input
+        linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim hidden_size_per_layer_input
         swa_v_head_dim rotary_dim""",
     16: "mamba_d_state ssm_state_size state_size chunk_size mamba_chunk_size mamba_dt_rank",
     512: "kv_lora_rank",
@@ -37,28 +37,40 @@ LATENT = {"head_dim": 64}
 SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 MIXED = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "conv_dim": 64, "block_dim": 64}
 GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+NORMALIZED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
+"""Of a choice of experts: what transformers does always, and vLLM is told by published configurations."""
 FAMILIES: dict[str, dict[str, object]] = {
-    "axk1": LATENT,
+    "afmoe": NORMALIZED,
+    "axk1": LATENT | {"first_k_dense_replace": 0},
     "codegen": {"n_head": 4, "num_attention_heads": 4, "rotary_dim": 8},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "gemma3n_text": SHARED | {"intermediate_size": 128, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 16},
     "falcon": {"num_kv_heads": 1, "ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT | {"first_k_dense_replace": 1},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "granitemoehybrid": {"mamba_n_groups": 1, "layer_types": ["linear_attention", "full_attention"]},
+    "hy_v3": NORMALIZED | {"first_k_dense_replace": 1, "expert_hidden_dim": 96, "qk_norm": True},
+    "laguna": {"num_attention_heads_per_layer": [2, 4]},
     "lfm2": MIXED,
     "lfm2_moe": MIXED,
-    "longcat_flash": LATENT,
-    "mamba2": {"num_heads": 4},
+    "llama4_text": {"num_experts_per_tok": 1},
+    "longcat_flash": LATENT | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "mamba2": {"num_heads": 4, "n_groups": 1},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "sliding_window": None},
     "phi": {"intermediate_size": 256},
     "qwen3_5_moe_text": GATED,
     "qwen3_5_text": GATED,
     "qwen3_next": GATED,
     "youtu": LATENT,
+    "zaya": {"num_experts_per_tok": 1},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 64},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 64},
 }
-"""What a family needs beside SIZES."""
+"""What a family needs beside SIZES. Mamba-2 has one group, as most published models: with more, the norm behind its states is of all of
+them at once in Hugging Face's mamba2 and granitemoehybrid, of each in vLLM and in the code that came with the models."""
 SMALL = {"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN}
 WHOLE: dict[str, dict[str, object]] = {
     "gemma4_text": SMALL

@@ -52,6 +52,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "max_trained_positions": 128},
     },
+    "hunyuan_alpha": {
+        "model_type": "hunyuan_v1_dense",
+        **SIZES,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+    },
     # a cap on the scores of attention
     "gemma2": {"model_type": "gemma2", **GROUPED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
     # a sink in the softmax of each head
@@ -63,10 +69,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    # an embedding in a module that transformers would not split, tied to the head
+    "bert": {"model_type": "bert", **SIZES, "is_decoder": True},
     # attention of its own
     "gptj": {"model_type": "gptj", **OPENAI_SIZES, "rotary_dim": 16},
     # short convolutions between layers with attention
     "lfm2": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    # the states of Mamba-2 beside attention, in each layer
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        **SIZES,
+        "head_dim": 32,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
     # no attention at all
     "xlstm": {"model_type": "xlstm", "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "qk_dim_factor": 0.5},
 }
@@ -74,5 +94,7 @@ UNTIED = CONFIGS["llama"] | {"tie_word_embeddings": False}
 """A Llama with a head of its own."""
 WIDE = CONFIGS["llama"] | {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3}
 PACKED = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
-LENGTH_DEPENDENT = ("phi3", "llama_dynamic")
+LENGTH_DEPENDENT = ("phi3", "llama_dynamic", "hunyuan_alpha")
 """Families whose rotary embedding depends on the longest sequence."""
+STATES = ("falcon_h1",)
+"""Families with states of sequences, and a kernel for them in vLLM's build for CPUs that takes float32."""

@@ -61,6 +61,8 @@ def test_a_run_that_fails_says_why(tmp_path, capfd):
             {"model": {"name": "./nowhere"}, "output_dir": str(tmp_path), "orchestrator": {"environment": ENV | {"id": "missing-env"}}}
         )
     assert "missing-env" in str(error.value) and "missing-env" in capfd.readouterr().out
+    with pytest.raises(ConfigError, match="bogus"):
+        rl.evaluate(config={"bogus": 1})
     with pytest.raises(RunError, match=r"(?s)rl eval ended with \d+:.*@99: "):
         rl.evaluate(
             f"{make_run(tmp_path / 'x').root}@99", orchestrator__environment={"id": str(Path("environments/reverse_text").absolute())}

@@ -26,7 +26,8 @@ def make(root: Path, steps: int, rollouts: int, characters: int) -> RunDir:
     settings = {"name": root.name, "output_dir": str(root.parent), "model": {"name": "none"}, "max_steps": steps}
     config = RLConfig.model_validate(settings | {"orchestrator": {"environment": [{"id": "sums"}]}})
     write_config(config.run_dir.config, config)
-    config.run_dir.rollouts_dir.mkdir()
+    for folder in (config.run_dir.rollouts_dir, config.run_dir.status_dir):
+        folder.mkdir()
     answer = "four and four are eight; " * (characters // 25)
     for step in range(1, steps + 1):
         config.run_dir.rollouts(step).write_bytes(b"".join(line(step, i, rollouts, answer) for i in range(rollouts)))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import FakeDataConfig, TokenLogConfig
-from rl.launch.devices import MALLOC
+from rl.launch.devices import MALLOC, SPIN
 from rl.run_dir.paths import RunDir
 from rl.trainer.fake import FakeBatches
 from rl.trainer.measure.performance import Timer, peak_memory_gib
@@ -145,8 +145,8 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--token-log", action="store_true", help="ours with a token log over ours without one")
     args = parser.parse_args()
-    if not args.gpu and not MALLOC.keys() <= os.environ.keys():  # as `rl` starts the trainer; read when a process begins
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
+    if not args.gpu and not (MALLOC | SPIN).keys() <= os.environ.keys():  # as `rl` starts the trainer; read when a process begins
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC | SPIN)
     data = FakeDataConfig(
         samples=args.samples, group_size=args.group_size, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens
     )

@@ -24,6 +24,8 @@ Given = Mapping[str, Any] | RLConfig | str | Path
 """A configuration: nested tables, a checked one, or the path of a TOML file."""
 LAST_LINES = 30
 """Of what a command printed, in the error if it fails."""
+FAULTY = 2
+"""The exit code of a command whose configuration has faults."""
 STOP_S = 60.0
 """A run that is interrupted has so long to stop its processes."""
 
@@ -64,7 +66,7 @@ def evaluate(
     policy, compare: as `--policy` and `--compare`: a run (`outputs/x@best`), a model, or an endpoint. limit, samples: examples of every
     evaluation, and rollouts an example. output: where report and rollouts go; default: nowhere that stays. config, settings: as of `train`.
 
-    Raises RunError with the last lines if it fails.
+    Raises ConfigError for a configuration with faults, RunError with the last lines if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         place = Path(output).expanduser().absolute() if output else Path(folder) / "report"
@@ -94,7 +96,10 @@ def flag_text(value: Any) -> str:
         value = value.model_dump(exclude_none=True)
     value = str(value) if isinstance(value, Path) else value
     plain = isinstance(value, str) and parse_value(value) == value
-    text = value if plain else toml_value(value)
+    try:
+        text = value if plain else toml_value(value)
+    except TypeError:
+        raise ConfigError(f"{value!r}: is no value of a setting; give a number, text, list or table") from None
     if parse_value(text) != value:
         raise ConfigError(f"{value!r}: is no value of a setting; give a number, text, list or table")
     return text
@@ -110,7 +115,8 @@ def toml_value(value: Any) -> str:
 
 
 def run_command(args: list[str]) -> None:
-    """Runs `rl ARGS` and shows what it prints. Raises RunError if it fails; an interrupt is passed on to it, and waits for its end."""
+    """Runs `rl ARGS` and shows what it prints. Raises ConfigError or RunError if it fails; an interrupt is passed on to it, and
+    waits for its end."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     # In a session of its own, so that an interrupt reaches it once: a second one kills a run in the middle of its stop.
     with subprocess.Popen([sys.executable, "-m", "rl.main", *args], **pipes, start_new_session=True) as process:
@@ -125,7 +131,9 @@ def run_command(args: list[str]) -> None:
             if process.poll() is None:
                 stop(process)
     if code:
-        raise RunError(f"rl {args[0] if args and args[0].isalpha() else ''} ended with {code}:\n" + "".join(last).rstrip())
+        raise (ConfigError if code == FAULTY else RunError)(
+            f"rl {args[0] if args and args[0].isalpha() else ''} ended with {code}:\n" + "".join(last).rstrip()
+        )
 
 
 def stop(process: "subprocess.Popen[str]") -> None:

@@ -241,7 +241,7 @@ def test_a_rank_without_a_heartbeat(run):
     assert found.bottleneck.startswith(
         "no heartbeat of the trainer-1 for 45 s, it was training step 13: it is stuck, and is started again after supervisor.silence_s = 60"
     )
-    assert found.problems == [found.bottleneck]
+    assert [problem.text for problem in found.problems] == [found.bottleneck]
 
 
 @pytest.mark.parametrize(("heartbeat", "age"), [(45.0, "45 s"), (-3600.0, "1 s")], ids=["old", "ahead"])
@@ -265,6 +265,15 @@ def test_a_process_on_a_machine_with_another_clock_lives_as_long_as_its_heart_be
     inference = read_state(run.dir, run.config).processes["inference"]
     timer.join()
     assert (inference.silent, inference.silent_s, round(inference.phase_s)) == (False, 0.0, 72)
+
+
+def test_the_trainer_has_ended_and_the_last_evaluation_goes_on(run):
+    run.working(orchestrator=does(Phase.EVALUATING, 100, "sums"), orchestrator_since=7)
+    run.dir.status("trainer").unlink()
+    run.metrics(range(91, 101), **{"time/step": 10.0})
+    assert run.bottleneck() == (
+        "the trainer has trained its last step and ended; the orchestrator is evaluating sums at version 100 for 7 s"
+    )
 
 
 def test_the_model_is_downloaded(run):
@@ -435,7 +444,7 @@ def test_damaged_files_and_quarantined_batches(run, gone):
     write_batch(run.dir.batch(3), TrainBatch(step=3, samples=[]), None)
     run.dir.quarantined(2).write_text("{}")
     run.event("repair", "rl", 60, lines=["batch 4 was moved away"])
-    assert run.diagnosis().problems == [run.bottleneck()]  # the end alone
+    assert [problem.text for problem in run.diagnosis().problems] == [run.bottleneck()]  # the end alone
     data = run.dir.batch(3).read_bytes()
     run.dir.batch(3).write_bytes(data[:-1])
     for name, content in {"a": b"\x05", "b": (2).to_bytes(8, "little") + b"{}xx"}.items():
@@ -444,7 +453,7 @@ def test_damaged_files_and_quarantined_batches(run, gone):
     run.dir.checkpoint(3).mkdir(parents=True)
     (run.dir.checkpoint(3) / "manifest.json").write_text(manifest(one=3))
     found = run.diagnosis()
-    wrong = [problem.partition(" is damaged: ")[2].partition(";")[0] for problem in found.problems[1:]]
+    wrong = [problem.text.partition(" is damaged: ")[2].partition(";")[0] for problem in found.problems[1:]]
     assert wrong == [
         f"it has {len(data) - 1} bytes instead of {len(data)}",
         "missing",

@@ -31,6 +31,7 @@ def test_only_who_has_the_token_of_a_trace_that_is_played_is_answered():
                 return reply.status, await reply.text()
 
         refused = [(await ask("guess", "one"))[0], (await ask("", "one"))[0], (await ask(seam.token, "two"))[0]]
+        refused.append((await ask(seam.token, "one", "x" * (1 << 24)))[0])
         whole = await ask(seam.token, "one")
         streamed = await ask(seam.token, "one", stream=True)
         long = await ask(seam.token, "one", "x" * 400)
@@ -39,7 +40,7 @@ def test_only_who_has_the_token_of_a_trace_that_is_played_is_answered():
         return refused, whole, streamed, long, other
 
     refused, (status, text), (_, events), (long_status, long), (other_status, other) = asyncio.run(main())
-    assert refused == [401, 401, 409] and status == 200
+    assert refused == [401, 401, 409, 413] and status == 200
     [choice] = json.loads(text)["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
     first, usage, done = events.strip().split("\n\n")

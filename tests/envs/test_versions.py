@@ -22,7 +22,7 @@ def test_a_version_that_we_do_not_know_asks_over_http():
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("version", ["0.3.1", "0.4.0"])
-@pytest.mark.parametrize("plugin", [(), OVER_HTTP])
+@pytest.mark.parametrize(("version", "plugin"), [("0.3.1", OVER_HTTP), ("0.4.0", ()), ("0.4.0", OVER_HTTP)])
 def test_all_of_the_adapter_s_tests(version, plugin):
+    """From within with 0.3.1 they are in test_in_a_home.py."""
     assert passed(version, *plugin) >= 42

@@ -36,6 +36,39 @@ def make_wheel(folder: Path, name: str, version: str, files: Mapping[str, str], 
     return path
 
 
+BACKEND = """
+import pathlib, zipfile
+NAME, REQUIRES = {name!r}, {requires!r}
+
+def build_wheel(folder, settings=None, metadata=None, editable=False):
+    here, info, wheel = pathlib.Path.cwd(), f"{{NAME}}-1.0.dist-info", f"{{NAME}}-1.0-py3-none-any.whl"
+    files = {{path.name: path.read_text() for path in here.glob("*.py") if path.name != "backend.py"}}
+    files = {{f"{{NAME}}.pth": str(here)}} if editable else files
+    lines = ["Metadata-Version: 2.1", f"Name: {{NAME}}", "Version: 1.0", *(f"Requires-Dist: {{one}}" for one in REQUIRES)]
+    files[f"{{info}}/METADATA"] = "\\n".join(lines) + "\\n"
+    files[f"{{info}}/WHEEL"] = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+    with zipfile.ZipFile(pathlib.Path(folder, wheel), "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{{info}}/RECORD", "".join(f"{{name}},,\\n" for name in [*files, f"{{info}}/RECORD"]))
+    return wheel
+
+def build_editable(folder, settings=None, metadata=None):
+    return build_wheel(folder, editable=True)
+"""
+
+
+def make_source(folder: Path, code: str, requires: Iterable[str] = (), more: str = "") -> Path:
+    """Writes a package that is built without any other: its module and it are called like the folder. `more`: of its pyproject.toml."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{folder.name}.py").write_text(code)
+    (folder / "backend.py").write_text(BACKEND.format(name=folder.name, requires=[*requires]))
+    system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    project = f'[project]\nname = "{folder.name}"\nversion = "1.0"\ndependencies = {[*requires]}\n'
+    (folder / "pyproject.toml").write_text(project + system + more)
+    return folder
+
+
 def digest(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 

@@ -1,11 +1,29 @@
 """`rl env install | list | remove | freeze`."""
 
 import subprocess
+from contextlib import asynccontextmanager
 
+from rl.commands import environment, evaluate
 from rl.config.command_line import build, parse_args, write_config
 from rl.homes.settle import homes_of, record
+from rl.system.errors import RunError
 from tests.commands.driver import called
 from tests.homes.index import CLASSIC, make_wheel
+
+
+def played_in(monkeypatch):
+    """The versions of the package that commands play from now on; nothing is played."""
+    versions = []
+
+    @asynccontextmanager
+    async def arena(config, homes, *rest):
+        versions.extend(one.home.version for one in homes.values())
+        raise RunError("enough")
+        yield
+
+    for command in (environment, evaluate):
+        monkeypatch.setattr(command, "arena", arena)
+    return versions
 
 
 def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch, capsys):
@@ -18,17 +36,32 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     code, out, err = called(capsys, "env", "install", "ada/hello")
     assert code == 0 and out.startswith("ada/hello 1.0: classic, verifiers 0.3.1, Python 3.") and "making its home" in err
 
-    config = build(parse_args(["--orchestrator.environment.id", "hello", "--name", "r", "--output_dir", str(tmp_path / "outputs")]))
+    config = build(parse_args(["--orchestrator.environment.id", "hello", "--output_dir", str(tmp_path / "outputs")]))
+    run = f"outputs/{config.name}"  # as a start names it that says nothing else
     found = homes_of(config, said.append, recorded=False)  # a bare name means what is installed
     assert said == [] and found["hello"].home.id == "ada/hello"
     write_config(config.run_dir.config, config)
     config.run_dir.status_dir.mkdir()
     record(config, found)
-    code, frozen, _ = called(capsys, "env", "freeze", "outputs/r")
+    code, frozen, _ = called(capsys, "env", "freeze", run)
     assert code == 0 and frozen.splitlines()[-3:] == ["hello==1.0", "helper==1.0", "verifiers==0.3.1"]
 
     make_wheel(index.folder / "ada", "hello", "1.1", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     assert called(capsys, "env", "install", "ada/hello")[1].startswith("ada/hello 1.1: ")
+    second = config.run_dir.environments / "second.txt"
+    second.write_text(frozen)
+    code, _, err = called(capsys, "env", "freeze", run)
+    assert code == 1 and f"which environment? rl env freeze {run} NAME, one of hello, second" in err
+    assert called(capsys, "env", "freeze", run, "hello")[1] == frozen
+    second.unlink()
+    (tmp_path / "both.txt").write_text(2 * frozen)
+    code, _, err = called(capsys, "env", "install", "both.txt")
+    assert code == 1 and "both.txt: no record of one environment; a run has some in environments/, each in a file" in err
+    versions = played_in(monkeypatch)
+    for command in (("env", "hello"), ("eval", "--orchestrator.environment.id", "hello"), ("env", "@", f"{run}/config.toml")):
+        called(capsys, *command)
+    called(capsys, "eval", "@", f"{run}/config.toml")  # there the environment is an evaluation's, and has another name
+    assert versions == ["1.1", "1.1", "1.0", "1.0"], "only who names a run gets what that was played with"
     newest, earlier = called(capsys, "env", "list")[1].splitlines()
     assert "  ada/hello 1.1: " in newest and earlier.startswith("earlier") and "ada/hello 1.0: " in earlier
     old = found["hello"].home
@@ -38,10 +71,19 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     sleeping.kill()
     sleeping.wait()
     assert called(capsys, "env", "remove", old.digest)[:2] == (0, f"removed {old.digest}\n")
-    code, out, _ = called(capsys, "env", "install", "outputs/r/environments/hello.txt")
+    code, out, _ = called(capsys, "env", "install", f"{run}/environments/hello.txt")
     assert code == 0 and out.startswith("ada/hello 1.0: ") and old.place.is_dir()  # and from now on it is what the id means
     assert homes_of(config, said.append, recorded=False) == found
 
+    assert called(capsys, "env", "remove", old.digest)[:2] == (0, "removed ada/hello\n") and not old.place.exists()
+    for owner in ("ada", "bob"):
+        make_wheel(index.folder / owner, "hello", "2.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
+        called(capsys, "env", "install", f"{owner}/hello")
+    for name, fault in (("carol/hello", "no such home"), ("./hello", "no such home"), ("hello", "hello may be ada/hello or bob/hello")):
+        code, _, err = called(capsys, "env", "remove", name)
+        assert code == 1 and fault in err
+    assert homes_of(config, said.append, recorded=True)["hello"].home.id == "ada/hello", "a record knows what was meant"
+    called(capsys, "env", "remove", "bob/hello")
     assert called(capsys, "env", "remove", "hello")[:2] == (0, "removed ada/hello\n")
     code, _, err = called(capsys, "env", "remove", "hello")
     assert code == 1 and "hello: there is no such home in " in err

@@ -1,21 +1,24 @@
 """Homes from a package index and a Hub with real uv: what is installed, which verifiers, and what is said when it cannot be."""
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl.config.environment_id import homes_root, read_id
 from rl.homes import hub, make, uv
-from rl.homes.home import read
+from rl.homes.build import outside
+from rl.homes.home import home_of, is_of_package, read
 from rl.homes.make import Request, ensure
 from rl.homes.records import Record, difference, read_record, write_record
 from rl.homes.settle import settled
 from rl.system.errors import RunError
-from tests.homes.index import CLASSIC, V1, make_wheel
+from tests.homes.index import CLASSIC, V1, make_source, make_wheel
 
 
 def made(env_id, said, api=None, **more):
@@ -45,7 +48,7 @@ def test_a_package_of_the_hub(index, said):
     assert not [path for path in index.asked if path.startswith("/ada/") and "say-hello" not in path]
     assert prints(home, "import say_hello, helper, sys; print(helper.VALUE, sys.prefix)") == f"7 {home.place}"
     assert len(said) == 2 and said[0].startswith("environment say-hello: ada/say-hello@0.3.0 from the Environments Hub (http://127.0.0.1:")
-    reason = "for its API (classic) is played with <0.4,>=0.3.1, and 0.4.0 is the newest that it allows"
+    reason = "for 0.4.0, the newest that it allows, has no classic API"
     assert (
         f"ada/say-hello@0.3.0: classic, verifiers 0.3.1 ({reason}), Python {sys.version.split()[0]}; its home {home.place} was made"
         in said[1]
@@ -106,6 +109,8 @@ def test_folders(index, said, tmp_path):
     found = "import importlib.util; print(importlib.util.find_spec('my_words').origin)"
     child = f'import subprocess, sys; print(subprocess.check_output([sys.executable, "-c", "{found}"], text=True))'
     assert prints(home, child) == str(plain / "my_words.py")
+    assert is_of_package(str(home.interpreter)) and home_of(str(home.interpreter)) == home.digest
+    assert not is_of_package("/usr/bin/python3") and home_of(str(homes_root())) == home_of("") == ""
     (plain / "my_words.py").write_text(V1 + "\nimport helper\n")
     assert made(str(plain), said) == home
 
@@ -119,6 +124,7 @@ def test_further_requirements_and_rows(index, said, tmp_path, monkeypatch):
     (tmp_path / "alone.py").write_text(CLASSIC)
     monkeypatch.chdir(tmp_path)
     assert ensure(Request("alone", read_id("alone")), said.append) == rows  # a module has no needs of its own
+    assert not is_of_package(str(rows.interpreter))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +183,7 @@ def test_a_damaged_home_is_made_anew(index, said):
         lambda: next(home.place.glob("lib/python3*/site-packages/helper-*/RECORD")).unlink(),
         lambda: (home.interpreter.unlink(), home.interpreter.symlink_to("/nowhere/python3")),
         lambda: (home.place / "home.json").write_text("{"),
+        lambda: next(home.place.glob("lib/python3*/site-packages/helper.py")).unlink(),
     ):
         said.clear()
         damage()
@@ -184,6 +191,9 @@ def test_a_damaged_home_is_made_anew(index, said):
         assert said[0].startswith("environment rows: its home is damaged: ")
     subprocess.run(["rm", "-r", str(home.place)], check=True)
     assert ensure(Request("rows", None), said.append) == home
+    lost = next(home.place.glob("lib/python3*/site-packages/verifiers/v1/__init__.py"))
+    lost.unlink()
+    assert ensure(Request("rows", None), said.append, fresh=True) == home and lost.exists()  # what `rl env install` does
 
 
 def test_two_that_want_the_same_home(index, said):
@@ -210,6 +220,10 @@ def test_two_that_want_the_same_home(index, said):
             "no space left for it in .*; make room, or have RL_ENVIRONMENTS",
         ),
         (
+            "echo 'error: build failed: this package requires Python>=3.8 and a Fortran compiler'; exit 1",
+            "uv could not install it; mend the package.*\nuv says:\n  error: build failed: this package requires",
+        ),
+        (
             "echo one; echo 'error: build failed'; exit 1",
             "uv could not install it; mend the package.*\nuv says:\n  one\n  error: build failed",
         ),
@@ -221,7 +235,7 @@ def test_uv_fails(index, said, tmp_path, monkeypatch, script, text):
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setattr(uv, "uv_binary", lambda: str(tool))
-    monkeypatch.setattr(make, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(make, "DEADLINE_S", 0.5 if "sleep" in script else 60.0)
     with pytest.raises(RunError, match=text):
         ensure(Request("rows", None), said.append)
     assert nothing_half_made()
@@ -236,9 +250,17 @@ def test_no_uv(monkeypatch):
 
 def test_a_place_that_cannot_be_written(index, said, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "file" / "x"))
-    with pytest.raises(RunError, match="have RL_ENVIRONMENTS name a folder that can be written"):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="have RL_ENVIRONMENTS name a folder that can be written"):
+        patch.setenv("RL_ENVIRONMENTS", str(tmp_path / "file" / "x"))
         ensure(Request("rows", None), said.append)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RunError, match=f"environment rows: {homes_root()}: No space left on device; make room, or have RL_ENVIRONMENTS"):
+        ensure(Request("rows", None), said.append)
+    assert nothing_half_made()
 
 
 def test_a_record_is_played_with_the_same_packages(index, said, tmp_path):
@@ -247,6 +269,10 @@ def test_a_record_is_played_with_the_same_packages(index, said, tmp_path):
     first = settled(request, None, said.append)
     write_record(tmp_path / "records", "hello", first)
     assert read_record(tmp_path / "records" / "hello.txt") == first
+    make_wheel(index.folder / "simple", "helper", "2.0", {"helper.py": "VALUE = 8\n"})
+    edited = msgspec.structs.replace(first.home, packages=["hello==1.0", "helper==2.0", "verifiers==0.3.1"])
+    assert prints(ensure(request, said.append, recorded=edited), "import helper; print(helper.VALUE)") == "8"
+    (index.folder / "simple" / "helper-2.0-py3-none-any.whl").unlink()
     make_wheel(index.folder / "ada", "hello", "1.1", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     newer = ensure(Request("hello", read_id("ada/hello")), said.append, fresh=True)
     assert newer.version == "1.1"
@@ -263,6 +289,69 @@ def test_a_record_is_played_with_the_same_packages(index, said, tmp_path):
     assert said[-1] == "warning: environment hello is played with other packages than before: hello 1.0 -> 1.1"
     other = Record("another", first.home)
     assert settled(request, other, said.append).home == newer
+
+
+def test_what_changes_behind_an_address_makes_another_home_and_the_record_means_it(index, said, tmp_path):
+    """A dependency in a repository is recorded with its commit, one in a folder told from what it was by its content."""
+    repository, folder = make_source(tmp_path / "fromgit", "VALUE = 1\n"), make_source(tmp_path / "fromfolder", "VALUE = 1\n")
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def commit(text):
+        (repository / "fromgit.py").write_text(text)
+        for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+            subprocess.run([*git, *words], check=True)
+        return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+    first_commit = commit("VALUE = 1\n")
+    needs = [f"fromgit @ git+{repository.as_uri()}", f"fromfolder @ {folder.as_uri()}", "verifiers<0.4"]
+    request = Request("needy", read_id(str(make_source(tmp_path / "needy", CLASSIC, needs))))
+    values = "import fromgit, fromfolder; print(fromgit.VALUE, fromfolder.VALUE)"
+    first = ensure(request, said.append)
+    assert f"fromgit @ git+{repository.as_uri()}@{first_commit}" in first.packages and prints(first, values) == "1 1"
+    commit("VALUE = 2\n")
+    second = ensure(request, said.append, fresh=True)
+    (folder / "fromfolder.py").write_text("VALUE = 2\n")
+    third = ensure(request, said.append, fresh=True)
+    assert [prints(home, values) for home in (first, second, third)] == ["1 1", "2 1", "2 2"]
+    assert len({first.digest, second.digest, third.digest}) == 3
+    subprocess.run(["rm", "-r", str(first.place)], check=True)
+    said.clear()
+    again = settled(request, Record(request.key, first), said.append).home
+    assert prints(again, values) == "1 2", "the folder has no other content any more"
+    assert said[-1] == "warning: environment needy cannot be made exactly as it was recorded: the content of fromfolder"
+
+
+def test_a_home_of_several_folders_is_made_again_with_all_of_them(index, said, tmp_path):
+    make_source(tmp_path / "ahelper", "VALUE = 3\n")
+    source = '[tool.uv.sources]\nahelper = { path = "../ahelper", editable = true }\n'
+    request = Request("edited", read_id(str(make_source(tmp_path / "edited", CLASSIC, ["ahelper", "verifiers<0.4"], source))))
+    home = ensure(request, said.append)
+    assert [line for line in home.packages if line.startswith("-e ")] == [f"-e {tmp_path / 'ahelper'}", f"-e {tmp_path / 'edited'}"]
+    subprocess.run(["rm", "-r", str(home.place)], check=True)
+    assert settled(request, Record(request.key, home), said.append).home == home
+    assert prints(home, "import edited, ahelper; print(ahelper.VALUE)") == "3" and "warning" not in said[-1]
+
+
+def test_what_a_package_needs_may_stand_beside_its_pyproject(index, said, tmp_path):
+    folder = make_source(tmp_path / "dyn", CLASSIC)
+    (folder / "pyproject.toml").write_text('[project]\nname = "dyn"\ndynamic = ["dependencies"]\n')
+    (folder / "requirements.txt").write_text("one\n")
+    request = [Request("dyn", read_id(str(folder))).key]
+    (folder / "requirements.txt").write_text("two\n")
+    assert Request("dyn", read_id(str(folder))).key not in request
+
+
+def test_a_folder_that_is_a_package_is_on_the_import_path_alone(index, said, tmp_path):
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(CLASSIC)
+    (tmp_path / "secret.py").write_text("")
+    home = made(str(folder), said)
+    assert outside(home.place) == [folder]
+    find = "import importlib.util as u; print(u.find_spec('whole').origin, u.find_spec('secret'))"
+    assert prints(home, find) == f"{home.place}/lib/python3.{sys.version_info[1]}/site-packages/whole/__init__.py None"
+    subprocess.run(["rm", "-r", str(home.place)], check=True)
+    assert ensure(Request("whole", read_id(str(folder))), said.append, recorded=home) == home
 
 
 def test_what_differs():

@@ -54,7 +54,7 @@ def test_from_a_configuration_to_interpreters_and_back(index, said, tmp_path, mo
 
 def test_ids_that_mean_nothing_are_all_told(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path))
-    ids = '[{id = "nope"}, {id = "./nowhere"}, {id = "pypi:-x", name = "x"}, {id = "a/b/c"}]'
+    ids = '[{id = "nope"}, {id = "./nowhere"}, {id = "pypi:-x", name = "x"}, {id = "pypi:two words", name = "y"}, {id = "a/b/c"}]'
     with pytest.raises(RunError) as error:
         homes_of(configured(tmp_path, ids), print, recorded=False)
     lines = str(error.value).splitlines()
@@ -64,6 +64,7 @@ def test_ids_that_mean_nothing_are_all_told(tmp_path, monkeypatch):
     assert lines[1:] == [
         "environment nowhere: the folder does not exist; give the folder that its pyproject.toml is in",
         "environment pypi:-x: no requirement; write pypi:name or pypi:name==1.0",
+        "environment pypi:two words: no requirement; write pypi:name or pypi:name==1.0",
         "environment a/b/c: no id; write owner/name, owner/name@version, pypi:name, or ./folder for one of your own",
     ]
     assert not list(tmp_path.iterdir())
@@ -80,6 +81,9 @@ def test_ids_that_mean_nothing_are_all_told(tmp_path, monkeypatch):
         ("# /// other\n# a = 1\n# ///\n", ((), "")),
         ("# /// script\n# dependencies = [\n# ///\n", "cannot be read"),
         ("# /// script\n# dependencies = [1]\n# ///\n", "give one block, with a list of texts"),
+        ('# /// script\n# dependencies = "sympy"\n# ///\n', "give one block, with a list of texts"),
+        ('# /// script\n# requires-python = "3.12"\n# ///\n', "cannot be read: Invalid specifier: '3.12'; see PEP 723"),
+        ('# /// script\n# requires-python = [">=3.12"]\n# ///\n', "a text as requires-python"),
     ],
 )
 def test_what_a_reward_file_says_it_needs(tmp_path, block, needs):
@@ -115,6 +119,7 @@ def test_settings_that_do_not_go_together(tmp_path, environment, text):
         ("import verifiers.v1 as vf\n", False, False),  # a helper of such a package
         ("from verifiers import v1\n__all__ = ['X']\n", False, True),
         ("import verifiers.v1\n__all__ = ['load_environment']\ndef load_environment(): ...\n", True, False),
+        ("import verifiers.v1\n__all__ = ['load_environment', 'score']\ndef load_environment(): ...\ndef score(): ...\n", True, False),
         ("def broken(:\n", False, False),
         ("", False, False),
     ],

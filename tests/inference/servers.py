@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.hashes import sha256
-from rl.run_dir.safetensors import read_tensors
+from rl.run_dir.safetensors import tensor_digests
 from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
@@ -78,9 +77,7 @@ class Server:
 
 def write_digests(folder: Path) -> None:
     """As the trainer does beside a version's weights."""
-    file = folder / "model.safetensors"
-    tensors = {name: sha256(data) for name, data in read_tensors(file)}
-    (folder / DIGESTS).write_text(json.dumps({"tensors": tensors}))
+    (folder / DIGESTS).write_text(json.dumps({"tensors": tensor_digests(folder / "model.safetensors")}))
 
 
 def damaged_copy(version: Path, folder: Path) -> Path:

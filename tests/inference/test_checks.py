@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.server import bind
 from rl.inference.weight_files import check_weights, read_tensors
+from rl.inference.worker import count_uncompiled
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
@@ -119,6 +121,18 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
     assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
     assert newest_sound_version(run_dir, claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums
+
+
+def test_likelier_tokens_are_counted_without_a_compilation(monkeypatch):
+    from vllm.v1.sample import sampler
+
+    monkeypatch.setattr(sampler, "batched_count_greater_than", sampler.batched_count_greater_than)
+    count_uncompiled()
+    compiled = sum(torch._dynamo.utils.counters["stats"].values())
+    logprobs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log()
+    found = sampler.Sampler.gather_logprobs(logprobs, 0, torch.tensor([1, 1]))
+    assert found.selected_token_ranks.tolist() == [3, 2] and found.logprobs.tolist() == [[logprobs[0, 1]], [logprobs[1, 1]]]
+    assert sum(torch._dynamo.utils.counters["stats"].values()) == compiled
 
 
 def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl.config.command_line import build, parse_args
 from rl.inference import main
-from rl.inference.server import running_engine
+from rl.inference.server import engine_config, running_engine
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, RunError
 
 
@@ -65,3 +65,36 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
     for _, lease, sock in taken:
         lease.close()
         sock.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "model", "keeps"),
+    [
+        ("cpu", "align", {"mamba_chunk_size": 256}, False),
+        ("cpu", "align", {"chunk_size": 16}, False),
+        ("cpu", "align", {"chunk_size": None}, True),
+        ("cpu", "none", {"chunk_size": 16}, True),
+        ("cuda", "align", {"chunk_size": 16}, True),
+    ],
+)
+def test_prefixes_are_not_kept_where_vllm_confuses_their_states(monkeypatch, capsys, device, mode, model, keeps):
+    """Before, a request of a Mamba-2 model ended the server: IndexError: index 3 is out of bounds for dimension 0 with size 2."""
+    space = types.SimpleNamespace
+    args = space(enable_prefix_caching=None)
+
+    def create(**_):
+        asked.append(args.enable_prefix_caching)
+        cache = space(mamba_cache_mode=mode if args.enable_prefix_caching is None else "none")
+        return space(cache_config=cache, device_config=space(device_type=device), model_config=space(hf_text_config=space(**model)))
+
+    asked: list[bool | None] = []
+    stub = space(AsyncEngineArgs=space(from_cli_args=lambda _: space(create_engine_config=create)))
+    for name, module in (
+        ("vllm", types.ModuleType("vllm")),
+        ("vllm.engine", types.ModuleType("vllm.engine")),
+        ("vllm.engine.arg_utils", stub),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    config = engine_config(args, None)
+    assert asked == ([None] if keeps else [None, False]) and config.cache_config.mamba_cache_mode == (mode if keeps else "none")
+    assert ("enable_prefix_caching: off" in capsys.readouterr().out) is not keeps

@@ -2,8 +2,11 @@
 
 import sys
 
-from rl.launch.roles import command
+import pytest
+
+from rl.launch.roles import command, roles
 from rl.run_dir.paths import RunDir
+from tests.launch.test_devices import config, divide
 
 
 def test_commands(tmp_path):
@@ -12,3 +15,12 @@ def test_commands(tmp_path):
     assert command("trainer", run_dir, 1) == [sys.executable, "-m", "rl.trainer.main", "@", config]
     assert command("orchestrator", run_dir, 2) == [sys.executable, "-m", "rl.orchestrator.main", "@", config]
     assert command("trainer", run_dir, 2)[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "args", "after"),
+    [(2, [], "orchestrator"), (4, [], ""), (4, ["--trainer.cpus", "1", "--inference.cpus", "1"], "orchestrator")],
+)
+def test_on_few_cores_the_trainer_starts_last(tmp_path, cores, args, after):
+    found = roles(config(*args), RunDir(tmp_path, tmp_path / "weights"), divide(0, *args, cores=cores))
+    assert {role.name: role.after for role in found} == {"inference": "", "orchestrator": "", "trainer": after}

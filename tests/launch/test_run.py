@@ -306,11 +306,14 @@ def test_resume_command():
 def test_wandb_offline_gets_every_step_once(rl, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    code, _, err = rl("--wandb")
+    monkeypatch.setenv("JUDGE_API_KEY", "assistant: 2")
+    code, _, err = rl("--wandb.tags", '["sums"]', "--wandb.group", "sweep")
     assert code == 0, err
     state = json.loads((rl.root / "wandb.json").read_text())
-    assert state["sent"] == {"eval": 3, "orchestrator": 3, "trainer": 3}
-    assert list((rl.root / "wandb").glob("offline-run-*")), os.listdir(rl.root)
+    assert state["sent"] == {"eval": 3, "orchestrator": 3, "trainer": 3, "rollouts": 3}
+    (table,) = (rl.root / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json")
+    row = [None, "e", None, 1, 0, 1.0, 0.5, None, None, "trained", "user: 1+1?\n[$JUDGE_API_KEY]"]
+    assert json.loads(table.read_bytes())["data"] == [row]
     code, _, err = rl("--wandb", "--resume", orchestrator="", trainer="")
     assert code == 0, err
     assert json.loads((rl.root / "wandb.json").read_text()) == state

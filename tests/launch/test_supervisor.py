@@ -10,7 +10,7 @@ import types
 import pytest
 
 from rl.config.run import RLConfig
-from rl.launch.children import Children
+from rl.launch.children import Children, user_name
 from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
@@ -63,9 +63,11 @@ class Run:
         self.reader = MetricsReader(self.run_dir.metrics)
         self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
 
-    def begin(self, **scripts):
+    def begin(self, after=None, **scripts):
+        """`after`: role -> the one that it starts after."""
         commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
-        self.supervisor.begin([Role(name, command, dict(os.environ)) for name, command in commands.items()])
+        roles = [Role(name, command, dict(os.environ), after=(after or {}).get(name, "")) for name, command in commands.items()]
+        self.supervisor.begin(roles)
 
     def begin_warm(self, name, code):
         """One process alone, which leaves copies of itself behind."""
@@ -297,6 +299,22 @@ def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
     assert all(gone(pid) for pid in run.pids(7))
 
 
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make, monkeypatch, comes_up):
+    monkeypatch.setattr("rl.launch.supervisor.AFTER_S", 10.0 if comes_up else 0.4)
+    run = make()
+    work = "beat('loading_environments', None, 0.3)\nbeat('filling_batch', 1)" if comes_up else "beat('loading_environments')"
+    run.begin({"trainer": "orchestrator"}, orchestrator=work)
+    began = time.monotonic()
+    assert run.child("inference") and run.child("trainer") is None
+    run.until(lambda: run.child("trainer"))
+    assert len(run.events("ready", "orchestrator")) == comes_up and 0.3 < time.monotonic() - began < 5
+    first = run.child("trainer").pid
+    run.ready("trainer")
+    os.kill(first, signal.SIGKILL)
+    run.ready("trainer", 2)  # a later attempt waits for nobody
+
+
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     run = make(backoff_s=0.3)
     code = "names = map(os.environ.get, ('TMPDIR', 'VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR'))\n"
@@ -309,6 +327,7 @@ def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     (first, _, compiled), (second, _, compiled_again) = lines
     assert compiled == compiled_again and not compiled.startswith(str(run.children.directory))  # outlives both
     assert not os.path.exists(first) and os.path.exists(second + "/socket")
+    assert os.path.realpath(f"{second}/torchinductor_{user_name()}") == os.path.realpath(compiled)  # where torch puts its headers
     guard = run.children.guard.process
     run.enough()
     run.until(lambda: run.child("inference") is None)
@@ -448,6 +467,15 @@ def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_n
     run.begin(orchestrator="status('filling_batch')", trainer="beat('training', 9, 0.5)\nsys.exit(attempt == 1)")
     run.finish()
     assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
+
+
+def test_so_does_one_that_ended_while_the_trainer_was_dead(make):
+    """It took the trainer, which had gone through all steps, for ended, and its next attempt would have waited for nobody."""
+    run = make(backoff_s=1.5)
+    run.begin(orchestrator="beat('waiting_for_trainer_end', None, 0.7)", trainer="beat('training', 9, 0.3)\nsys.exit(attempt == 1)")
+    run.finish()
+    assert (run.run_dir.logs / "orchestrator-2.log").exists() and not run.events("death", "orchestrator")
+    assert [event["process"] for event in run.events("death")] == ["trainer"]
 
 
 def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):

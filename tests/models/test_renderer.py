@@ -1,5 +1,6 @@
 """Rendering and parsing on SmolLM2's own tokenizer, and on a small trained one with a template in the manner of Qwen3."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -212,5 +213,5 @@ def test_a_tokenizer_that_brings_its_own_code_is_loaded_where_that_is_trusted(pl
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | own))
     settings = RLConfig.model_validate({"model": {"name": str(folder), "trust_remote_code": True}})
-    policy = Policy(policy_spec(settings, str(folder)), 60.0)
+    policy = Policy(asyncio.run(policy_spec(settings, str(folder))), 60.0)
     assert type(policy.renderer.tokenizer).__name__ == "Own"

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,8 @@ def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **a
 
 async def work(setup: WorkerSetup) -> None:
     """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once.
-    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is."""
+    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is. With `args.address`
+    the reward is what that answers, 0 for nothing, and the message which variables there are."""
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
@@ -48,6 +50,8 @@ async def work(setup: WorkerSetup) -> None:
             left.remove(i)
             turn = Turn(prompt_ids=[1], completion_ids=[2 + i], logprobs=[-1.0], policy_versions=[VersionSpan(0, 1)], finish_reason="stop")
             rollout = Rollout(turns=[turn], episode=i, reward=float(order.task + i))
+            if "address" in args:
+                rollout.reward, rollout.messages = answer_of(args["address"]), [{"role": "user", "content": " ".join(sorted(os.environ))}]
             await socket.send(encode(Played(order.play_id, [rollout], len(left))))
 
         await asyncio.gather(*map(episode, list(left)))
@@ -66,6 +70,15 @@ async def work(setup: WorkerSetup) -> None:
                 plays.add(asyncio.create_task(play(order)))
             case Close():
                 os._exit(0)
+
+
+def answer_of(address: str) -> float:
+    """The number that an HTTP server answers; 0 where it cannot be reached."""
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return float(answer.read())
+    except OSError:
+        return 0.0
 
 
 def main(setup_path: str) -> None:

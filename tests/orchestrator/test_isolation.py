@@ -4,24 +4,32 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+from aiohttp import web
 
 from rl.models.tokenizer_files import slim_tokenizer
+from rl.orchestrator.isolation import Isolation, sandbox_of
 from rl.orchestrator.pool import WorkerPool
 from rl.orchestrator.pool_worker import verdict
 from rl.system import sandbox
+from rl.system.errors import RunError
 from rl.system.sandbox import innermost
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
 from tests.interpreters import interpreter
+from tests.orchestrator import light_worker
 from tests.orchestrator.stub_inference import StubInference
+from tests.web import WebServer, serving
 
 pytestmark = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 SAMPLING = {"max_tokens": 4, "temperature": 1.0}
 ENVIRONMENT = '''
 import json, os, pathlib, signal, socket
+import neighbour
 import verifiers as vf
 from datasets import Dataset
 
@@ -40,7 +48,7 @@ def ask(path, request):
         connection.sendall(request.encode())
         return int(connection.recv(4096).split()[1])
 
-def load_environment(run_dir, port, home, relay, key):
+def load_environment(run_dir, port, home, relay, key, separators):
     home, relay = home.replace("|", "/"), relay.replace("|", "/")  # paths that arguments name are seen
     def post(path, host="inference"):
         return ask(relay, f"POST {path} HTTP/1.1\\r\\nHost: {host}\\r\\nContent-Length: 2\\r\\n\\r\\n{{}}")
@@ -90,6 +98,8 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
     for path in (folder, run_dir / "status", home / ".ssh"):
         path.mkdir(parents=True)
     (folder / "spy.py").write_text(ENVIRONMENT)
+    (folder / "neighbour.py").write_text("")
+    monkeypatch.chdir(folder)
     (home / ".ssh" / "id").write_text("secret")
     (run_dir / "status" / "token").write_text("x" * 32)
     monkeypatch.setenv("HOME", str(home))
@@ -107,11 +117,12 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
                 "home": veiled(str(home)),
                 "relay": veiled(relay),
                 "key": "env:REFERRED_KEY",
+                "separators": ["//", "../", "/tmp"],
             }
             python = str(interpreter("0.3.1"))
             try:
                 async with asyncio.timeout(100):
-                    await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id=f"{folder}", args=args)])
+                    await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id="spy", args=args)])
                     await pool.sizes(60.0)
                     about = await pool.describe("env", "train", 1, 10.0)
                     worker = pool.workers["env-0"]
@@ -146,3 +157,63 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
         assert problem in found[name], (name, found[name])
     assert found["run"] == [] and found["setups"] == ["env-0.json", "inference", "pool"] and found["processes"] == 2
     assert found["root user"] and not (folder / "x").exists()
+
+
+def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
+    """A server of this machine is reached with `network = true` alone, and a variable seen where `keys` names it."""
+    monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", light_worker.BOOTSTRAP)
+    monkeypatch.setenv("PYTHONPATH", str(light_worker.ROOT))
+    for name in ("JUDGE_KEY", "OTHER_KEY"):
+        monkeypatch.setenv(name, "secret")
+
+    async def number(_: web.Request) -> web.Response:
+        return web.Response(text="7")
+
+    async def main(address):
+        pool = WorkerPool(tmp_path / "logs")
+        policy, played = PolicySpec(inference_status=str(tmp_path / "inference.json")), []
+        try:
+            async with asyncio.timeout(60):
+                for name, network in (("open", True), ("closed", False)):
+                    spec, keys = EnvSpec(name=name, args={"address": address}), ["JUDGE_KEY"] if network else []
+                    place = {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
+                    pool.start(
+                        WorkerSetup(env=spec, policy=policy, max_tokens=1, retries=0, sandbox=True, network=network, keys=keys, **place)
+                    )
+                await pool.sizes(30.0)
+                for name in ("open", "closed"):
+                    (rollout,) = await pool.play(name, "train", 0, 1, {}, 0)
+                    played.append((rollout.reward, [name for name in rollout.messages[0]["content"].split() if name.endswith("_KEY")]))
+        finally:
+            await pool.close()
+        return played
+
+    with serving(WebServer(web.get("/", number))) as server:
+        assert asyncio.run(main(server.url)) == [(7.0, ["JUDGE_KEY"]), (0.0, [])]
+
+
+def test_which_files_its_settings_name(tmp_path, monkeypatch):
+    """What a sandbox has of its own stays so, and no text of an argument opens the root of the machine, or is too long."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.py").write_text("")
+    for folder in ("rows", "disk/status"):
+        (tmp_path / folder).mkdir(parents=True)
+    for link in ("run", "link"):
+        (tmp_path / link).symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "x").write_text("")
+    texts = ["//", "/..", "../", "./", "~/", "/tmp/", "/tmp", "/proc/sys", "/dev", "x" * 300 + "/y", "no/file", "link/x", "run/status"]
+    texts += ["rows/../rows", f"/{tmp_path}/words.py"]
+    place = {"orchestrator": "ipc:///nowhere", "worker_id": "x-0", "python": "/usr/bin/python3"}
+    setup = WorkerSetup(env=EnvSpec(name="x", id="words", args={"texts": texts}), policy=PolicySpec(), max_tokens=1, retries=0, **place)
+    box = sandbox_of(setup, tmp_path / "setup.json", tmp_path / "run")
+    assert box.hidden == {tmp_path / "run", tmp_path / "disk"}
+    nameless = EnvSpec(name="x", id="other")
+    plain = sandbox_of(msgspec.structs.replace(setup, env=nameless), tmp_path / "setup.json", tmp_path / "run").read
+    assert box.read - plain == {tmp_path / "words.py", tmp_path / "rows"} and not plain & {Path("/"), Path("/tmp")}
+
+
+def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), orchestrator="", worker_id="x", max_tokens=1, retries=0, sandbox=True)
+    with pytest.raises(RunError, match="environment x: keys names JUDGE_KEY, and the shell has none"):
+        Isolation(tmp_path, tmp_path).enter(msgspec.structs.replace(setup, keys=["JUDGE_KEY", "PATH"]), tmp_path / "setup.json")

@@ -1,14 +1,16 @@
-"""Workers that are forked from a copy of the first one, in homes with two versions of verifiers, in one run."""
+"""Workers that are forked from a copy of the first one in their home, in homes with two versions of verifiers, in one run."""
 
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 
 from rl.models.tokenizer_files import slim_tokenizer
+from rl.orchestrator.nursery import Nursery
 from rl.orchestrator.pool import WorkerPool
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
 from tests.interpreters import interpreter
@@ -48,7 +50,8 @@ def cpu_s(pid: int) -> float:
 
 
 def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model, monkeypatch):
-    """One package prints a megabyte and starts a thread when it is imported: that comes after the copy."""
+    """One package prints a megabyte and starts a thread when it is imported: that comes after the copy, from which the other, of the same
+    name and in the same home, is forked."""
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     old, new = str(interpreter("0.3.1")), str(interpreter("0.4.0"))
     one, two = package(tmp_path / "one" / "pkg", 1.0, NOISE), package(tmp_path / "two" / "pkg", 2.0)
@@ -86,7 +89,8 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
                     await pool.start_all(setups)
                     await pool.sizes(120.0)
                     spent = [cpu_s(pool.workers[f"new-{i}"].child.pid) for i in range(2)]
-                    assert spent[1] < spent[0] / 3, spent
+                    other = [cpu_s(pool.workers[f"{name}-0"].child.pid) for name in ("one", "two")]
+                    assert spent[1] < spent[0] / 3 and other[1] < other[0] / 2, (spent, other)
                     assert {psutil.Process(worker.child.pid).ppid() for worker in pool.workers.values()} == {os.getpid()}
                     await play(pool, "new", 6)
                     first, second = await play(pool, "one"), await play(pool, "two")
@@ -105,7 +109,7 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
                     assert pool.workers["new-1"].child.pid == survivor, "those that came of a dead worker's copy live on"
                     spent += [cpu_s(pool.workers[name].child.pid) for name in ("new-0", "one-0")]
                     copies = pool.nursery.waiting()
-                    assert len(copies) == 3
+                    assert len(copies) == 2
                     return spent, back_s, copies
             finally:
                 await pool.close()
@@ -115,3 +119,15 @@ def test_versions_of_packages_and_of_verifiers_beside_each_other(tmp_path, model
     assert max(spent[2:]) < spent[0] / 2 and not any(map(psutil.pid_exists, copies))
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert logs["worker-one-0.log"].count("noise") == 2 * 200_000 and not any("no copy" in text for text in logs.values())
+
+
+def test_the_current_directory_is_searched_for_its_modules_alone(tmp_path, monkeypatch):
+    """In a home that was made for a package a folder of its name would be found there before it."""
+    monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", "import sys; print('' in sys.path)")
+    place = {"orchestrator": "", "worker_id": "x-0", "python": sys.executable}
+    setup = WorkerSetup(env=EnvSpec(name="x"), policy=PolicySpec(), max_tokens=1, retries=0, **place)
+    for of_package in (True, False):
+        monkeypatch.setattr("rl.orchestrator.nursery.is_of_package", {sys.executable: of_package}.get)
+        child = Nursery().start(setup, tmp_path / "setup.json", tmp_path / f"{of_package}.log", "", False)
+        assert child.wait(30) == 0 and child.log.read_text() == f"{not of_package}\n"
+        child.reap()

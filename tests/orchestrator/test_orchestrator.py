@@ -13,13 +13,15 @@ from tokenizers import Tokenizer
 
 from rl.config.command_line import build, parse_args
 from rl.orchestrator import batches
+from rl.orchestrator.batch_builder import BatchBuilder
+from rl.orchestrator.evaluator import Evaluator
 from rl.orchestrator.main import run
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Status, read_address
 from rl.system.errors import GIVE_UP, RunError
-from rl.wire.batch_file import decode_batch
+from rl.wire.batch_file import batch_head, decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.stub_inference import StubInference
@@ -84,10 +86,31 @@ def lines(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_three_steps_on_policy(tmp_path, model):
+def test_three_steps_on_policy(tmp_path, model, monkeypatch):
     config = make_config(tmp_path, "--max_lag", "0", "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "2")
+    answered, had_it = threading.Event(), []
+
+    def answer(path):
+        answered.set()
+        return batch_head(path)
+
+    def write_after_batch(builder, step, metrics):
+        """What follows from a batch is written behind: the trainer has it already."""
+        had_it.append(answered.wait(2))
+        answered.clear()
+        write(builder, step, metrics)
+
+    async def evaluate(evaluator, entry, version, settle):
+        evaluated_after.append((version, config.run_dir.newest_batch()))
+        await play_eval(evaluator, entry, version, settle)
+
+    write, play_eval, evaluated_after = BatchBuilder._write_after_batch, Evaluator.evaluate, []
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    monkeypatch.setattr("rl.orchestrator.trainer_requests.batch_head", answer)
+    monkeypatch.setattr(BatchBuilder, "_write_after_batch", write_after_batch)
     ended, given, stub = play(config, model)
-    assert ended == "3 steps done"
+    assert ended == "3 steps done" and had_it == [True] * 3
+    assert evaluated_after == [(0, 1), (2, 3), (3, 3)]  # beside the training of the version's batch, not in front of its sampling
     assert [batch.step for batch in given] == [1, 2, 3]
     for batch in given:
         assert {span.policy_version for sample in batch.samples for span in sample.policy_versions} == {batch.step - 1}
@@ -130,14 +153,15 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
     assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
     lags = [batch.step - 1 - sample.policy_versions[0].policy_version for batch in given for sample in batch.samples]
-    assert sum(lags) / len(lags) <= 1.3 and max(lags) <= config.orchestrator.max_off_policy_steps
+    # The slow half may be the three steps old that it takes, the fast half as old as max_lag: 2 on average is the bound.
+    assert sum(lags) / len(lags) <= 1.75 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
 def test_resume_plays_no_finished_group_again(tmp_path, model):
     config = make_config(tmp_path, "--max_lag", "1")
 
     async def stop_after_two(stub, runner):
-        while config.run_dir.newest_batch() < 2:
+        while config.run_dir.newest_batch() < 2 or stub.policy_version < 1:  # else the trainer would wait for its acknowledgement
             await asyncio.sleep(0.02)
         runner.cancel()
 

@@ -35,11 +35,13 @@ def run(tmp_path, model, work, *setups, env_id="trouble", **limits):
             slim, _ = slim_tokenizer(str(model))
             policy = PolicySpec(model_path=str(model), tokenizer=slim, max_model_len=1024, inference_status=status, renderer=renderer)
             try:
+                workers = []
                 for name, args, python in setups:
                     spec = EnvSpec(name=name, id=env_id, args=args, timeout_s=60.0)
                     more = {"max_tokens": 4, "retries": 0, "python": python or worker_python(), "spans": str(tmp_path / "spans")}
-                    pool.start(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
+                    workers.append(WorkerSetup(env=spec, policy=policy, orchestrator=pool.address, worker_id=f"{name}-0", **more))
                 async with asyncio.timeout(280):
+                    await pool.start_all(workers)
                     await pool.sizes(120.0)
                     return await work(pool)
             finally:
@@ -201,6 +203,8 @@ def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
         run(tmp_path, model, None, ("own", {}, "/nowhere/python"))
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    with pytest.raises(RunError, match=r"ended with code 1(.|\n)*No module named"):
+    with pytest.raises(
+        RunError, match=r"ended with code 1.*; it lacks .*: uv pip install --python \S+/bare/bin/python (.|\n)*No module named"
+    ):
         run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
     assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]

@@ -1,9 +1,13 @@
 """Which workers a configuration starts."""
 
+import asyncio
+import time
+
 import pytest
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.setups import task_faults, worker_setups
+from rl.orchestrator import setups
+from rl.orchestrator.setups import policy_spec, task_faults, worker_setups
 from rl.system.errors import ConfigError
 from rl.wire.worker_messages import PolicySpec, Ready
 
@@ -41,3 +45,23 @@ def test_what_a_run_refuses_about_its_tasks():
         "eval d has no examples, for its num_examples is 0",
         "eval e has no examples, for its environment holds none out",
     ]
+
+
+def test_a_tokenizer_is_converted_beside_the_event_loop(monkeypatch):
+    def convert(model_path, *, trust_remote_code):
+        time.sleep(0.3)
+        return f"{model_path}/slim", ""
+
+    monkeypatch.setattr(setups, "slim_tokenizer", convert)
+    config = build(parse_args(["--orchestrator.environment.id", "x"]))
+
+    async def main():
+        making, late = asyncio.create_task(policy_spec(config, "/model")), 0.0
+        while not making.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            late = max(late, time.monotonic() - before)
+        return (await making).tokenizer, late
+
+    tokenizer, late = asyncio.run(main())
+    assert tokenizer == "/model/slim" and late < 0.15

@@ -1,16 +1,19 @@
 """Rollouts of a run directory: chosen, followed while they are written, and what is damaged, deleted or taken back."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 
+from rl.orchestrator.judge import judge
 from rl.orchestrator.pending import PendingRollouts
 from rl.records import cache, index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.wire.batch_file import compress_rollouts, sum_path
+from rl.wire.rollouts import Group
 from tests.records.made import RULES, group, make_run, rollout, write_eval_of, write_step
 
 
@@ -33,7 +36,9 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     found = run.rollouts()
     assert ids(found) == [(group, i) for group in range(4) for i in range(2)] and len(found) == 8
     assert ids(run.rollouts(why="trained")) == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)] and ids(run.rollouts(env="nobody")) == []
+    assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)]
+    with pytest.raises(RunError, match="env = nobody: no rollout is of it; there are: sums, words"):
+        run.rollouts(env=["sums", "nobody"])
     assert ids(run.rollouts(step=2, task={3})) == ids(run.rollouts(version=1, task=3)) == [(2, 0), (2, 1)]
     assert ids(run.rollouts(step=range(1, 2), reward=(0.5, None))) == [(0, 1), (1, 0), (1, 1)]
     assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [(0, 0), (2, 0), (2, 1)]
@@ -48,12 +53,39 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     assert (one["num_tokens"], one["outcome"], one.metrics, one.advantage) == (3, "finished", {"exact": 0.5}, 0.25)
     assert one.messages[1]["content"] == "four" and one.row["stop"] == "stop" and "assistant: four" in one.text
     assert [ids([hit]) for hit in found.containing("fou")] == [[place] for place in ids(found)] and not [*found.containing("five")]
+    assert not [*found.containing("role")] and not [*found.containing("assistant")]  # which no one wrote
+    assert len(found.where(exact=[0.5, 0.1])) == 1
     with pytest.raises(RunError, match=r"length_mean: rollouts have no such field; there are: kind, step, .*exact"):
         run.rollouts(length_mean=1)
     with pytest.raises(RunError, match="give several words as a list"):
         run.rollouts(why=("trained", "error"))
     with pytest.raises(RunError, match="group 9: no rollout of it"):
         run.group(9)
+
+
+def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
+    write_step(run_dir, 3, [group(4, [0.1, 0.2]), group(5, [1 / 3, 0.0])])
+    run = Run(run_dir.root)
+    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(run.rollouts(step=3, exact=0.2)) == [(4, 1)]
+
+
+def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):
+    rollouts = [rollout(0.0), rollout(1.0, metrics={"num_turns": 7.0})]
+    write_step(run_dir, 3, [judge(Group(group_id=4, env="sums", task=1, rollouts=rollouts), RULES["sums"])])
+    found = Run(run_dir.root).rollouts(step=3).sorted("metrics/num_turns")
+    assert [one["num_turns"] for one in found] == [1, 1] and found[0].metrics == {"num_turns": 7.0}
+    assert len(set(found.fields)) == len(found.fields)
+
+
+def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
+    for step in range(3, 8):
+        write_step(run_dir, step, [group(step, [0.0, 1.0], task=3)])
+    run = Run(run_dir.root)
+    assert len(run.rollouts()) == 18
+    shutil.rmtree(run_dir.rollouts_dir)  # as --clean does, while nobody asks
+    for step in range(1, 9):
+        write_step(run_dir, step, [group(100 + step, [0.0, 1.0], task=5, text="another answer")])
+    assert ids(run.rollouts()) == [(100 + step, i) for step in range(1, 9) for i in range(2)]
 
 
 def test_a_table_has_all_fields(run_dir):

@@ -35,6 +35,17 @@ def run(tmp_path, monkeypatch):
     return Run(run_dir.root)
 
 
+def test_a_start_behind_a_torn_line_counts(tmp_path):
+    """The process before was killed within a line, and the next one begins in it."""
+    run_dir = make_run(tmp_path / "x")
+    one, two = Span(name="a", begin=1.0, end=2.0), Span(name="b", begin=1.0, end=2.0)
+    lines = [start("trainer", 1000.0, 0.0), one, b'{"kind":"span","na', start("trainer", 91000.0, 0.0), two]
+    torn = b"".join(line if isinstance(line, bytes) else msgspec.json.encode(line) + b"\n" for line in lines)
+    run_dir.spans.mkdir()
+    (run_dir.spans / "trainer.jsonl").write_bytes(torn)
+    assert [(done.name, done.begin) for done in Run(run_dir.root).timeline().spans] == [("a", 1001.0), ("b", 91001.0)]
+
+
 def test_all_processes_are_on_one_clock(run):
     found = run.timeline()
     assert [(done.process[:9], done.name, done.begin, done.end, done.step) for done in found.spans] == [

@@ -5,7 +5,16 @@ import os
 
 import pytest
 
-from rl.run_dir.files import CorruptFileError, decode_record, decode_records, encode_record, remove_directory, write_directory, write_file
+from rl.run_dir.files import (
+    CorruptFileError,
+    decode_record,
+    decode_records,
+    encode_record,
+    make_durable,
+    remove_directory,
+    write_directory,
+    write_file,
+)
 
 
 def test_records_round_trip():
@@ -122,3 +131,22 @@ def test_remove_directory(tmp_path):
     remove_directory(tmp_path / "000001")
     remove_directory(tmp_path / "000001")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_made_durable_later_is_whole_at_once_and_synced_then(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("rl.run_dir.files.fsync_path", synced.append)
+    monkeypatch.setattr("os.fsync", synced.append)
+    version, record = tmp_path / "weights" / "000001", tmp_path / "weights" / "000001.json"
+    version.parent.mkdir()
+
+    def fill(directory):
+        (directory / "sub").mkdir()
+        (directory / "sub" / "a").write_text("1")
+
+    write_directory(version, fill, durable=False)
+    write_file(record, b"2", durable=False)
+    assert (version / "sub" / "a").read_text() == "1" and record.read_bytes() == b"2" and synced == []
+    make_durable(record)
+    make_durable(version)
+    assert synced == [record, tmp_path / "weights", version / "sub", version / "sub" / "a", version, tmp_path / "weights"]

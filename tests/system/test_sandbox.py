@@ -14,6 +14,8 @@ from tests.system import escapes
 from tests.system.escapes import ESCAPES, SHOT
 
 APPLY = (
+    *("change a setting of the kernel", "change what the kernel runs", "ask the kernel by its magic key", "make a file beside the devices"),
+    *("move interrupts", "read how pages are used", "list private keys"),
     *("create a file", "make a directory", "delete a file", "make a link", "make a symbolic link", "rename", "make a device"),
     *("change permissions", "kill the parent", "stop the parent", "kill a thread of the parent", "queue a signal", "open the parent"),
     *(
@@ -59,9 +61,15 @@ def test_what_is_seen_of_the_file_system(tmp_path):
     ended = inside(
         box, "/bin/sh", "-c", "pwd; find . -type f | sort; echo x > seen/a; echo x > seen/hidden/x; echo x > /x; echo x > /tmp/x; id -u"
     )
+    sizes = "import os; print(*(os.statvfs(p).f_blocks * os.statvfs(p).f_frsize >> 20 for p in ('/tmp', '/dev/shm')))"
+    keys = "import os; print(sorted(os.listdir('/etc/ssl')) if os.path.isdir('/etc/ssl') else [])"
+    shown = inside(Sandbox(HERE), sys.executable, "-S", "-c", f"{sizes}\n{keys}").stdout
+    assert shown.startswith("1024 64\n") and "private" not in shown
     assert ended.stdout.split() == [str(tmp_path), "./seen/a", "./seen/hidden/kept", "65534"]
     assert ended.stderr.count("Read-only file system") == 3 and (tmp_path / "seen/a").read_text() == "seen/a"
     assert inside(box, "/bin/sh", "-c", "exit 7").returncode == 7
+    linked = Sandbox(frozenset(), links={tmp_path / "bin" / "sh": Path("/bin/sh")})
+    assert inside(linked, f"{tmp_path}/bin/sh", "-c", f"readlink {tmp_path}/bin/sh").stdout == "/bin/sh\n"
 
 
 def test_a_machine_without_bubblewrap_is_told_what_to_do(monkeypatch, tmp_path):

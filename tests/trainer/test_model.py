@@ -253,6 +253,12 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def test_a_head_stays_tied_to_an_embedding_in_a_block(world, tmp_path):
+    """BERT's embeddings are a module that transformers would not split; sharded alone, they left the head without values."""
+    model = policy(make_tiny_model(tmp_path / "bert", CONFIGS["bert"]), world)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
 @on_cpu
 def test_windows_and_implementations_that_the_attention_does_not_see_are_refused(tied_folder, world):
     model = policy(tied_folder, world)

@@ -90,6 +90,8 @@ class Empty:
 
     def write(self, path, record, **_):
         path.mkdir(parents=True)
+        record.parent.mkdir(exist_ok=True)
+        record.touch()
 
 
 def test_versions_are_written_and_announced_one_after_another(tmp_path):
@@ -107,6 +109,27 @@ def test_versions_are_written_and_announced_one_after_another(tmp_path):
         publisher.start(version, Empty(), checkpoints={1})
     publisher.finish()
     assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]  # 1 is the checkpoint's
+
+
+def test_a_version_is_announced_before_it_is_durable_and_others_wait_for_that(tmp_path, monkeypatch):
+    client, run_dir, happened = Client(), RunDir(tmp_path, tmp_path / "weights"), []
+    client.release.set()
+    monkeypatch.setattr(client, "versions", happened)
+
+    def durable(path):
+        time.sleep(0.1)
+        happened.append(str(path.relative_to(tmp_path)))
+
+    monkeypatch.setattr("rl.trainer.store.publisher.make_durable", durable)
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
+    for version in (1, 2, 3):
+        publisher.start(version, Empty(), checkpoints={})
+        if version == 3:
+            assert numbered(run_dir.weights_dir).keys() >= {1, 2}, "1 went before 3 was durable"
+    publisher.finish()
+    made = [[version, f"digests/{version:06d}.json", f"weights/{version:06d}"] for version in (1, 2, 3)]
+    assert happened == [step for steps in made for step in steps]
+    assert list(numbered(run_dir.weights_dir)) == [2, 3]
 
 
 def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):

@@ -64,6 +64,9 @@ def test_what_is_not_understood_names_the_remedy(place, tmp_path, monkeypatch):
         ([], "start one, or name a folder"),
         (["nothing"], "nothing: there is no such folder"),
         ([str(place), "--export", "x.html"], "give one run; there are 2: first, second"),
+        ([str(place / "first"), "--export", str(place / "first" / "x.html")], "outside of the run's directory"),
+        ([str(place / "first"), "--export", "metrics.jsonl"], "ends in .html or .json"),
+        ([str(place), "--port", "99999"], "a port is a number from 1 to 65535"),
     ):
         with pytest.raises(RunError, match=words):
             view(args, Children())

@@ -1,33 +1,28 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from rl.launch.children import Children
-from rl.view.library import Library
 from rl.view.main import main as view
-from rl.view.server import serve
+from tests.view.browser import Tab
+from tests.view.browser import browser as browser
 from tests.view.made import HOSTILE, make_runs
-
-CHROMIUM = Path("/usr/bin/chromium")
-if not CHROMIUM.exists():
-    pytest.skip("there is no chromium (apt-get install chromium)", allow_module_level=True)
-api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (uv sync)")
+from tests.view.serving import serving
 
 PAGES = {
-    "runs": "#/runs",
-    "curves": "#/curves?run=first",
-    "rollouts": "#/rollouts?run=first",
-    "tasks": "#/tasks?run=first&env=sums&task=7",
-    "timeline": "#/timeline?run=first",
-    "health": "#/health?run=first",
-    "compare": "#/compare?run=first&run=second",
+    "runs": ("#/runs", ".runs tbody tr"),
+    "curves": ("#/curves?run=first", ".chart canvas"),
+    "rollouts": ("#/rollouts?run=first", ".rows li"),
+    "tokens": ("#/rollouts?run=first&at=10/0&tab=tokens", ".tokens .t"),
+    "tasks": ("#/tasks?run=first&env=sums&task=7", ".side"),
+    "timeline": ("#/timeline?run=first", ".lanes rect"),
+    "health": ("#/health?run=first&process=trainer", ".log pre span"),
+    "compare": ("#/compare?run=first&run=second", ".chart canvas"),
 }
+"""The address of each, and what is there when it is shown."""
 
 
 @pytest.fixture(scope="module")
@@ -37,79 +32,22 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(place) -> Iterator[str]:
-    """The address that the command would print."""
-    found, up, servers, run = list[str](), threading.Event(), list[uvicorn.Server](), uvicorn.Server.run
-
-    def running(server: uvicorn.Server, **more: object) -> None:
-        servers.append(server)
-        run(server, **more)
-
-    def ready(address: str) -> None:
-        found.append(address)
-        up.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn.Server, "run", running)
-        thread = threading.Thread(target=serve, args=(Library([place]), "a-token-for-tests", "127.0.0.1", 0, ready))
-        thread.start()
-        assert up.wait(30)
-        yield found[0]
-        servers[0].should_exit = True
-        thread.join(30)
+    with serving(place) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator["api.Browser"]:
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
-        yield found
-        found.close()
-
-
-class Tab:
-    """A tab of a browser that was let in, and what went wrong in it."""
-
-    def __init__(self, browser: "api.Browser", address: str, **options: object):
-        self.context, self.faults = browser.new_context(**options), list[str]()
-        self.context.on("page", self.watch)
-        self.page, self.base = self.context.new_page(), address.split("/?")[0]
-        self.page.set_default_timeout(10_000)
-        self.page.goto(address)
-        self.page.wait_for_selector(".runs tbody tr")
-
-    def watch(self, page: "api.Page") -> None:
-        page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
-        page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(f"{page.url}: {said.text}"))
-        page.on("dialog", lambda dialog: self.faults.append(f"{page.url}: a dialog"))
-
-    def go(self, where: str) -> None:
-        self.page.goto(f"{self.base}/{where}")
-
-    def until(self, expression: str) -> None:
-        """Waits until an expression is true. Playwright's own way to do so is forbidden by the page's policy."""
-        deadline = time.monotonic() + 10
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}"
-            self.page.wait_for_timeout(20)
-
-    def text(self, selector: str) -> str:
-        self.page.wait_for_selector(selector)
-        return self.page.locator(selector).first.inner_text()
-
-    def count(self, selector: str) -> int:
-        return self.page.locator(selector).count()
-
-    def close(self) -> None:
-        assert self.page.evaluate("window.hacked") is None
-        assert not self.faults
-        self.context.close()
-
-
-@pytest.fixture
-def tab(browser, address) -> Iterator[Tab]:
+def opened(browser, address) -> Iterator[Tab]:
     found = Tab(browser, address)
     yield found
     found.close()
+
+
+@pytest.fixture
+def tab(opened) -> Iterator[Tab]:
+    """One tab for all tests: to open one takes a second."""
+    yield opened
+    assert not opened.faults and opened.page.evaluate("window.hacked") is None
 
 
 def test_the_address_no_longer_has_the_token_and_runs_are_listed(tab):
@@ -127,10 +65,10 @@ def test_the_address_no_longer_has_the_token_and_runs_are_listed(tab):
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, address, width, theme):
     found = Tab(browser, address, viewport={"width": width, "height": 800}, color_scheme=theme)
-    for name, where in PAGES.items():
+    for name, (where, shown) in PAGES.items():
         found.go(where)
-        found.page.wait_for_selector("main h1", state="attached")
-        found.page.wait_for_load_state("networkidle")
+        found.page.wait_for_selector(shown)
+        assert found.count("main h1") == 1
         assert found.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
         assert found.page.evaluate(UNNAMED) == [], name
         assert found.page.evaluate(PALE) == [], name
@@ -157,7 +95,7 @@ PALE = """() => {
 
 
 def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
-    tab.go(PAGES["curves"])
+    tab.go(PAGES["curves"][0])
     tab.page.wait_for_selector(".chart canvas")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("reward/mean")
@@ -177,7 +115,7 @@ def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
 
 
 def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):
-    tab.go(PAGES["rollouts"])
+    tab.go(PAGES["rollouts"][0])
     tab.until("document.querySelector('.list [aria-live]')?.innerText === '24 rollouts'")
     tab.page.get_by_role("button", name="no signal 8").click()
     tab.until("document.querySelectorAll('.rows li').length === 8")
@@ -220,7 +158,7 @@ def test_hostile_text_is_shown_as_it_is(tab):
     tab.go("#/curves?run=first&q=img")
     assert "<img src=x onerror=window.hacked=1>" in tab.text(".chart .title")
     tab.go("#/health?run=first&process=trainer")
-    assert "<script>window.hacked = 1</script>" in tab.text(".log pre")
+    assert "<script>window.hacked = 1</script>" in tab.text(".log pre span")
 
 
 def test_a_task_shows_what_changed_between_two_versions(tab):
@@ -231,14 +169,22 @@ def test_a_task_shows_what_changed_between_two_versions(tab):
 
 def test_the_clock_of_the_timeline_stands_over_its_lines(tab):
     """Each label is centred on its line, at any width: the grid has its own idea of what `left: 0` is."""
-    for width in (1280, 390):
+    for width in (390, 1280):
         tab.page.set_viewport_size({"width": width, "height": 800})
-        tab.go(PAGES["timeline"])
+        tab.go(PAGES["timeline"][0])
         tab.page.wait_for_selector(".lanes rect")
         middle = "(one) => one.getBoundingClientRect().x + one.getBoundingClientRect().width / 2"
         middles = f"(selector) => [...document.querySelectorAll(selector)].map({middle})"
         labels, lines = (tab.page.evaluate(middles, selector) for selector in (".clock span", ".lanes line.grid"))
         assert labels and labels == pytest.approx(lines, abs=1.5)
+
+
+def test_an_address_of_no_page_is_said_to_be_none_and_the_next_one_is_shown(tab):
+    tab.go("#/nopage?run=first")
+    assert "There is no page “nopage”" in tab.text(".fault")
+    tab.go("#/health?run=first")
+    tab.page.wait_for_selector(".log pre")
+    assert tab.count(".fault") == 0
 
 
 def test_a_live_run_moves_by_itself(tab, place):
@@ -273,6 +219,11 @@ def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_p
     ):
         page.goto(f"{file.as_uri()}{where}")
         page.wait_for_selector(what)
+    page.goto(f"{file.as_uri()}#/timeline?run=first")
+    page.get_by_role("button", name="Zoom in").click()
+    page.wait_for_selector(".lanes rect")
+    shares = page.locator(".card", has_text="Where the time went").inner_text()
+    assert "forward backward" in shares and "-" not in shares
     page.goto(f"{file.as_uri()}#/rollouts?run=first&q=the+answer+is+3")
     page.wait_for_selector(".rows li:nth-child(2):last-child")
     assert not faults and page.evaluate("window.hacked") is None

@@ -3,24 +3,39 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
-import threading
+import time
 from hashlib import sha256
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
-from rl.view import answers
+from rl.orchestrator.judge import Rules, judge
+from rl.run_dir.events import Event, append_event
+from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
+from rl.view import answers, runs
 from rl.view.access import PageGate
 from rl.view.library import Library
-from rl.view.routes import ROUTES, Desk
+from rl.view.routes import (
+    ROUTES,
+    CurveParameters,
+    Desk,
+    NoParameters,
+    OfRun,
+    RolloutsParameters,
+    TaskParameters,
+    TasksParameters,
+)
 from rl.view.schema import openapi
-from rl.view.server import PAGE, bind, make_app, serve
+from rl.view.server import PAGE, make_app
+from rl.wire.rollouts import Group
+from tests.records.made import group, make_run, rollout, write_eval_of, write_step
 from tests.view.made import HOSTILE, make_runs
+from tests.view.serving import serving
 
 TOKEN = "a-token-for-this-page"
 HOST = "127.0.0.1:8411"
@@ -102,37 +117,15 @@ def test_only_runs_that_are_shown_are_opened(client, key):
     assert client.get("/page/../server.py").status_code in (401, 404) and client.get("/page/%2e%2e/server.py").status_code == 404
 
 
-def test_it_serves_over_a_socket_and_the_same_answer_twice_is_sent_once(place, monkeypatch):
+def test_it_serves_over_a_socket_and_the_same_answer_twice_is_sent_once(place):
     """As the command does it, with uvicorn and a port of the kernel's choice."""
-    addresses, up, servers = list[str](), threading.Event(), list[uvicorn.Server]()
-    run = uvicorn.Server.run
-
-    def running(server: uvicorn.Server, **more: object) -> None:
-        server.install_signal_handlers = lambda: None
-        servers.append(server)
-        run(server, **more)
-
-    monkeypatch.setattr(uvicorn.Server, "run", running)
-    taken = bind("127.0.0.1", 0)
-
-    def ready(address: str) -> None:
-        addresses.append(address)
-        up.set()
-
-    thread = threading.Thread(target=serve, args=(Library([place]), TOKEN, "127.0.0.1", 0, ready))
-    thread.start()
-    assert up.wait(30)
-    with httpx.Client() as browser:
-        base = addresses[0].split("/?")[0]
-        assert browser.get(addresses[0]).status_code == 200
+    with serving(place) as address, httpx.Client() as browser:
+        base = address.split("/?")[0]
+        assert browser.get(address).status_code == 200
         answer = browser.get(f"{base}/api/curves", params={"run": "first", "name": "reward/mean"})
         assert answer.json()["series"][0]["values"] == [0.1, 0.3, 0.4, 0.7]
         again = browser.get(answer.url, headers={"if-none-match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-    servers[0].should_exit = True
-    thread.join(30)
-    taken.close()
-    assert not thread.is_alive()
 
 
 # What is answered -------------------------------------------------------------------------------------------------------
@@ -159,8 +152,8 @@ def test_curves_over_every_axis_with_what_happened(ask):
     assert by_axis["tokens"].series[0].x == [200, 400, 600, 800] and by_axis["time"].series[0].x[0] == 0
     assert by_axis["samples"].series[1].x == [0, 32]  # evaluations of versions 0 and 4
     assert {mark.kind for mark in by_axis["step"].marks} == {"eval", "death"}
-    part = ask("curves", run=["first"], name=["reward/mean"], begin=2, end=3).series[0]
-    assert (part.steps, part.values) == ([2, 3], [0.3, 0.4])
+    part = ask("curves", run=["first"], name=["reward/mean"], begin=2.5, end=3).series[0]
+    assert (part.steps, part.values, part.each) == ([2, 3, 4], [0.3, 0.4, 0.7], 1)  # with a point beyond on each side
     assert {metric.section for metric in ask("metrics", run=["first"]).metrics} == {
         "Rewards",
         "Rollouts, tasks and lag",
@@ -205,11 +198,14 @@ def test_a_conversation_has_thinking_and_calls_apart_and_no_character_that_acts(
 
 
 def test_tokens_with_what_sampler_and_trainer_made_of_them(ask):
-    (one,) = ask("tokens", run="first", step=2, group=20, rollout=0).samples
-    assert one.pieces == ["2", "+", "<script>", "four", "</span>"] and one.trained == [False, False, True, True, True]
-    assert one.signals["gap"] == [None, None, 0.0, 0.25, -1.0] and one.signals["stopped"] == [None, None, 0, 0, 1]
-    assert one.signals["ratio"][2:] == [1.0, 1.284, 0.3679] and one.signals["versions"][2:] == [1, 1, 1]
-    assert one.signals["advantages"][2:] == [1.0, 1.0, 1.0] and "teacher_gap" not in one.signals
+    whole = ask("tokens", run="first", step=2, group=20, rollout=0)
+    assert whole.pieces == ["2", "+", "<script>", "four", "</span>"] and whole.trained == [False, False, True, True, True]
+    assert whole.values["gap"] == [None, None, 0.0, 0.25, -1.0] and whole.values["stopped"] == [None, None, 0, 0, 1]
+    assert whole.values["ratio"][2:] == [1.0, 1.284, 0.3679] and whole.values["versions"][2:] == [1, 1, 1]
+    assert whole.values["advantages"][2:] == [1.0, 1.0, 1.0] and "teacher_gap" not in whole.values.keys() | whole.signals.keys()
+    part = ask("tokens", run="first", step=2, group=20, rollout=0, offset=3, limit=1)
+    assert (part.total, part.starts, part.offset, part.pieces, part.values["gap"]) == (5, [0], 3, ["four"], [0.25])
+    assert part.signals == whole.signals and (part.signals["gap"].most, part.signals["versions"].values) == (1.0, [1.0])
 
 
 def test_a_task_over_time(ask):
@@ -252,10 +248,101 @@ def test_a_run_of_another_version_of_rl_is_shown_as_far_as_it_can_be(tmp_path):
     assert (row.key, row.state, row.step) == ("first", "unreadable", 4) and "was not written by this version" in row.why
     assert routes["rollouts"].ask(desk, [("run", "first")]).total == 24
     assert routes["rollout"].ask(desk, [("run", "first"), ("group", "10"), ("rollout", "1")]).explanation.startswith("Trained in step 1")
-    assert routes["tokens"].ask(desk, [("run", "first"), ("step", "2"), ("group", "20"), ("rollout", "0")]).samples
+    assert routes["tokens"].ask(desk, [("run", "first"), ("step", "2"), ("group", "20"), ("rollout", "0")]).total == 5
     found = routes["health"].ask(desk, [("run", "first")])
     assert found.state == "unreadable" and found.processes[0].name == "trainer"
     assert routes["timeline"].ask(desk, [("run", "first")]).lanes and routes["compare"].ask(desk, [("run", "first")]).faults
+
+
+def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
+    """Live, killed, live again, ended, as its files and processes say it."""
+    monkeypatch.setattr(runs, "LIVE_S", 0.0)
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path]))
+    files.status_dir.mkdir()
+    said = []
+
+    def state() -> None:
+        (row,) = desk.runs(NoParameters()).runs
+        assert row.state == desk.health(OfRun(run="x")).state
+        said.append((row.state, row.why))
+
+    for _ in range(2):
+        process = subprocess.Popen(["sleep", "60"])
+        fields = {
+            "pid": process.pid,
+            "host": socket.gethostname(),
+            "started": time.time(),
+            "heartbeat": time.time(),
+            "phase": Phase.TRAINING,
+        }
+        write_status(files.status("trainer"), RoleStatus(process="trainer", step=3, **fields))
+        state()
+        process.kill()
+        process.wait()
+        state()
+    files.run_end.write_bytes(msgspec.json.encode(RunEnd("9 steps done", time.time())))
+    files.checkpoint(9).mkdir(parents=True)
+    (files.checkpoint(9) / "manifest.json").write_text('{"step": 9, "world_size": 1, "model": {}, "files": {}}')
+    state()
+    assert [state for state, _ in said] == ["live", "died", "live", "died", "ended"]
+    assert said[3][1].startswith("the run was killed 0 s ago at step 0: the trainer was training step 3; continue it with `rl @ ")
+    assert said[4][1] == "the run ended well: 9 steps done"
+
+
+def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(tmp_path):
+    """A failed one has a reward of 0 in its file that says nothing, and no version if no token was sampled."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    for step in (1, 2, 3):
+        failed = {"error": "boom", "cause": "environment"}
+        rollouts = [rollout(1.0, step, episode=0), rollout(0.0, turns=[], episode=1, **failed), rollout(0.5, step, episode=2)]
+        one = Group(group_id=step, env="sums", task=1, rollouts=rollouts)
+        write_step(files, step, [judge(one, Rules(keep_partial=True)), group(10 + step, [1.0, 1.0], task=2, version=step - 1)])
+    files.status_dir.mkdir()
+    write_eval_of(files, 0, [0.0, 1.0])
+    write_eval_of(files, 8, [0.0, 1.0])
+    rows = desk.tasks(TasksParameters(run="x", number=1)).rows
+    assert [(row.rollouts, row.first, row.last, row.change) for row in rows] == [(6, 0.75, 0.75, 0.0)]
+    assert [row.change for row in desk.tasks(TasksParameters(run="x", kind="eval")).rows] == [0.0, 0.0]
+    one = desk.task(TaskParameters(run="x", env="sums", task=1))
+    assert [(version.version, version.mean) for version in one.versions] == [(1, 0.75), (2, 0.75), (3, 0.75)] and one.without_version == 3
+    found = desk.rollouts(RolloutsParameters(run="x", why="error"))
+    assert (found.total, found.facets["why"]["error"], {row.reward for row in found.rows}) == (3, 3, {None})
+    assert desk.rollouts(RolloutsParameters(run="x", lowest=-1.0)).total == 12  # of 15
+
+
+def test_a_bar_of_the_histogram_finds_what_it_counts(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    write_step(files, 1, [group(i, [i / 6, 2 / 3]) for i in range(7)])
+    histogram = desk.rollouts(RolloutsParameters(run="x")).histogram
+    for count, ends in zip(histogram.counts, histogram.ranges, strict=True):
+        if count:
+            lowest, highest = (float(json.loads(json.dumps(end))) for end in ends)
+            assert desk.rollouts(RolloutsParameters(run="x", lowest=lowest, highest=highest)).total == count
+    assert sum(histogram.counts) == 14 and histogram.ranges.count([]) == histogram.counts.count(0) > 0
+
+
+def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    lines = [{"step": step, "time": 1000.0 + step, "source": "orchestrator", "reward/mean": step % 2} for step in range(1, 3001)]
+    lines.append({"step": 0, "time": 1.0, "source": "eval", "eval/e/reward_mean": 0.0})
+    files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
+    (whole,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
+    (part,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
+    assert (len(whole.steps), whole.each, whole.values[0]) == (1500, 2, 0.5)
+    assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
+    (death,) = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind == "death"]
+    assert (death.step, death.x) == (3, 2.0)  # though the evaluation of the base model came a quarter of an hour before
+
+
+def test_two_runs_of_one_name_are_both_shown(tmp_path):
+    for name in ("one", "two"):
+        make_run(tmp_path / name / "outputs" / "x").status_dir.mkdir()
+    places = [tmp_path / "one" / "outputs", tmp_path / "two" / "outputs"]
+    assert Library(places).keys() == {str(place / "x"): place / "x" for place in places}
+    assert [*Library([places[0], places[0] / "x"]).keys().values()] == [places[0] / "x"]
 
 
 def test_wrong_questions_are_answered_with_what_is_wrong(client):
@@ -300,6 +387,7 @@ def test_scripts_are_short_and_make_no_markup_out_of_text():
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|dangerously|\beval\(|new Function|srcdoc", text), path
 
 
+@pytest.mark.proof
 def test_types_of_the_scripts():
     """TypeScript reads the comments. It comes from npm, once."""
     if not shutil.which("npm"):

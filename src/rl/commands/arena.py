@@ -17,7 +17,7 @@ from rl.config.command_line import write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
-from rl.homes.settle import entries, homes_of, in_homes
+from rl.homes.settle import Homes, entries, in_homes
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
@@ -267,9 +267,16 @@ class Arena:
 
 @contextlib.asynccontextmanager
 async def arena(
-    config: RLConfig, source: Source | None, work: Path, children: Children, *, model: str = "", wanted: Wanted | None = None
+    config: RLConfig,
+    homes: Homes,
+    source: Source | None,
+    work: Path,
+    children: Children,
+    *,
+    model: str = "",
+    wanted: Wanted | None = None,
 ) -> AsyncIterator[Arena]:
-    """Starts the configured environments and, if the policy is a model, its server; ends them on exit.
+    """Starts the configured environments in their homes and, if the policy is a model, its server; ends them on exit.
 
     Without a source the environments can only be described; with the folder of a model, their prompts are measured against its context.
     The server starts first, or with `wanted` when the environments are ready, if that says of their sizes that there is something to play.
@@ -284,22 +291,21 @@ async def arena(
             remedy = "set its network = true, or ask a model that is served here"
             raise RunError(f"environment {closed[0]} is in a sandbox without a network, and cannot reach {source.label}: {remedy}")
         if model:
-            policy = policy_spec(config, model)
+            policy = await policy_spec(config, model)
         elif source is None or source.endpoint:
             endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never asked
             policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)
         elif not source.model:
             config = config.with_absolute_paths()
-            policy = policy_spec(config, resolve_model(config.model))
+            policy = await policy_spec(config, resolve_model(config.model))
         else:
             server = await prepare_server(config, source.model, work, children, source.adapter)
-            policy = policy_spec(server.config, server.model)
+            policy = await policy_spec(server.config, server.model)
             if not wanted:
                 server.start()
         settings = config.orchestrator
         pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
         pool.add_metrics = add_metrics
-        homes = homes_of(config, say, recorded=True)
         await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
         if server and wanted and wanted(ready):

@@ -97,7 +97,7 @@ def read_present(path: Path) -> Samples:
 
 async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays the tasks and samples that the file lacks and appends them to it."""
-    homes_of(config, say, recorded=True)  # before anything is asked of the policy
+    homes = homes_of(config, say, recorded=bool(line.files))  # before anything is asked of the policy
     path = Path(values["output"]).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     present = read_present(path)
@@ -116,7 +116,7 @@ async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], c
     name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
     work = Path(config.output_dir) / f"collect-{name}"
     wanted = (lambda ready: bool(left(ready))) if present else None  # of what was begun nothing may be left
-    async with arena(config, source, work, children, wanted=wanted) as place:
+    async with arena(config, homes, source, work, children, wanted=wanted) as place:
         todo = left(place.ready)
         if not todo:
             print(f"all {sum(map(len, present.values()))} rollouts are in {path}: nothing is left to play")

@@ -62,23 +62,23 @@ def main(args: list[str], children: Children) -> int:
     if args and args[0] in homes.VERBS:
         return homes.main(args[0], args[1:], children)
     given, rest = environment_given(args)
-    config, _, values = load("rl env", rest, OPTIONS, HELP, given=given, optional=("orchestrator.environment",))
+    config, line, values = load("rl env", rest, OPTIONS, HELP, given=given, optional=("orchestrator.environment",))
     if not config.orchestrator.environment:
         fail("rl env", "which environment? Give its id (rl env owner/name) or a configuration (@ run.toml)")
     values["split"] = values["split"] or "train"
     config.orchestrator.environment, config.orchestrator.eval = config.orchestrator.environment[:1], []
-    return run("rl env", children, show_environment(config, values, children))
+    return run("rl env", children, show_environment(config, values, children, recorded=bool(line.files)))
 
 
-async def show_environment(config: RLConfig, values: dict[str, Any], children: Children) -> int:
-    """Prints the description of the environment, then exports and plays its tasks if asked to."""
+async def show_environment(config: RLConfig, values: dict[str, Any], children: Children, *, recorded: bool) -> int:
+    """Prints the description of the environment, then exports and plays its tasks if asked to. `recorded`: as `homes_of` has it."""
     env = config.orchestrator.environment[0]
     env.workers = 1
-    homes_of(config, say, recorded=True)  # before anything is asked of the policy
+    homes = homes_of(config, say, recorded=recorded)  # before anything is asked of the policy
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"]) if values["rollouts"] else None
     split, timeout_s = values["split"], config.orchestrator.worker_timeout_s
     work = Path(tempfile.mkdtemp(prefix=f"rl-env-{env.label}-"))  # what fails names a log in it; else nobody needs it
-    async with arena(config, source, work, children) as place:
+    async with arena(config, homes, source, work, children) as place:
         ready = place.ready[env.label]
         description = await place.pool.describe(env.label, split, 1, timeout_s)
         sizes = {"train": ready.num_train, "eval": ready.num_eval}

@@ -14,7 +14,7 @@ from rl.config.options import Option
 from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.quick import shrink
 from rl.config.run import RLConfig
-from rl.homes.settle import homes_of
+from rl.homes.settle import Homes, homes_of
 from rl.launch.children import Children
 from rl.orchestrator.eval_metrics import Results, write_eval
 from rl.orchestrator.setups import eval_workers
@@ -64,7 +64,7 @@ def main(args: list[str], children: Children) -> int:
 
 async def evaluate(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
     """Plays one policy or two and writes the report. Both are resolved before the first is played."""
-    homes_of(config, say, recorded=True)  # before anything is asked of the policy
+    homes = homes_of(config, say, recorded=bool(line.files))  # before anything is asked of the policy
     entries = config.orchestrator.eval
     labels = tuple(entry.label for entry in entries)
     second = values["compare"]
@@ -77,15 +77,17 @@ async def evaluate(config: RLConfig, line: CommandLine, values: dict[str, Any], 
     results: list[dict[str, Any]] = []
     for source in sources:
         slug = source.slug if not results or results[0]["files"] != source.slug else f"{source.slug}-2"
-        results.append(await evaluate_policy(config, source, output, slug, values["concurrency"], children))
+        results.append(await evaluate_policy(config, homes, source, output, slug, values["concurrency"], children))
     report = write_report(output, config, [*results, *([earlier] if earlier else [])])
     show(report, output)
     return 0
 
 
-async def evaluate_policy(config: RLConfig, source: Source, output: Path, slug: str, concurrency: int | None, children: Children) -> dict:
+async def evaluate_policy(
+    config: RLConfig, homes: Homes, source: Source, output: Path, slug: str, concurrency: int | None, children: Children
+) -> dict:
     """Plays every evaluation with one policy, writes its rollouts, and returns its part of the report."""
-    async with arena(config, source, output, children) as place:
+    async with arena(config, homes, source, output, children) as place:
         names = eval_workers(config)
         splits = {entry.label: split_of(entry, place.ready[names[entry.label]]) for entry in config.orchestrator.eval}
         jobs = [

@@ -9,9 +9,9 @@ from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
 from rl.config.options import Option, take
-from rl.homes.home import Home, Pointer, delete, pointers, read, unreferenced, users
+from rl.homes.home import Pointer, delete, pointers, read, unreferenced, users
 from rl.homes.make import Request, ensure, install_record, summary
-from rl.homes.records import read_record
+from rl.homes.records import read_record, read_records, text_of
 from rl.launch.children import Children
 from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
@@ -26,7 +26,7 @@ VERBS = {
     "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
     "list": "rl env list                  shows the homes that are there",
     "remove": "rl env remove ID|NAME|DIGEST deletes them",
-    "freeze": "rl env freeze RUN            prints what the environments of a run were played with",
+    "freeze": "rl env freeze RUN [NAME]     prints what an environment of a run was played with",
 }
 
 
@@ -34,14 +34,15 @@ def main(verb: str, args: list[str], children: Children) -> int:
     """Runs one of VERBS. Raises RunError."""
     options = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))
-    if len(rest) != (verb != "list") or (rest and rest[0].startswith(("-", "@"))):
+    most = {"list": 0, "freeze": 2}.get(verb, 1)
+    if not min(most, 1) <= len(rest) <= most or any(word.startswith(("-", "@")) for word in rest):
         fail(f"rl env {verb}", f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
     if verb == "list":
         return show()
     if verb == "remove":
         return remove(rest[0])
     if verb == "freeze":
-        return freeze(rest[0], values["to"])
+        return freeze(rest[0], "".join(rest[1:]), values["to"])
     if values["dry_run"]:
         print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it is there")
         return 0
@@ -55,7 +56,7 @@ def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int
     if path.suffix == ".txt" and path.is_file():
         record = read_record(path)
         if not record:
-            raise RunError(f"{path}: no record of an environment; a run has some in environments/")
+            raise RunError(f"{path}: no record of one environment; a run has some in environments/, each in a file")
         home = install_record(record, say)
     else:
         home = ensure(Request(env_id, read_id(env_id), kind, requirements), say, fresh=True)  # type: ignore[arg-type]
@@ -77,18 +78,18 @@ def show() -> int:
 
 
 def meant(name: str) -> dict[Path, Pointer]:
-    """The pointers that an id or a name means. Raises RunError if there is none."""
-    plain = {path: pointer for path, pointer in pointers().items() if pointer.id == name or path.name.startswith(f"{name_part(name)}-")}
-    exact = {path: pointer for path, pointer in plain.items() if pointer.id == name}
-    if not plain:
-        known = ", ".join(sorted({pointer.id for pointer in pointers().values()})) or "none"
+    """The pointers that an id, a digest or a name means. Raises RunError if there is none."""
+    there = pointers()
+    text = str(Path(name).expanduser().resolve()) if name.startswith((".", "/", "~")) else name
+    found = {path: pointer for path, pointer in there.items() if text in (pointer.id, pointer.home)}
+    if not found and "/" not in name:
+        found = {path: pointer for path, pointer in there.items() if path.name.startswith(f"{module_name(name).lower()}-")}
+        if len(ids := sorted({pointer.id for pointer in found.values()})) > 1:
+            raise RunError(f"{name} may be {' or '.join(ids)}; give the whole id, or the digest")
+    if not found:
+        known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
         raise RunError(f"{name}: there is no such home in {homes_root()}; there are {known}")
-    return exact or plain
-
-
-def name_part(name: str) -> str:
-    """A name as files have it, of an id or a path."""
-    return module_name(Path(name).name).lower()
+    return found
 
 
 def remove(name: str) -> int:
@@ -112,19 +113,17 @@ def remove(name: str) -> int:
     return 0
 
 
-def records(run: str) -> dict[str, Home]:
-    """What the environments of a run were played with. Raises RunError for a run without any."""
+def freeze(run: str, name: str, target: str | None) -> int:
+    """Prints the record of a run's environment, without a name of the only one, as uv and pip read requirements. Raises RunError for one
+    that is not there, and for several."""
     folder = named_run(run).absolute() / "environments"
-    found = {path: read_record(path) for path in sorted(folder.glob("*.txt"))}
-    if not any(found.values()):
+    records = read_records(folder)
+    if not records:
         raise RunError(f"{run}: {folder} has no record: its environments are played with `python`, elsewhere, or by an older version of rl")
-    return {path.stem: record.home for path, record in found.items() if record}
-
-
-def freeze(run: str, target: str | None) -> int:
-    """Prints the records of a run, each as uv and pip read requirements."""
-    folder = named_run(run).absolute() / "environments"
-    text = "\n".join((folder / f"{name}.txt").read_text() for name in records(run))
+    if name not in records and (name or len(records) > 1):
+        raise RunError(f"{run}: which environment? rl env freeze {run} NAME, one of {', '.join(records)}")
+    name = name or next(iter(records))
+    text = text_of(name, records[name])
     if target:
         Path(target).expanduser().write_text(text)
         print(f"written to {target}")

@@ -64,7 +64,7 @@ def read_id(env_id: str) -> Source:
     if env_id.startswith((".", "/", "~")):
         return folder(env_id)
     if env_id.startswith(INDEX_PREFIX):
-        text = re.sub(r"\s", "", env_id.removeprefix(INDEX_PREFIX))
+        text = re.sub(r"\s*([\[\],=<>!~]+)\s*", r"\1", env_id.removeprefix(INDEX_PREFIX)).strip()
         if not (found := REQUIREMENT.fullmatch(text)):
             raise RunError(f"environment {env_id}: no requirement; write pypi:name or pypi:name==1.0")
         return Source("index", INDEX_PREFIX + text, found["name"])

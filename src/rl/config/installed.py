@@ -22,19 +22,21 @@ def check_installed(env_id: str) -> str:
     path, _, version = env_id.partition("@")
     name = path.split("/")[-1]
     python = f"uv pip install --python {sys.executable}"
-    install = f"{python} {name}" if "/" not in path else f"{python} PACKAGE"
+    install = f"`{python} {name}`" if "/" not in path else f"`{python} PACKAGE`"
     module = module_name(path)
     # Workers have the current directory on their path, a command may not.
     here = Path(f"{module}.py").is_file() or Path(module, "__init__.py").is_file()
+    if (Path(sys.prefix) / "home.json").is_file():
+        install = f"its home has no module {module}, and neither has {Path.cwd()}; give its folder, ./{name}"
     if not module.isidentifier() or not (here or importlib.util.find_spec(module) or comes_with_verifiers(module)):
-        raise RunError(f"environment {env_id} is not installed for {sys.executable}; `{install}`")
+        raise RunError(f"environment {env_id} is not installed for {sys.executable}; {install}")
     if version and version != "latest":
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found = "one without a version"
         if found != version:
-            raise RunError(f"environment {env_id}: {found} is installed; `{install}`")
+            raise RunError(f"environment {env_id}: {found} is installed; {install}")
     return path
 
 

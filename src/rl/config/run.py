@@ -77,6 +77,14 @@ class WandbConfig(Settings):
     """Team or user that owns the project. Default: yours."""
     name: str | None = None
     """Name of the run on Weights & Biases. Default: the run's name."""
+    group: str | None = None
+    """Group of runs that this one belongs to."""
+    tags: list[str] = []
+    """Words by which runs are found."""
+    notes: str | None = None
+    """What the run is about."""
+    rollouts: int = Field(20, ge=0)
+    """Rollouts of the newest step that are sent as a table, every five minutes and at the end; 0: none."""
 
 
 class RLConfig(Settings):

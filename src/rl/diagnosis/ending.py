@@ -1,8 +1,22 @@
 """How a run ended of which no process lives."""
 
+from pathlib import Path
+from typing import Literal, NamedTuple
+
 from rl.diagnosis.state import RunState, span
 from rl.run_dir.logs import last_lines, last_words, newest_log
 from rl.run_dir.metrics import Lines
+
+
+class Ending(NamedTuple):
+    """How a run ended."""
+
+    text: str
+    """One sentence, with the remedy after a bad end."""
+    how: Literal["ended", "stopped", "died"]
+    """Well, by its user before its last step, or of a fault."""
+    log: Path | None = None
+    """The log that shows it."""
 
 
 def nothing_trained(lines: Lines) -> str:
@@ -26,12 +40,12 @@ def ended_well(state: RunState) -> str:
     return state.end.reason if state.end and state.newest_checkpoint >= last else ""
 
 
-def how_it_ended(state: RunState) -> tuple[str, bool]:
-    """One sentence, and whether it was a good end."""
+def how_it_ended(state: RunState) -> Ending:
+    """How a run of which no process lives came to its end."""
     if reason := ended_well(state):
-        return f"the run ended well: {reason}", True
+        return Ending(f"the run ended well: {reason}", "ended")
     if why := nothing_trained(state.lines):
-        return why, False
+        return Ending(why, "died")
     fatal = [event for event in state.recent_events if event.event in ("give_up", "death")]
     if fatal:
         last = fatal[-1]
@@ -40,13 +54,16 @@ def how_it_ended(state: RunState) -> tuple[str, bool]:
         log = newest_log(state.run_dir.logs, last.process)
         quote = f", saying: {words}" if (words := last_words(log)) and words not in last.reason else ""
         where = f"the run ended {span(state.now - last.time)} ago at step {state.step} with the {last.process}{often}"
-        return f"{where}: {last.reason}{quote}; see {log or state.run_dir.logs}, then `{state.resume}`", False
+        return Ending(f"{where}: {last.reason}{quote}; see {log or state.run_dir.logs}, then `{state.resume}`", "died", log)
     if left := [process for process in state.processes.values() if process.alive is False]:
         first = left[0]
         doing = ", ".join(f"the {process.name} was {process.doing}" for process in left)
-        return f"the run was killed {span(first.silent_s)} ago at step {state.step}: {doing}; continue it with `{state.resume}`", False
+        return Ending(
+            f"the run was killed {span(first.silent_s)} ago at step {state.step}: {doing}; continue it with `{state.resume}`", "died"
+        )
     if not state.lines and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
-        return f"the run did not come to its start{why}; `{state.resume}` tries again", False
-    return f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`", False
+        return Ending(f"the run did not come to its start{why}; `{state.resume}` tries again", "died", log)
+    text = f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`"
+    return Ending(text, "stopped")

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl.diagnosis.disk import on_disk, size
@@ -16,30 +17,52 @@ LOW_BYTES = 256 << 20
 """Free space below which a run is about to fail, however small its model."""
 
 
-def problems_of(state: RunState, over: bool) -> list[str]:
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a run, and where it is seen."""
+
+    text: str
+    """What is wrong and its remedy, as `rl doctor RUN` says it."""
+    serious: bool = True
+    """Whether something is broken; else somebody stopped the run, or it is what may hold the reward down."""
+    metrics: tuple[str, ...] = ()
+    """The metrics whose curves show it."""
+    why: str | None = None
+    """The reason for which the rollouts were not trained that show it."""
+    files: tuple[Path, ...] = ()
+    """The files that show it."""
+
+
+def problems_of(state: RunState, over: bool) -> list[Problem]:
     """All problems, the worst first. Of a run that is `over` only its files are judged."""
     if over:
         return damage(state)
     return [*disk_problems(state), *(process_problems(state) if state.alive else []), *damage(state)]
 
 
-def process_problems(state: RunState) -> list[str]:
+def process_problems(state: RunState) -> list[Problem]:
     """Processes that are stopped, silent, or dead without an `rl` to start them again."""
     found = []
     for name, process in (state.processes | ({"rl": state.launcher} if state.launcher else {})).items():
         for pid, title in process.stopped.items():
-            found.append(f"the {name} is stopped: SIGSTOP, or a debugger, holds process {pid} ({title}); `kill -CONT {pid}` lets it go on")
+            text = f"the {name} is stopped: SIGSTOP, or a debugger, holds process {pid} ({title}); `kill -CONT {pid}` lets it go on"
+            found.append(Problem(text, files=log_of(state, name)))
     for name, process in state.processes.items():
         log = newest_log(state.run_dir.logs, name) or state.run_dir.logs
         if not process.there and not (state.launcher and state.launcher.alive):
-            found.append(
-                f"the {name} died while it was {process.doing}, and no `rl` lives to start it again; see {log}, then `{state.resume}`"
-            )
+            text = f"the {name} died while it was {process.doing}, and no `rl` lives to start it again; see {log}, then `{state.resume}`"
         elif process.there and process.silent_s > state.config.supervisor.silence_s / 2 and not process.stopped:
-            found.append(
-                f"no heartbeat of the {name} for {span(process.silent_s)}, it was {process.doing}: {silence(process, state)}; see {log}"
-            )
+            text = f"no heartbeat of the {name} for {span(process.silent_s)}, it was {process.doing}: {silence(process, state)}; see {log}"
+        else:
+            continue
+        found.append(Problem(text, files=log_of(state, name)))
     return found
+
+
+def log_of(state: RunState, name: str) -> tuple[Path, ...]:
+    """The newest log of a process, if it has one."""
+    log = newest_log(state.run_dir.logs, name)
+    return (log,) if log else ()
 
 
 def silence(process: Process, state: RunState) -> str:
@@ -53,7 +76,7 @@ def silence(process: Process, state: RunState) -> str:
     return f"it is stuck, and no `rl` lives to start it again; kill it ({process.status.pid}), then `{state.resume}`"
 
 
-def disk_problems(state: RunState) -> list[str]:
+def disk_problems(state: RunState) -> list[Problem]:
     """Places of the run with less space than the next thing that is written there, or that cannot be written."""
     found = []
     newest = {
@@ -66,17 +89,20 @@ def disk_problems(state: RunState) -> list[str]:
         need = max(LOW_BYTES, on_disk(like))
         free = shutil.disk_usage(place).free
         if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
-            found.append(f"{place} cannot be written: its file system is read-only, or not yours; mend that, then `{state.resume}`")
+            text = f"{place} cannot be written: its file system is read-only, or not yours; mend that, then `{state.resume}`"
         elif free < need:
             remedy = "free some, or lower trainer.checkpoint.keep_last and trainer.weights.keep_last"
-            found.append(f"the disk of {place} is full: {size(free)} free, the next thing there takes about {size(need)}; {remedy}")
+            text = f"the disk of {place} is full: {size(free)} free, the next thing there takes about {size(need)}; {remedy}"
+        else:
+            continue
+        found.append(Problem(text))
     return found
 
 
-def damage(state: RunState) -> list[str]:
+def damage(state: RunState) -> list[Problem]:
     """Files that cannot be whole, by their sizes alone; `rl doctor RUN --verify` reads every byte."""
     remedy = f"`{state.resume}` moves it away and makes it again"
-    return [f"{path} is damaged: {why}; {remedy}" for path, why in faults(state)]
+    return [Problem(f"{path} is damaged: {why}; {remedy}", files=(path,) if path.is_file() else ()) for path, why in faults(state)]
 
 
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:

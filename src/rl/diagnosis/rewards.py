@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 
 from rl.config.quick import TOKENS
+from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
 from rl.wire.agreement import RUN_LIMITS
@@ -17,8 +18,8 @@ SOLVED = 0.95
 """A late reward that has nothing above it."""
 
 
-def reward_lines(state: RunState) -> list[str]:
-    """Lines on a reward that does not rise: its figures and what may hold it down. Empty where it rises, or it is too early to tell."""
+def reward_problems(state: RunState) -> list[Problem]:
+    """That the reward does not rise, with its figures, then what may hold it down. Empty where it rises, or it is too early to tell."""
     values = state.values("orchestrator", "reward/mean")
     if state.config.sft or len(values) < ENOUGH_STEPS:
         return []
@@ -27,11 +28,15 @@ def reward_lines(state: RunState) -> list[str]:
     error = math.sqrt((statistics.variance(values[:size]) + statistics.variance(values[-size:])) / size)
     if late >= SOLVED or late - early > CLEAR * error:
         return []
-    head = f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the last {size}."
     found = [*rollout_hints(state), *trainer_hints(state)]
-    if not found:
-        return [f"{head} No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"]
-    return [f"{head} To see why it does not:", *(f"  - {hint}" for hint in found)]
+    none = "" if found else " No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"
+    head = f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the last {size}.{none}"
+    return [hint(head, "reward/mean"), *found]
+
+
+def hint(text: str, metric: str, why: str | None = None) -> Problem:
+    """Something that may hold the reward down, with the metric that shows it, and the reason of the rollouts that do."""
+    return Problem(text, serious=False, metrics=(metric,), why=why)
 
 
 def verdict(state: RunState) -> str:
@@ -83,7 +88,7 @@ def mean_of(state: RunState, source: str, metric: str) -> float:
     return statistics.mean(values) if values else math.nan
 
 
-def rollout_hints(state: RunState) -> list[str]:
+def rollout_hints(state: RunState) -> list[Problem]:
     """Causes that the rollouts' figures point to, with remedies."""
     config = state.config
     errored, truncated, overlong, empty, equal = (
@@ -92,55 +97,64 @@ def rollout_hints(state: RunState) -> list[str]:
     reward, lag = mean_of(state, "orchestrator", "reward/mean"), mean_of(state, "orchestrator", "lag/mean")
     found = []
     if errored > 0.1:
-        found.append(f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` says why")
+        text = f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` says why"
+        found.append(hint(text, "rollouts/errored", "error"))
     if truncated > 0.2:
         limit = f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
-        found.append(f"{truncated:.0%} of the answers were cut off (rollouts/truncated): raise {limit}")
+        text = f"{truncated:.0%} of the answers were cut off (rollouts/truncated): raise {limit}"
+        found.append(hint(text, "rollouts/truncated"))
     if overlong > 0.05:
         limit = f"model.max_model_len = {config.model.max_model_len}"
-        found.append(f"{overlong:.0%} of the rollouts outgrew the context (rollouts/overlong): raise {limit}")
+        text = f"{overlong:.0%} of the rollouts outgrew the context (rollouts/overlong): raise {limit}"
+        found.append(hint(text, "rollouts/overlong"))
     if empty > 0.1:
-        found.append(
-            f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at some: `rl show {state.run_dir.root} --why empty`"
-        )
+        text = f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at some: `rl show {state.run_dir.root} --why empty`"
+        found.append(hint(text, "rollouts/empty", "empty"))
     if equal > 0.5:
         size = config.orchestrator.group_size
         way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
-        found.append(
+        text = (
             f"{equal:.0%} of the rollouts are in groups whose rewards are all equal, at a mean reward of {reward:.3f} "
             f"(rollouts/zero_advantage): {way}, a larger group_size = {size}, a higher temperature, or orchestrator.environment.difficulty"
         )
+        found.append(hint(text, "rollouts/zero_advantage", "no_signal"))
     if lag > 4:
-        found.append(f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}")
+        found.append(hint(f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}", "lag/mean"))
     return found
 
 
-def trainer_hints(state: RunState) -> list[str]:
+def trainer_hints(state: RunState) -> list[Problem]:
     """Causes that the trainer's figures point to, with remedies."""
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
     names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
     rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
     found = []
     if rate == 0:
-        found.append(f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule")
+        text = f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule"
+        found.append(hint(text, "optim/lr"))
     elif lora and rate < 5e-6:
-        found.append(f"adapters hardly move at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual")
+        found.append(hint(f"adapters hardly move at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual", "optim/lr"))
     if norm == 0:
-        found.append("all gradients are 0 (optim/grad_norm): no token of a batch counts; see masked_fraction and rollouts/trained")
+        text = "all gradients are 0 (optim/grad_norm): no token of a batch counts; see masked_fraction and rollouts/trained"
+        found.append(Problem(text, serious=False, metrics=("optim/grad_norm", "masked_fraction", "rollouts/trained")))
     elif norm > 20 * optim.max_grad_norm:
         size = f"{norm / optim.max_grad_norm:.0f} times what is let through (optim/grad_norm {norm:.3g})"
-        found.append(f"gradients are {size}: a lower learning rate, more rollouts")
+        found.append(hint(f"gradients are {size}: a lower learning rate, more rollouts", "optim/grad_norm"))
     if masked > 0.2:
         look = "see trainer.loss.token_mask and what mismatch_kl and lag_kl say"
-        found.append(f"{masked:.0%} of the tokens are masked (masked_fraction): {look}")
+        text = f"{masked:.0%} of the tokens are masked (masked_fraction): {look}"
+        found.append(Problem(text, serious=False, metrics=("masked_fraction", "mismatch_kl/mean", "lag_kl/mean")))
     limit = RUN_LIMITS[state.config.model.dtype].kl
     if 0.0 in state.recent("trainer", "parity/agrees"):
-        found.append(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}")
+        found.append(hint(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"))
     elif kl > limit:
-        found.append(f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is over {limit:g}; {doctor}")
+        text = f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is over {limit:g}; {doctor}"
+        found.append(hint(text, "mismatch_kl/mean"))
     if lag_kl > 10 * limit:
-        found.append(f"rollouts are far from what is trained: lag_kl/mean {lag_kl:.2g}; a lower learning rate or max_lag")
+        text = f"rollouts are far from what is trained: lag_kl/mean {lag_kl:.2g}; a lower learning rate or max_lag"
+        found.append(hint(text, "lag_kl/mean"))
     if entropy < 0.02:
         remedy = "a lower learning rate, or trainer.loss.entropy_coefficient"
-        found.append(f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}")
+        text = f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}"
+        found.append(hint(text, "entropy/mean"))
     return found

@@ -164,6 +164,17 @@ def content_texts(parts: list[Any]) -> list[str]:
     return [plain(text) for text in texts if text not in (None, "")]
 
 
+def conversation_texts(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """What was written in a conversation: thinking, content, and the names and arguments of tool calls; no role and no key."""
+    for message in messages:
+        content = message.get("content")
+        yield from content_texts([message.get("reasoning_content"), message.get("thinking")])
+        yield from content_texts(content if isinstance(content, list) else [content])
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            yield from content_texts([function.get("name"), function.get("arguments")] if isinstance(function, dict) else [call])
+
+
 def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 

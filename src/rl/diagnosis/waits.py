@@ -1,13 +1,14 @@
 """What a run waits for, from its files alone: for `rl doctor RUN`, and for the warning of a stall."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.ending import ended_well, how_it_ended
-from rl.diagnosis.problems import problems_of
-from rl.diagnosis.rewards import reward_lines
+from rl.diagnosis.problems import Problem, log_of, problems_of
+from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.state import Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.origin import read_origin
@@ -30,32 +31,47 @@ ORCHESTRATOR_WORKS = (Phase.FILLING_BATCH, Phase.WAITING_FOR_VERSION, Phase.WAIT
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run waits for and what is wrong with it, in sentences."""
+    """What a run waits for and what is wrong with it."""
 
+    state: Literal["live", "ended", "stopped", "died"]
     bottleneck: str
     """One sentence: the process that everything waits for, why, and what to do; or how the run ended."""
     lines: list[str]
     """The rest, ready to be printed."""
-    problems: list[str]
+    problems: list[Problem]
     """Each with its remedy. Empty: the run goes on, or ended well."""
+    hints: list[Problem]
+    """What may hold the reward down; empty where it rises, or it is too early to tell."""
 
 
 def diagnose(run_dir: RunDir, config: RLConfig) -> Diagnosis:
     """The diagnosis of a run, alive or dead."""
     state = read_state(run_dir, config)
+    hints = reward_problems(state)
+    how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
-        bottleneck, good = how_it_ended(state)
-        problems = [*([] if good else [bottleneck]), *problems_of(state, over=good)]
+        bottleneck, how, log = how_it_ended(state)
+        own = [] if how == "ended" else [Problem(bottleneck, serious=how == "died", files=(log,) if log else ())]
+        problems = [*own, *problems_of(state, over=how == "ended")]
     else:
-        problems = problems_of(state, over=False)
-        bottleneck = problems[0] if problems else end_of(state, chain(state))
+        how = "live"
+        problems, path = problems_of(state, over=False), chain(state)
+        bottleneck = problems[0].text if problems else end_of(state, path)
         stalled_s = state.moved_s()
         if stalled_s > config.supervisor.stall_s:
             bottleneck = f"nothing has moved for {span(stalled_s)}: {bottleneck}"
-            problems = [bottleneck, *problems[1:]]
+            first = problems[0] if problems else Problem("", files=log_of(state, path[-1]))
+            problems = [replace(first, text=bottleneck), *problems[1:]]
         elif not problems and all_work(state) and (pace := pace_text(state)):
             bottleneck = f"{bottleneck}; {pace}"
-    return Diagnosis(bottleneck, report(state), problems)
+    return Diagnosis(how, bottleneck, [*report(state), *hint_lines(hints)], problems, hints)
+
+
+def hint_lines(hints: list[Problem]) -> list[str]:
+    """The hints as lines: what is the matter, then a line for each that may be the cause."""
+    if len(hints) < 2:
+        return [hint.text for hint in hints]
+    return [f"{hints[0].text} To see why it does not:", *(f"  - {hint.text}" for hint in hints[1:])]
 
 
 # Who waits for whom -----------------------------------------------------------------------------------------------------
@@ -143,7 +159,9 @@ def absent(state: RunState, name: str) -> str:
     if search := model_log(state):
         last = next(iter(last_lines(search, 1)), "nothing logged yet")
         return f"model {state.config.model.name} is being found or downloaded: {last} (log: {search})"
-    log = log_name(state, name)
+    log, orchestrator = log_name(state, name), state.processes.get("orchestrator")
+    if name == "trainer" and state.step >= state.config.max_steps and orchestrator and orchestrator.there:
+        return f"the trainer has trained its last step and ended; the orchestrator is {orchestrator.doing_for}"
     if death := state.down(name):
         return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be started again; see {log}"
     if state.launcher and state.launcher.alive:
@@ -225,7 +243,7 @@ def pace_text(state: RunState) -> str:
 
 
 def report(state: RunState) -> list[str]:
-    """How far the run is, what each process does, what happened, what stands in the way of a rising reward."""
+    """How far the run is, what each process does, what happened."""
     lines = [progress_text(state)]
     if origin := read_origin(state.run_dir):
         lines.append(f"{origin}" + "".join(f"; {change}" for change in origin.changes))
@@ -248,7 +266,7 @@ def report(state: RunState) -> list[str]:
     if state.quarantined:
         names = ", ".join(map(str, state.quarantined))
         lines.append(f"quarantined batches, whose steps were skipped: {names} (batches/*.quarantined says why)")
-    return lines + reward_lines(state)
+    return lines
 
 
 def progress_text(state: RunState) -> str:

@@ -28,7 +28,9 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
         from rl.envs.classic.environment import ClassicEnvironment
     except ImportError as error:
         have = f"this interpreter has verifiers {version('verifiers')}"
-        raise RunError(f"environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}") from None
+        raise RunError(
+            f'environment {spec.name} is classic, which needs verifiers 0.3.1 and datasets; {have}: {error}; set its kind = "classic"'
+        ) from None
 
     return ClassicEnvironment(spec, policy)
 
@@ -58,7 +60,8 @@ def is_v1(env_id: str) -> bool:
     module = module_name(check_installed(env_id))
     if comes_with_verifiers(module):
         return True
-    with Blame(f"environment {env_id}: importing {module}", "mend it, or name what it lacks in orchestrator.environment.requirements"):
+    remedy = "mend it, or name what it lacks in orchestrator.environment.requirements; after a change of its own `rl env install` it again"
+    with Blame(f"environment {env_id}: importing {module}", remedy):
         package = importlib.import_module(module)
     if v1_exports(package):
         return True

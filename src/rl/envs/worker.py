@@ -299,13 +299,15 @@ def main() -> None:
 
 def import_libraries() -> None:
     """Imports what the worker will need, but for the environment itself; see the pool's nursery. What fails here fails again, where it is
-    reported."""
+    reported. A copy may play another environment: this one's folder is left off the import path again."""
     from rl.envs.load import library
 
     setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
+    path = [*sys.path]
     with contextlib.suppress(ImportError, RunError):
         for module in ("uvloop", "jinja2", "tokenizers", "rl.envs.policy", "renderers.base", library(setup.env)):
             importlib.import_module(module)
+    sys.path[:] = path
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """One virtual environment as a plan says, made beside its final place. A failure leaves nothing."""
 
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -8,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.request import url2pathname
 
 import tomli_w
 
-from rl.config.environment_id import homes_root
+from rl.config.environment_id import homes_root, module_file, module_name
 from rl.homes.uv import Say, run_uv
 from rl.run_dir.files import make_directory, temporary_name
 from rl.system.errors import RunError
@@ -30,36 +33,34 @@ class Plan:
     package: str = ""
     """Distribution of the environment, if `index` alone has it."""
     index: str = ""
-    folder: Path | None = None
-    """Folder of a package, which is installed as it lies there: what is changed in it later counts."""
+    folders: tuple[Path, ...] = ()
+    """Folders of packages that are installed as they lie there: what is changed in them later counts."""
     path: Path | None = None
-    """Directory that is put on the import path."""
+    """Directory that is put on the import path, or a package, which is put there alone."""
     overrides: tuple[str, ...] = ()
     """Requirements that hold in place of what packages ask for."""
     python: str = ""
     """Interpreter; empty: ours."""
     exact: bool = False
     """The requirements are all packages: nothing else is installed."""
+    fresh: bool = False
+    """Nothing that uv remembers of indexes and folders is believed."""
 
 
 @contextmanager
 def built(plan: Plan, log: Path, say: Say, deadline: float) -> Iterator[Path]:
-    """Makes the virtual environment and yields its temporary place; what is still there afterwards is deleted. Raises UvError, RunError."""
+    """Makes the virtual environment and yields its temporary place; what is still there afterwards is deleted. Raises UvError, OSError."""
     root = homes_root()
+    make_directory(log.parent)
+    temporary = temporary_name(root / "home")
+    log.unlink(missing_ok=True)
     try:
-        make_directory(log.parent)
-        temporary = temporary_name(root / "home")
-        log.unlink(missing_ok=True)
-        try:
-            arguments = ["venv", "--relocatable", "--no-project", "--python", plan.python or sys.executable, str(temporary)]
-            run_uv(arguments, root, log, plan.what, say, deadline)
-            install(plan, temporary, log, say, deadline)
-            yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        place = error.filename or root
-        raise RunError(f"{plan.what}: {place}: {error.strerror}; make room, or have RL_ENVIRONMENTS name a folder elsewhere") from None
+        arguments = ["venv", "--relocatable", "--no-project", "--python", plan.python or sys.executable, str(temporary)]
+        run_uv(arguments, root, log, plan.what, say, deadline)
+        install(plan, temporary, log, say, deadline)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float) -> None:
@@ -74,13 +75,20 @@ def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float) -> No
     if plan.overrides:
         (place / "overrides.txt").write_text("\n".join(plan.overrides) + "\n")
         arguments += ["--overrides", "overrides.txt"]
-    if plan.folder:
-        arguments += ["--editable", str(plan.folder)]
-    if plan.exact:
-        arguments.append("--no-deps")
+    for folder in plan.folders:
+        arguments += ["--editable", str(folder)]
+    arguments += ["--no-deps"] if plan.exact else []
+    arguments += ["--refresh"] if plan.fresh else []
     run_uv(arguments, place, log, plan.what, say, deadline)
-    if plan.path:
+    if plan.path and is_package(plan.path):
+        (site_packages(place) / module_name(plan.path.name)).symlink_to(plan.path)
+    elif plan.path:
         (site_packages(place) / FOLDER_FILE).write_text(f"{plan.path}\n")
+
+
+def is_package(path: Path) -> bool:
+    """Whether a directory is a package itself, and none that holds its module."""
+    return (path / "__init__.py").is_file() and not module_file(path, module_name(path.name))
 
 
 def site_packages(place: Path) -> Path:
@@ -93,7 +101,7 @@ def site_packages(place: Path) -> Path:
 
 def outside(place: Path) -> list[Path]:
     """Directories that a virtual environment refers to: those on its import path, and packages that are installed as they lie there."""
-    found = []
+    found = [path.resolve() for path in site_packages(place).iterdir() if path.is_symlink()]
     for file in site_packages(place).glob("*.pth"):
         lines = [line.strip() for line in file.read_text(errors="replace").splitlines()]
         found += [Path(line) for line in lines if line.startswith("/")]
@@ -102,16 +110,39 @@ def outside(place: Path) -> list[Path]:
 
 def packages(place: Path) -> list[str]:
     """What is installed, as requirements: `name==version`, `name @ address`, `-e folder`; sorted."""
-    lines = []
-    for found in importlib.metadata.distributions(path=[str(site_packages(place))]):
-        direct = json.loads(found.read_text("direct_url.json") or "{}")
-        if direct.get("dir_info", {}).get("editable"):
-            lines.append("-e " + direct["url"].removeprefix("file://"))
-        elif "url" in direct:
-            lines.append(f"{found.name} @ {direct['url']}")
-        else:
-            lines.append(f"{found.name}=={found.version}")
-    return sorted(lines, key=str.lower)
+    return sorted(map(requirement, importlib.metadata.distributions(path=[str(site_packages(place))])), key=str.lower)
+
+
+def direct_url(found: importlib.metadata.Distribution) -> dict[str, Any]:
+    """Where a package was installed from that comes from no index (PEP 610); empty for others."""
+    return json.loads(found.read_text("direct_url.json") or "{}")
+
+
+def requirement(found: importlib.metadata.Distribution) -> str:
+    """An installed package as a requirement that means the same: of a repository the commit."""
+    direct = direct_url(found)
+    if not direct:
+        return f"{found.name}=={found.version}"
+    url, repository = direct["url"], direct.get("vcs_info")
+    if direct.get("dir_info", {}).get("editable"):
+        return "-e " + url2pathname(url.removeprefix("file://"))
+    if repository:
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    return f"{found.name} @ {url}" + (f"#subdirectory={direct['subdirectory']}" if "subdirectory" in direct else "")
+
+
+def contents(place: Path) -> dict[str, str]:
+    """What the packages hold whose requirement does not say it, those of folders and of files at an address: digests, by name."""
+    found = {}
+    for one in importlib.metadata.distributions(path=[str(site_packages(place))]):
+        direct = direct_url(one)
+        if direct and "vcs_info" not in direct and not direct.get("dir_info", {}).get("editable"):
+            hashed = hashlib.blake2b(digest_size=8)
+            files = [file for file in one.files or [] if "__pycache__" not in file.parts and ".dist-info" not in file.parts[0]]
+            for file in sorted(map(str, files)):
+                hashed.update(f"{file}\n".encode() + (site_packages(place) / file).read_bytes())
+            found[one.name] = hashed.hexdigest()
+    return found
 
 
 def version_of(place: Path, package: str) -> str:

@@ -2,11 +2,13 @@
 
 <root>/<digest>/              a virtual environment; the digest is of exactly what is in it, so nothing in it ever changes
 <root>/<digest>/home.json     a Home
+<root>/<digest>/names         what lies in its site-packages, a name a line
 <root>/requests/NAME-KEY.json a Pointer: the home that was made for a request, the newest one
 <root>/logs/NAME-KEY.log      what uv said
 """
 
 import hashlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -16,7 +18,7 @@ from rl.config.environment_id import homes_root
 from rl.homes.needs import Api
 from rl.run_dir.files import make_directory, remove_directory, write_file
 
-FILE = "home.json"
+FILE, NAMES = "home.json", "names"
 
 
 class Home(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +80,23 @@ def read(name: str) -> tuple[Home | None, str]:
     records = len(list(place.glob("lib/python3*/site-packages/*.dist-info/RECORD")))
     if records != len(home.packages):
         return None, f"{records} of {len(home.packages)} packages are in {place}"
+    names = (place / NAMES).read_text().splitlines() if (place / NAMES).exists() else []
+    if gone := {*names} - {name for folder in place.glob("lib/python3*/site-packages") for name in os.listdir(folder)}:
+        return None, f"{', '.join(sorted(gone))} is gone from it"
     return home, ""
+
+
+def home_of(python: str) -> str:
+    """The digest of the home that an interpreter is in; empty if it is in none."""
+    parts = Path(python).parts
+    root = homes_root().parts
+    return parts[len(root)] if python and parts[: len(root)] == root and len(parts) > len(root) else ""
+
+
+def is_of_package(python: str) -> bool:
+    """Whether an interpreter is that of a home that was made for a package, and for no module of the current directory."""
+    home, _ = read(home_of(python)) if home_of(python) else (None, "")
+    return bool(home and home.module)
 
 
 def read_pointer(path: Path) -> Pointer | None:

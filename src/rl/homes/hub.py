@@ -51,7 +51,7 @@ def find(source: Source, work: Path, say: Say) -> Place:
     try:
         answer = httpx.get(address, timeout=TIMEOUT_S, follow_redirects=True)
         details = answer.json() if answer.status_code == 200 else {}
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise HubLostError(
             f"{what}: the Environments Hub does not answer ({address}: {error or type(error).__name__}); check the network"
         ) from None

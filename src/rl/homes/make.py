@@ -15,12 +15,12 @@ from packaging.specifiers import SpecifierSet
 
 from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
 from rl.homes import hub
-from rl.homes.build import Plan, built, packages, python_version, site_packages, version_of
+from rl.homes.build import Plan, built, contents, is_package, packages, python_version, site_packages, version_of
 from rl.homes.entry import api_of, find_module, project_name
-from rl.homes.home import FILE, Home, Pointer, delete, digest, read, read_pointer, write_pointer
+from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
 from rl.homes.probe import lacking, probe
-from rl.homes.records import Record
+from rl.homes.records import Record, difference
 from rl.homes.uv import PROGRESS_S, Say, UvError, run_uv
 from rl.run_dir.files import clean_leftovers, make_directory, move
 from rl.system.errors import RunError
@@ -78,8 +78,7 @@ class Request:
     @cached_property
     def key(self) -> str:
         """Equal for requests that the same home suits."""
-        project = self.source.path / "pyproject.toml" if self.source and self.source.kind == "folder" and self.source.path else None
-        declared = project.read_text() if project and project.is_file() else ""
+        declared = declarations(self.source.path) if self.source and self.source.kind == "folder" and self.source.path else ""
         where = hub.hub_url() if self.source and self.source.kind == "hub" else ""
         needs = (sorted(self.requirements), WORKER, VERIFIERS[self.known_api or "v1"])
         return digest(FORMAT, self.id, where, self.api, declared, needs, self.python, platform.python_version())
@@ -95,7 +94,7 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     fresh: newer packages are looked for; what is there is kept where nobody answers. Raises RunError with the remedy.
     """
     what = f"environment {request.label}"
-    if recorded and (home := usable(recorded.digest, what, say)):
+    if recorded and (home := usable(recorded.digest, what, say, recorded.packages)):
         return home
     there = read_pointer(request.pointer)
     if there and not fresh and not recorded and (home := usable(there.home, what, say)):
@@ -103,12 +102,12 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     deadline = time.monotonic() + DEADLINE_S
     with building(request, what, say, deadline):
         if recorded:
-            return usable(recorded.digest, what, say) or again(request, recorded, say, deadline)
+            return usable(recorded.digest, what, say, recorded.packages) or again(request, recorded, say, deadline)
         now = read_pointer(request.pointer)
         if now and now != there and (home := usable(now.home, what, say)):
             return home  # another process has made it meanwhile
         try:
-            home = make(request, say, deadline)
+            home = make(request, say, deadline, fresh=fresh)
         except (hub.HubLostError, UvError) as error:
             lost = isinstance(error, hub.HubLostError) or error.offline
             if not (lost and there and (home := usable(there.home, what, say))):
@@ -119,9 +118,12 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     return home
 
 
-def usable(name: str, what: str, say: Say) -> Home | None:
-    """A home that is there and whole. One that is not is told; what takes its place deletes it."""
+def usable(name: str, what: str, say: Say, wanted: list[str] | None = None) -> Home | None:
+    """A home that is there and whole, and has the packages that are `wanted`: a record may have been edited. One that is damaged is told;
+    what takes its place deletes it."""
     home, damage = read(name)
+    if home and wanted not in (None, home.packages):
+        return None
     if damage:
         say(f"{what}: its home is damaged: {damage}; it is made anew")
     return home
@@ -129,16 +131,12 @@ def usable(name: str, what: str, say: Say) -> Home | None:
 
 @contextlib.contextmanager
 def building(request: Request, what: str, say: Say, deadline: float) -> Iterator[None]:
-    """Holds the lock of a request: of two processes that want the same home, one makes it. Raises RunError at the deadline."""
-    path = homes_root() / "locks" / f"{request.name}-{request.key}.lock"
+    """Holds the lock of a request: of two processes that want the same home, one makes it. Raises RunError at the deadline, and where the
+    disk is full or cannot be written."""
+    path, fd = homes_root() / "locks" / f"{request.name}-{request.key}.lock", -1
     try:
         make_directory(path.parent)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        remedy = "have RL_ENVIRONMENTS name a folder that can be written"
-        raise RunError(f"{what}: {error.filename or path}: {error.strerror}; {remedy}") from None
-    try:
-        told = 0.0
+        fd, told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), 0.0
         while not taken(fd):
             owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
             if time.monotonic() >= deadline:
@@ -151,8 +149,12 @@ def building(request: Request, what: str, say: Say, deadline: float) -> Iterator
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         clean_leftovers(homes_root())
         yield
+    except OSError as error:
+        remedy = "make room, or have RL_ENVIRONMENTS name a folder that can be written"
+        raise RunError(f"{what}: {error.filename or homes_root()}: {error.strerror or error}; {remedy}") from None
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def taken(fd: int) -> bool:
@@ -164,7 +166,7 @@ def taken(fd: int) -> bool:
     return True
 
 
-def make(request: Request, say: Say, deadline: float) -> Home:
+def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
     """Makes a home from what the package index and the Hub have now. Where the package needs another Python or another verifiers than was
     tried first, it is made once more with that; the line that is said names the reason. Raises UvError, HubLostError, RunError."""
     what, began = f"environment {request.label}", time.monotonic()
@@ -173,6 +175,7 @@ def make(request: Request, say: Say, deadline: float) -> Home:
     verifiers, why, forced = VERIFIERS[api] if api else ANY_VERIFIERS, "", False
     scratch = homes_root() / "sources" / f"{request.name}-{request.key}"
     plan, origin = plan_of(request, scratch, say)
+    plan = replace(plan, fresh=fresh)
     if request.python:
         plan = replace(plan, python=other_python(request.python, log, what, say, deadline))
     say(f"{what}: {origin}: making its home in {homes_root()}")
@@ -188,13 +191,32 @@ def make(request: Request, say: Say, deadline: float) -> Home:
                     return home
                 verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], why if forced else reason
         except UvError as error:
-            if error.python and not plan.python:
-                plan = replace(plan, python=other_python(error.python, log, what, say, deadline))
+            if error.python and not plan.python and (other := other_python(error.python, log, what, say, deadline)):
+                plan = replace(plan, python=other)
             elif "No solution found" in error.output and "verifiers" in error.output and not forced and plan.requirements:
                 forced, why = True, "in place of the versions that it asks for, which cannot be played here"
             else:
                 raise
     raise RunError(f"{what}: no version of verifiers suits it: {why}; see {log}")
+
+
+def declarations(folder: Path) -> str:
+    """The text of the files in a folder that say what its package needs; of a folder without one how it is put on the import path."""
+    project = folder / "pyproject.toml"
+    if not project.is_file():
+        return "package" if place_of(folder) == folder and is_package(folder) else ""
+    text = project.read_text()
+    if "dynamic" in text or "[project]" not in text:
+        further = [*folder.glob("setup.*"), *folder.glob("*requirements*.txt"), *folder.glob("requirements/*.txt")]
+        text += "".join(f"\n{path.name}\n{path.read_text(errors='replace')}" for path in sorted(further) if path.is_file())
+    return text
+
+
+def place_of(folder: Path) -> Path:
+    """What a folder without a pyproject.toml puts on the import path: the directory of its module, or itself, if it is a package."""
+    place = module_place(folder)
+    assert place
+    return folder if place == folder.parent else place
 
 
 def plan_of(request: Request, scratch: Path, say: Say) -> tuple[Plan, str]:
@@ -209,8 +231,8 @@ def plan_of(request: Request, scratch: Path, say: Say) -> tuple[Plan, str]:
     if source.kind == "folder":
         assert source.path
         if (source.path / "pyproject.toml").is_file():
-            return replace(plan, folder=source.path), f"the folder {source.path}"
-        return replace(plan, path=module_place(source.path)), f"the folder {source.path}"
+            return replace(plan, folders=(source.path,)), f"the folder {source.path}"
+        return replace(plan, path=place_of(source.path)), f"the folder {source.path}"
     if source.kind == "index":
         requirement = source.text.partition(":")[2]
         return replace(plan, requirements=(requirement, *plan.requirements)), f"{requirement} from the package index"
@@ -264,8 +286,8 @@ def unfit(found: Found, place: Path, request: Request) -> str:
     """Why the installed verifiers does not suit a package, as a part of a sentence; empty if it does."""
     wanted = SpecifierSet(VERIFIERS[found.api].removeprefix("verifiers"))
     if found.verifiers not in wanted:
-        needs = f"its API ({found.api}) is played with {wanted}"
-        return f"for {needs}, and {found.verifiers} is the newest that it allows"
+        has_not = "has no classic API" if found.api == "classic" else "is not known here"
+        return f"for {found.verifiers}, the newest that it allows, {has_not}"
     classic = SpecifierSet(VERIFIERS["classic"].removeprefix("verifiers"))
     if found.file and found.verifiers not in classic and (missing := lacking(probe(found.file), site_packages(place) / "verifiers")):
         return f"for {found.verifiers} lacks {', '.join(missing)}"
@@ -282,10 +304,12 @@ def keep(place: Path, described: Home, plan: Plan) -> Home:
     """Gives a virtual environment its final place, named after exactly what is in it, unless that is there already."""
     lines, python = packages(place), python_version(place)
     path = str(plan.path or "")
-    name = digest(FORMAT, lines, python, path, described.module, described.api, described.version)
+    held = contents(place)
+    name = digest(FORMAT, lines, python, path, described.module, described.api, described.version, *([held] if held else []))
     home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
-    if read(name)[0] is None:
+    if read(name)[0] is None or (plan.fresh and not has_all(homes_root() / name, place)):
         delete(name)
+        (place / NAMES).write_text("\n".join(os.listdir(site_packages(place))))
         (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
         try:
             move(place, homes_root() / name)
@@ -295,20 +319,34 @@ def keep(place: Path, described: Home, plan: Plan) -> Home:
     return home
 
 
+def has_all(home: Path, made: Path) -> bool:
+    """Whether a home has every file of the packages that one just made has, in the same size; what uv notes about them may differ."""
+    old, new = site_packages(home), site_packages(made)
+    files = (file for file in new.rglob("*.*") if file.parent.suffix != ".dist-info" and file.is_file())
+    return all((there := old / file.relative_to(new)).is_file() and there.stat().st_size == file.stat().st_size for file in files)
+
+
 def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
     """Makes a home with exactly the packages of one that was recorded. Raises RunError."""
     what = f"environment {request.label}"
     log = homes_root() / "logs" / f"{request.name}-{request.key}.log"
-    editable = [Path(line[3:]) for line in recorded.packages if line.startswith("-e ")]
+    folders = tuple(Path(line[3:]) for line in recorded.packages if line.startswith("-e "))
     exact = tuple(line for line in recorded.packages if not line.startswith("-e "))
     package = request.source.name if request.source else ""
-    folder, path = next(iter(editable), None), Path(recorded.path) if recorded.path else None
-    plan = Plan(what, exact, package=package, index=recorded.index, folder=folder, path=path, exact=True)
+    path = Path(recorded.path) if recorded.path else None
+    plan = Plan(what, exact, package=package, index=recorded.index, folders=folders, path=path, exact=True)
     if recorded.python != platform.python_version():
         plan = replace(plan, python=other_python(f"=={recorded.python}", log, what, say, deadline))
     say(f"{what}: making its home as it was recorded ({recorded.why})")
     with built(plan, log, say, deadline) as place:
-        return keep(place, recorded, plan)
+        home = keep(place, recorded, plan)
+    if home.digest != recorded.digest:
+        changes = difference(recorded.packages, home.packages)
+        if held := ", ".join(sorted(contents(home.place))):
+            changes = changes or f"the content of {held}"
+        if changes:
+            say(f"warning: {what} cannot be made exactly as it was recorded: {changes}")
+    return home
 
 
 def install_record(record: Record, say: Say) -> Home:

@@ -37,7 +37,7 @@ def files_of(file: Path) -> list[Path]:
 
 def probe(file: Path) -> Probe:
     """Reads a module's file, and for its imports all of its package. What is no Python has nothing: whoever imports it says more."""
-    names, exported = set(bound(file)), set(exports(file))
+    names, exported = set(bound(file)), set(exports(file)) - set(functions(file))
     imports = frozenset(name for path in files_of(file) for name in verifiers_imports(path))
     is_v1 = any(name == V1 or name.startswith(f"{V1}.") for name in imports)
     return Probe(CLASSIC in names, is_v1 and bool(exported - {CLASSIC}), imports)
@@ -61,6 +61,11 @@ def bound(file: Path) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name for alias in node.names)
+
+
+def functions(file: Path) -> Iterator[str]:
+    """The names of the functions that are defined in a file."""
+    yield from (node.name for node in nodes(file) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def exports(file: Path) -> Iterator[str]:

@@ -39,18 +39,27 @@ def write_record(folder: Path, name: str, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
-    """The record in a file; None if there is none, or if it was not written by us."""
+    """The record in a file; None if there is none, if it was not written by us, or if several were written into it."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return None
-    head = {match[1]: match[2] for match in map(LINE.fullmatch, lines) if match}
+    found = [(match[1], match[2]) for match in map(LINE.fullmatch, lines) if match]
+    head = dict(found)
+    if len(head) < len(found):
+        return None
     packages = [line for line in lines if line and not line.startswith("#")]
     try:
         home = msgspec.convert({key: head.get(key, "") for key in HEAD} | {"packages": packages}, Home)
         return Record(head["key"], home)
     except (msgspec.ValidationError, KeyError):
         return None
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """The records in a folder, by the name of their environment."""
+    found = {path.stem: read_record(path) for path in sorted(folder.glob("*.txt"))}
+    return {name: record for name, record in found.items() if record}
 
 
 def difference(old: list[str], new: list[str]) -> str:

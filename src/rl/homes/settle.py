@@ -4,12 +4,15 @@ import re
 import tomllib
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from rl.config.environment_id import Source, id_faults, read_id
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
 from rl.homes.home import Home, read, read_pointer
 from rl.homes.make import Request, ensure
-from rl.homes.records import Record, difference, read_record, record_file, write_record
+from rl.homes.needs import VERIFIERS
+from rl.homes.records import Record, difference, read_records, write_record
 from rl.homes.uv import Say
 from rl.system.errors import RunError
 
@@ -32,12 +35,22 @@ def needs_home(entry: EnvSource) -> bool:
     return not entry.python and not entry.head_server
 
 
-def request_of(entry: EnvSource) -> Request:
-    """What an entry's environment needs. Raises RunError."""
+def request_of(entry: EnvSource, record: Record | None = None) -> Request:
+    """What an entry's environment needs. Raises RunError. Where its id means several packages by now, or none, it is what was recorded."""
     if entry.id:
-        return Request(entry.label, read_id(entry.id), entry.kind, tuple(entry.requirements))
+        return Request(entry.label, source_of(entry.id, record), entry.kind, tuple(entry.requirements))
     dependencies, python = script_needs(entry.reward)
     return Request(entry.label, None, None, (*entry.requirements, *dependencies), python)
+
+
+def source_of(env_id: str, record: Record | None) -> Source:
+    """The package that an id means; where it means none, the one that was recorded. Raises RunError."""
+    try:
+        return read_id(env_id)
+    except RunError:
+        if record is None or record.home.id in VERIFIERS:
+            raise
+        return read_id(record.home.id)
 
 
 def script_needs(reward: str | None) -> tuple[tuple[str, ...], str]:
@@ -52,9 +65,10 @@ def script_needs(reward: str | None) -> tuple[tuple[str, ...], str]:
     try:
         table = tomllib.loads(content)
         dependencies, python = table.get("dependencies", []), table.get("requires-python", "")
-        if len(blocks) > 1 or not isinstance(python, str) or not all(isinstance(one, str) for one in dependencies):
-            raise ValueError("give one block, with a list of texts as dependencies")
-    except (ValueError, TypeError) as error:
+        if len(blocks) > 1 or not isinstance(dependencies, list) or not all(isinstance(one, str) for one in (*dependencies, python)):
+            raise ValueError("give one block, with a list of texts as dependencies, and a text as requires-python")
+        SpecifierSet(python)
+    except ValueError as error:
         raise RunError(f"{path}: its block `# /// script` cannot be read: {error}; see PEP 723") from None
     return tuple(dependencies), python
 
@@ -62,15 +76,18 @@ def script_needs(reward: str | None) -> tuple[tuple[str, ...], str]:
 def homes_of(config: RLConfig, say: Say, *, recorded: bool) -> Homes:
     """The home of each environment that is played in one; those that are not there are made. Raises RunError.
 
-    recorded: the run was played before, and is played with the same packages, or it is said what differs.
+    recorded: the configuration is that of a run which was played before, and is played with the same packages, or it is said what differs.
     """
-    if faults := id_faults(config.orchestrator.env_ids):
+    records = read_records(config.run_dir.environments) if recorded else {}
+    if not records and (faults := id_faults(config.orchestrator.env_ids)):  # else a record may know what an id meant
         raise RunError("\n".join(faults))
     found: Homes = {}
     for name, entry in entries(config).items():
         if needs_home(entry):
-            record = read_record(record_file(config.run_dir.environments, name)) if recorded else None
-            found[name] = settled(request_of(entry), record, say)
+            request = request_of(entry, records.get(name))
+            # by what it was made for: an evaluation alone has another name for what a run trained on
+            record = next((one for one in records.values() if one.key == request.key), records.get(name))
+            found[name] = settled(request, record, say)
     return found
 
 
@@ -119,5 +136,4 @@ def in_homes(config: RLConfig, homes: Homes) -> RLConfig:
 def settle(entry: EnvSource, home: Home) -> None:
     entry.name, entry.python = entry.label, str(home.interpreter)
     if entry.id:
-        source: Source = read_id(entry.id)
-        entry.id = home.module or source.text
+        entry.id = home.module or read_id(entry.id).text

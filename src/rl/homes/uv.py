@@ -1,11 +1,14 @@
 """uv as a child process: found, watched, ended at a deadline, and its complaint in words with a remedy."""
 
+import contextlib
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from rl.system.children import start
 from rl.system.errors import RunError
@@ -35,7 +38,9 @@ class UvError(RunError):
     def python(self) -> str:
         """The versions of Python that the packages want in place of this one, such as `>=3.12`; empty if that was not the reason."""
         found = OTHER_PYTHON.search(" ".join(self.output.split()))
-        return found[1].replace(" ", "").strip(",") if found else ""
+        with contextlib.suppress(InvalidSpecifier):
+            return str(SpecifierSet(found[1].strip(" ,"))) if found else ""
+        return ""
 
     @property
     def offline(self) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +136,27 @@ class VersionedEngine(AsyncLLM):
                 self.loading = None
 
     async def _load_weights(self, policy_version: int, path: str) -> LoadedVersion:
-        start = time.perf_counter()
-        await asyncio.to_thread(self.check, Path(path))
-        verified = time.perf_counter()
+        start, folder = time.perf_counter(), Path(path)
+        await asyncio.to_thread(self.check_fit, folder)
         if self.slots:
+            await asyncio.to_thread(check_version, folder)
+            verified = time.perf_counter()
             await self.add_adapter(policy_version, path)
             return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
-        with spans.span("stage", "weights", policy_version):
-            await self.stage(path)
-        staged = time.perf_counter()
+        # The workers read the files while this process compares them with their checksums; what is not sound is not swapped in.
+        verified_s, staged_s = await asyncio.gather(
+            seconds(asyncio.to_thread(check_version, folder)), seconds(self.stage(policy_version, path)), return_exceptions=True
+        )
+        if isinstance(verified_s, BaseException):  # of the two errors the one that says which file is damaged
+            await self.on_every_worker("forget_weights")
+            raise verified_s
+        if isinstance(staged_s, BaseException):
+            raise staged_s
         drain_s, pause_s = await self.swap(policy_version)
-        return LoadedVersion(policy_version, verified - start, staged - verified, drain_s, pause_s)
+        return LoadedVersion(policy_version, verified_s, staged_s, drain_s, pause_s)
 
-    def check(self, folder: Path) -> None:
-        """Raises RunError unless a version's files are whole, what the trainer wrote, and fit the model."""
-        check_version(folder)
+    def check_fit(self, folder: Path) -> None:
+        """Raises RunError unless a version's files, by their headers, are those of the served model."""
         if is_adapter(folder):
             check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
         elif self.slots:
@@ -187,13 +193,14 @@ class VersionedEngine(AsyncLLM):
         calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in core.core_engines)
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
-    async def stage(self, path: str) -> None:
+    async def stage(self, policy_version: int, path: str) -> None:
         """Has every worker prepare the weights while generation goes on. Raises RunError if one of them cannot: then none swaps."""
-        await self.on_every_worker("stage_weights", path)
-        states = await self.on_every_worker("staging_state")
-        while not all(done for done, _ in states):
-            await asyncio.sleep(STAGING_POLL_S)
+        with spans.span("stage", "weights", policy_version):
+            await self.on_every_worker("stage_weights", path)
             states = await self.on_every_worker("staging_state")
+            while not all(done for done, _ in states):
+                await asyncio.sleep(STAGING_POLL_S)
+                states = await self.on_every_worker("staging_state")
         if faults := [fault for _, fault in states if fault]:
             await self.on_every_worker("forget_weights")
             raise RunError(f"{path}: {faults[0]}")
@@ -223,6 +230,13 @@ class VersionedEngine(AsyncLLM):
             self.swapping = False
         self.broken = ""
         return stopped - ordered, time.perf_counter() - stopped
+
+
+async def seconds(work: Awaitable[object]) -> float:
+    """How long the work takes."""
+    start = time.perf_counter()
+    await work
+    return time.perf_counter() - start
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:

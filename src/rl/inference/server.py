@@ -104,12 +104,31 @@ def cpu_kv_cache_bytes(config: Any) -> int:
     return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory // 6))
 
 
+def confuses_states(config: Any) -> bool:
+    """Whether vLLM would give requests the states of others: its build for CPUs has one of Mamba-2 a request, and, where prefixes are kept,
+    looks them up by chunks of prompts (an IndexError, or the wrong one)."""
+    model = config.model_config.hf_text_config
+    has_chunks = any(getattr(model, name, None) for name in ("mamba_chunk_size", "chunk_size"))
+    return has_chunks and config.device_config.device_type == "cpu" and config.cache_config.mamba_cache_mode != "none"
+
+
+def engine_config(args: Namespace, context: Any) -> Any:
+    """vLLM's configuration; without kept prefixes where confuses_states."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+    if confuses_states(config):
+        print("inference.vllm.enable_prefix_caching: off, vLLM's build for CPUs confuses the states of this model's prefixes", flush=True)
+        args.enable_prefix_caching = False
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+    return config
+
+
 @contextmanager
 def running_engine(args: Namespace, timeout_s: float):
     """The engine, its process started; ended on the way out. Raises ConfigError for settings that vLLM refuses together, and RunError for a
     model that it cannot read: another start would end the same way."""
     from pydantic import ValidationError
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     from rl.inference.engine import VersionedEngine
@@ -117,7 +136,7 @@ def running_engine(args: Namespace, timeout_s: float):
     context, method = UsageContext.OPENAI_API_SERVER, os.environ.get(engine_process.METHOD)
     with Blame("vLLM, reading the model's configuration and the settings,", "give a model that vLLM serves"):
         try:
-            config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+            config = engine_config(args, context)
         except (ValueError, NotImplementedError) as error:
             said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error

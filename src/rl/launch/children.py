@@ -74,6 +74,7 @@ class Children:
         temporary = self.directory / str(self.num_started)  # short, for the names of sockets
         temporary.mkdir()
         env = env | environment(env, marker, temporary)
+        keep_compiled(Path(env["TORCHINDUCTOR_CACHE_DIR"]), temporary)
         standby = self.standbys.get(name)
         if warm and standby and (pid := standby.call(log, {variable: env[variable] for variable in OF_AN_ATTEMPT})):
             child = Child(name, pid, log, marker, ancestor=standby.marker)
@@ -206,6 +207,13 @@ def environment(given: dict[str, str], marker: str, temporary: Path) -> dict[str
         "TORCHINDUCTOR_CACHE_DIR": given.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user_name()}"),
         "VLLM_RPC_BASE_PATH": given.get("VLLM_RPC_BASE_PATH", str(temporary)),
     }
+
+
+def keep_compiled(cache: Path, temporary: Path) -> None:
+    """Has what torch compiles stay in `cache`, also the headers, for which it does not ask the variable: 10 s of a start that compiles."""
+    with contextlib.suppress(OSError):  # no more than a cache
+        cache.mkdir(parents=True, exist_ok=True)
+        (temporary / f"torchinductor_{user_name()}").symlink_to(cache.absolute())
 
 
 def user_name() -> str:

@@ -16,6 +16,9 @@ SHARED_GPU_MEMORY = 0.35
 """vLLM's fraction of a GPU that it shares with the trainer, whose weights, gradients and two float32 moments need most of the rest."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 """Settings of glibc to keep freed memory. Without them page faults took 90 s of system time in a benchmark (FSDP2, 135M, on CPU)."""
+SPIN = {"GOMP_SPINCOUNT": "10000"}
+"""How long OpenMP's threads wait for each other before they sleep: some 10 us, so that vLLM has the cores that it needs. A step is ten
+thousand small operators, and threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) took 3.3 s for one of 2.4 s."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 
@@ -100,7 +103,7 @@ def split(config: RLConfig, box: Machine) -> Split:
     trainer_env["OMP_NUM_THREADS"] = str(max(1, threads(trainer_cores, box) // ranks))
     inference_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in inference_gpus)}
     if not trainer_gpus:
-        trainer_env |= MALLOC | {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads must not spin on cores that vLLM needs
+        trainer_env |= MALLOC | SPIN
     if not inference_gpus:
         inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
     return Split(

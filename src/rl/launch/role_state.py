@@ -85,6 +85,11 @@ class RoleState:
         """The step that it is training; None: it does something else."""
         return self.status.step if self.status.phase is Phase.TRAINING else None
 
+    @property
+    def is_down(self) -> bool:
+        """Whether it has died, and no attempt has come up since."""
+        return self.died is not None and not self.done and not (self.child and self.ready)
+
     def is_up(self) -> bool:
         """Whether it does its work (again)."""
         if self.name == "inference":

@@ -22,6 +22,12 @@ class Role:
     cores: list[int] | None = None
     leaves_copy: bool = False
     """For a warm start of its next attempt, see standby.py."""
+    after: str = ""
+    """The role that is to be up before its first attempt, or the supervisor's patience at its end; empty: none."""
+
+
+MANY_CORES = 3
+"""With fewer the trainer starts last: it has nothing to do before the first batch, and would hold up what makes that."""
 
 
 PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens"}
@@ -54,9 +60,10 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
         del shares["inference"]
     if config.sft:
         shares = {"trainer": division.trainer}
-    found = []
+    found, few_cores = [], len({*division.trainer.cores, *division.inference.cores}) < MANY_CORES
     for name, share in shares.items():
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
         one_process = name != "trainer" or division.ranks == 1
-        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process))
+        after = "orchestrator" if name == "trainer" and few_cores else ""
+        found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process, after=after))
     return found

@@ -38,6 +38,8 @@ MAX_QUARANTINED = 3
 MAX_FAILED_STARTS = 2
 """What never came up once is not a crash: the same fault would end every attempt. A SIGKILL, which comes from outside, does not count."""
 SHOWN_DEATHS = 5
+AFTER_S = 30.0
+"""A role that starts after another one waits no longer for that."""
 
 
 class Supervisor:
@@ -59,7 +61,10 @@ class Supervisor:
         self.states = {role.name: RoleState(role, start_at=self.clock) for role in roles}
         self.moved_at = self.clock
         for state in self.states.values():
-            self._start(state)
+            if state.role.after in self.states:
+                state.start_at += AFTER_S
+            else:
+                self._start(state)
 
     @property
     def finished(self) -> bool:
@@ -133,6 +138,9 @@ class Supervisor:
         self._read_statuses(state, gap)
         if not state.ready and state.is_up():
             state.ready = True
+            for other in self.states.values():
+                if other.role.after == state.name and not other.child and other.died is None:
+                    other.start_at = self.clock
             seconds = round(self.clock - (state.began if state.died is None else state.died), 1)
             self.event("ready", state.name, attempt=child.attempt, seconds=seconds)
             if state.died is not None:
@@ -182,6 +190,8 @@ class Supervisor:
         self.children.kill_tree(child)
         if code == 0 and state.name != "inference":
             state.child, state.done = None, True
+            if state.name == "orchestrator" and (trainer := self.states.get("trainer")) and trainer.is_down:
+                self._wake("orchestrator")  # it has taken a trainer that died at the very end for one that had ended
         elif code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
             said = f", saying: {words}" if (words := last_words(child.log)) else ""
             self.event("give_up", state.name, attempt=child.attempt, exit=code, reason=f"{child.ending()}{said}")

@@ -1,25 +1,43 @@
-"""Sends metrics.jsonl to Weights & Biases. A failure there is a warning: the files of the run are the truth."""
+"""Sends metrics.jsonl, and some rollouts, to Weights & Biases. A failure there is a warning: the files of the run are the truth."""
 
+import contextlib
 import json
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from rl.config.command_line import without_none
 from rl.config.run import RLConfig
-from rl.run_dir.files import write_file
+from rl.diagnosis.rollouts import TRAINED, messages_text, read_rollouts
+from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.paths import RunDir
 from rl.system.credentials import redact
+from rl.system.terminal import cut_middle
+
+TABLE = "rollouts"
+"""The name of the table, and in wandb.json of the step whose rollouts were sent last."""
+TABLE_S = 300.0
+"""Between two tables."""
+FIELDS = ("step", "env", "task", "group_id", "rollout_id", "reward", "advantage", "outcome", "num_tokens")
+MOST_CHARACTERS, MOST_LINES = 4000, 200
+"""Of a conversation in the table."""
 
 
 class WandbLog:
-    """Sends each step of each source once, even over resumes: wandb.json in the run directory has the W&B run's id and the steps sent."""
+    """Sends each step of each source once, even over resumes: wandb.json in the run directory has the W&B run's id and the steps sent.
+
+    The table has the first rollouts of the newest step.
+    """
 
     def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
         import wandb
 
         assert config.wandb is not None
-        self.path, self.say = run_dir.wandb, say
+        self.path, self.say, self.run_dir, self.num_rollouts = run_dir.wandb, say, run_dir, config.wandb.rollouts
+        self.table_at = time.monotonic()
+        """When the last table was sent, or the first one waited for."""
         state = self._read()
         self.id: str = state.get("id") or uuid.uuid4().hex[:12]
         self.sent: dict[str, int] = state.get("sent", {})
@@ -32,6 +50,9 @@ class WandbLog:
                 project=settings.project,
                 entity=settings.entity,
                 name=settings.name or config.name,
+                group=settings.group,
+                tags=settings.tags or None,
+                notes=settings.notes,
                 id=self.id,
                 resume="allow",
                 dir=run_dir.root,
@@ -54,14 +75,29 @@ class WandbLog:
                 self.run.log({key: value for key, value in line.items() if key not in ("time", "source") and value is not None})
                 progress[line["source"]] = max(progress.get(line["source"], -1), line["step"])
             self.sent = progress
+            if time.monotonic() - self.table_at > TABLE_S:
+                self._send_table()
             self._save()
         except self.failures as error:
             self._give_up(error)
+
+    def _send_table(self) -> None:
+        """Sends rollouts of the newest step, if there are any that were not sent."""
+        import wandb
+
+        self.table_at, step = time.monotonic(), self.sent.get("orchestrator", 0)
+        if step <= self.sent.get(TABLE, 0) or not self.num_rollouts:
+            return
+        if rows := list(islice(table_rows(self.run_dir, step), self.num_rollouts)):
+            self.run.log({TABLE: wandb.Table([*FIELDS, "fate", "conversation"], rows), "step": step})
+            self.sent[TABLE] = step
 
     def close(self, exit_code: int) -> None:
         """Ends the W&B run; waits until everything is sent."""
         if self.run is not None:
             try:
+                self._send_table()
+                self._save()
                 self.run.finish(exit_code=exit_code)
             except self.failures as error:
                 self._give_up(error)
@@ -81,3 +117,11 @@ class WandbLog:
         self.run = None
         reason = f"{type(error).__name__}: {redact(str(error))}"
         self.say(f"warning: Weights & Biases failed and gets no more numbers, the run goes on: {reason}")
+
+
+def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
+    """The rollouts of a step as rows of FIELDS, what became of each, and its conversation. No row has a secret."""
+    with contextlib.suppress(FileNotFoundError, CorruptFileError):
+        for row in read_rollouts(run_dir.rollouts(step)):
+            text = cut_middle(redact(messages_text(row["messages"])), MOST_CHARACTERS, MOST_LINES)
+            yield [*(row.get(name) for name in FIELDS), row.get("why") or TRAINED, text]

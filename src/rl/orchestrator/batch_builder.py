@@ -216,6 +216,7 @@ class BatchBuilder:
         )
         prompts = await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
         self.progress.newest, self.progress.prompts, self.pending.groups = step, prompts, waiting
+        await self.progress.notify()  # the trainer waits for nothing but the batch
         await asyncio.to_thread(self._write_after_batch, step, state.metrics)
         log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
 

@@ -5,24 +5,29 @@ The standby of a warm start (`nursery`) is not made for it: whoever loses its pa
 first process, never of the orchestrator, and the namespace ends with the worker. So each starts from nothing, and takes all with it.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl.homes.build import outside
 from rl.orchestrator.relay import RELAYED, Relay
+from rl.orchestrator.seen import followed, hidden_places, interpreter_places, named_files, straight, with_targets
 from rl.system.credentials import REFERENCE, strings
 from rl.system.errors import RunError
 from rl.system.process_table import MARKER
 from rl.system.sandbox import Sandbox, fault, reap_ended
 from rl.wire.worker_messages import WorkerSetup
 
+log = logging.getLogger(__name__)
+
 VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "PYTHONUNBUFFERED", "PYTHONPATH", "OMP_NUM_THREADS", MARKER)
 PREFIXES = ("LC_",)
+OWN = ("/", "/tmp", "/dev", "/dev/shm", "/proc")
+"""What a sandbox has of its own, and nothing puts this machine's in place of."""
 
 
 class Isolation:
@@ -31,6 +36,8 @@ class Isolation:
     def __init__(self, directory: Path, run_dir: Path):
         self.directory, self.run_dir = directory, run_dir
         self.relay: Relay | None = None
+        self.told: set[str] = set()
+        """Environments of which was said what they see."""
 
     def enter(self, setup: WorkerSetup, setup_path: Path) -> tuple[WorkerSetup, Sandbox | None]:
         """The setup as its worker gets it in the file `setup_path`, and the worker's sandbox, if it is to be in one. Raises RunError."""
@@ -38,12 +45,21 @@ class Isolation:
             return setup, None
         if problem := fault():
             raise RunError(f'environment {setup.env.name}, isolation = "sandbox": {problem}')
+        if unset := [key for key in setup.keys if key not in os.environ]:
+            raise RunError(f"environment {setup.env.name}: keys names {', '.join(unset)}, and the shell has none; set it, or leave it out")
         policy = setup.policy
         if self.relay is None and policy.endpoint is None:
             self.relay = Relay(self.directory / "inference", policy.inference_urls, Path(policy.inference_status))
         reap_ended()  # those of dead workers
         setup = confined(setup, str(self.relay.socket) if self.relay else "")
-        return setup, sandbox_of(setup, setup_path, self.run_dir)
+        try:
+            sandbox = sandbox_of(setup, setup_path, self.run_dir)
+        except RunError as error:
+            raise RunError(f'environment {setup.env.name}, isolation = "sandbox": {error}') from None
+        if setup.env.name not in self.told:
+            self.told.add(setup.env.name)
+            log.info("%s", view(setup, self.run_dir))
+        return setup, sandbox
 
     def close(self) -> None:
         if self.relay:
@@ -59,50 +75,35 @@ def confined(setup: WorkerSetup, relay: str) -> WorkerSetup:
 
 
 def sandbox_of(setup: WorkerSetup, setup_path: Path, run_dir: Path) -> Sandbox:
-    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it."""
-    directory = Path.cwd()
-    read = {Path(setup.orchestrator.removeprefix("ipc://")), Path(__file__).parents[1]}
+    """The sandbox of a confined setup, which is in the file `setup_path`. `run_dir` cannot be seen in it. Raises RunError."""
+    interpreter, links = interpreter_places(Path(setup.python or sys.executable))
+    read = {Path(setup.orchestrator.removeprefix("ipc://")), Path(__file__).parents[1], *interpreter, *listed()}
     if setup.policy.relay:
         read.add(Path(setup.policy.relay))
-    read |= set(interpreter_places(Path(setup.python or sys.executable)))
     for folder in (setup.policy.tokenizer, setup.policy.model_path):
         if folder:
             read |= set(with_targets(Path(folder)))
-    read |= {path for path in map(Path.absolute, named_files(setup)) if run_dir.absolute() not in (path, *path.parents)}
-    read |= {Path(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
-    existing = {path.absolute() for path in read if path.exists() and path.absolute() != Path("/")}
-    return Sandbox(frozenset(existing | {setup_path.absolute()}), frozenset({run_dir.absolute()}), directory, setup.network)
+    read |= named_files(setup.env, setup.python, run_dir).shown
+    existing = followed({straight(path) for path in read if path.exists()})
+    existing = {path for path in existing if str(path.resolve()) not in OWN and not path.is_relative_to("/proc")} | {setup_path.absolute()}
+    return Sandbox(frozenset(existing), frozenset(hidden_places(run_dir, existing)), Path.cwd(), setup.network, links)
 
 
-def interpreter_places(python: Path) -> Iterator[Path]:
-    """The directories of a virtual environment, of the interpreter that it was made from, and of packages that lie elsewhere."""
-    place = python.parent.parent
-    if not (place / "pyvenv.cfg").is_file():
-        yield from (place, python.resolve().parent.parent)
-        return
-    yield place
-    yield from outside(place)
-    lines = (line.partition("=") for line in (place / "pyvenv.cfg").read_text().splitlines())
-    for home in (value.strip() for key, _, value in lines if key.strip() == "home"):
-        yield from (Path(home).parent, Path(home).resolve().parent)
+def listed() -> set[Path]:
+    """The directories that PYTHONPATH lists."""
+    return {Path(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
 
 
-def with_targets(folder: Path) -> Iterator[Path]:
-    """A model's folder, and the directories that its links lead to: a hub's cache keeps the content elsewhere."""
-    yield folder
-    if folder.is_dir():
-        yield from {path.resolve().parent for path in folder.iterdir() if path.is_symlink()}
-
-
-def named_files(setup: WorkerSetup) -> Iterator[Path]:
-    """The files and directories that the environment's settings name: rows, the reward's file, paths in its arguments."""
-    env = setup.env
-    yield from (Path(text).expanduser() for text in (env.dataset, env.eval_dataset) if text)
-    if env.reward and env.reward.rpartition(":")[0].endswith(".py"):
-        yield Path(env.reward.rpartition(":")[0]).expanduser()
-    texts: list[str] = [env.id] if env.id and "/" in env.id else []
-    texts += [text for table in (env.args, env.set_kwargs) for _, text in strings(table) if "/" in text and len(text) < 4096]
-    yield from (Path(text).expanduser() for text in texts if "\0" not in text and "://" not in text)
+def view(setup: WorkerSetup, run_dir: Path) -> str:
+    """What the sandbox shows of this machine's files by the user's settings, in one line."""
+    named = named_files(setup.env, setup.python, run_dir)
+    shown = [str(path) for path in sorted({*named.shown, *interpreter_places(Path(setup.python or sys.executable))[0], *listed()})]
+    text = f"environment {setup.env.name}: beside programs, libraries and the model its sandbox shows, read only, {', '.join(shown)}"
+    if named.left_out:
+        left_out = ", ".join(map(repr, sorted(named.left_out)))
+        text += f"; of its arguments not {left_out}: what holds the working, home or run directory, and what is the system's own or the"
+        text += " run's, is never opened; name what lies in it"
+    return text
 
 
 def variables_of(setup: WorkerSetup, given: Mapping[str, str]) -> dict[str, str]:

@@ -55,7 +55,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
         homes = homes_of(config, log.info, recorded=True)  # `rl` has made them, unless it runs on another machine, or not at all
         record(config, homes)
-        setups = worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address)
+        setups = worker_setups(in_homes(config, homes), await policy_spec(config, model_path), pool.address)
         for setup in setups:
             setup.spans = str(config.run_dir.spans.absolute())
         await pool.start_all(setups)
@@ -93,10 +93,15 @@ def exit_code(error: BaseException) -> int:
     return GIVE_UP if isinstance(error, OSError) and error.errno in LASTING else RESTART
 
 
+def import_hub() -> None:
+    """Imports what `resolve_model` asks the hub's cache with. All else is imported."""
+    from huggingface_hub import errors, snapshot_download  # noqa: F401
+
+
 def main() -> None:
     die_with_parent()
     raise_open_files()
-    leave(lambda: None)  # all is imported
+    leave(import_hub)
     gc.freeze()  # and stays: a collection that walked through it would hold the event loop
     config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

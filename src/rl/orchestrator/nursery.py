@@ -1,17 +1,21 @@
-"""Where workers come from: the first one of an environment is started, and leaves a copy of itself behind once its imports are made; the
-others, and those that take the place of dead ones, are forked from that copy. One in a sandbox is started from nothing (`isolation`).
+"""Where workers come from: the first one in a home is started, and leaves a copy of itself behind once its imports are made; the others
+there, of whichever environment, and those that take the place of dead ones, are forked from that copy. One in a sandbox is started from
+nothing (`isolation`).
 
-A copy has imported the adapter and the environment's library, not the environment itself, which may start threads. Where there is no
+A copy has imported the adapter and the library of environments, no environment itself, which may start threads. Where there is no
 copy, a worker is started from nothing.
 """
 
 import asyncio
+import errno
 import os
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 
+from rl.homes.home import home_of, is_of_package
 from rl.orchestrator.isolation import variables_of
 from rl.system import process_table
 from rl.system.children import Child, add_marker, start
@@ -32,14 +36,25 @@ runpy.run_module("rl.envs.worker", run_name="__main__")
 """
 """Runs the worker in another virtual environment: of ours it sees this package alone, nothing that is installed beside it."""
 POLL_S = 0.01
+COPY_S = 60.0
+"""After so long a worker is started from nothing."""
+
+
+def command_of(setup: WorkerSetup, setup_path: Path) -> list[str]:
+    """How a worker with this setup is started from nothing."""
+    if not setup.python:
+        return [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
+    # Of a package not the current directory, where a folder of its name would be found before it.
+    safe = ["-P"] if is_of_package(setup.python) else []
+    return [setup.python, *safe, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
 
 
 class Nursery:
-    """Starts worker processes. One copy of each environment's waits, at most."""
+    """Starts worker processes. One copy for each interpreter waits, at most."""
 
     def __init__(self) -> None:
         self.standbys: dict[str, Standby] = {}
-        """By environment."""
+        """By interpreter."""
         adopt_orphans()
 
     def start(self, setup: WorkerSetup, setup_path: Path, log_path: Path, marker: str, warm: bool, sandbox: Sandbox | None = None) -> Child:
@@ -49,34 +64,36 @@ class Nursery:
         Its setup is in a file: an argument is limited to 128 KiB, and shown to everyone on the machine.
         """
         setup_path.write_bytes(msgspec.json.encode(setup))
-        name, standby = setup.env.name, self.standbys.get(setup.env.name)
+        standby = self.standbys.get(setup.python) if not sandbox else None
         if warm and standby and (pid := standby.call(log_path, {process_table.MARKER: add_marker(marker)}, [str(setup_path)])):
             return Child(setup.worker_id, pid, log_path, marker)
-        command = [sys.executable, "-m", "rl.envs.worker", str(setup_path)]
-        env = dict(os.environ)
-        if setup.python:
-            command = [setup.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), str(setup_path)]
-            # what the environment calls by name is what is installed with it
+        command, env = command_of(setup, setup_path), dict(os.environ)
+        if setup.python:  # what the environment calls by name is what is installed with it
             env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         try:
+            if not os.path.exists(command[0]):  # bubblewrap would not say so
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if sandbox:
-                env, command = variables_of(setup, env), sandbox.wrap(command)
-                return start(setup.worker_id, command, env, log_path, new_session=False, marker=marker)
+                return start(setup.worker_id, sandbox.wrap(command), variables_of(setup, env), log_path, new_session=False, marker=marker)
             if standby:
                 standby.close()
-            standby = self.standbys[name] = Standby(marker)
-            env |= standby.environment
-            return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
-        except OSError as error:
-            raise RunError(f"environment {name}: {command[0]} does not start: {error.strerror}") from None
-        finally:
-            if standby:
+            standby = self.standbys[setup.python] = Standby(marker)
+            try:
+                env |= standby.environment
+                return start(setup.worker_id, command, env, log_path, inherited=standby.inherited, new_session=False, marker=marker)
+            finally:
                 standby.started()
+        except OSError as error:
+            remedy = "give one that is there as orchestrator.environment.python"
+            if home_of(setup.python):
+                remedy = "its home was deleted: --resume makes it anew, as any start does"
+            raise RunError(f"environment {setup.env.name}: {command[0]} does not start: {error.strerror}; {remedy}") from None
 
-    async def copy(self, env: str) -> None:
-        """Waits until a copy of an environment's worker waits, or none will come: a worker ends, or goes on without leaving one."""
-        standby = self.standbys.get(env)
-        while standby and not standby.poll() and not standby.over:
+    async def copy(self, python: str) -> None:
+        """Waits until a copy with this interpreter waits, or none will come: a worker ends, or goes on without leaving one, or takes
+        longer than COPY_S for its imports."""
+        standby, deadline = self.standbys.get(python), time.monotonic() + COPY_S
+        while standby and not standby.poll() and not standby.over and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 
     def waiting(self) -> set[int]:

@@ -14,6 +14,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -192,7 +193,8 @@ class Orchestrator:
         Waits for the trainer; unblocked by `serve`. Ends with the run: the last version is loaded and evaluated.
         """
         while True:
-            await self.evaluate(self.policy.loaded)
+            if not self.batch_goes_first():
+                await self.evaluate(self.policy.loaded)
             self.show_progress()
             if version := await self._next_version():
                 await self.load(version)
@@ -232,16 +234,20 @@ class Orchestrator:
             self.clock.pause_s += await self.policy.load(version)
 
     async def _next_version(self) -> WeightVersion | None:
-        """Waits for a version to load; None once there will be no other, or inference came back with one.
+        """Waits for a version to load; None once there will be no other, inference came back with one, or it is time for an evaluation.
 
         Raises RunError after `trainer_timeout_s` without a new batch, past which only a living trainer gets, and without any step that a
         restarted trainer trains again.
         """
         deadline_s, held = self.config.orchestrator.trainer_timeout_s, self.policy.loaded
 
+        def is_time_to_evaluate() -> bool:
+            """Whether an evaluation of the loaded version has waited for the batch, which is there now."""
+            return bool(self.evaluator.due(held, self.progress.final)) and not self.batch_goes_first()
+
         def news() -> tuple[int, int, bool, WeightVersion | None]:
             """What has been made so far, whether the wait is over, and the version that it has come to."""
-            over = self.policy.loaded != held or held >= self.progress.final
+            over = self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
             return self.progress.newest, self.requests.activity, over, self.policy.next_version(self.progress.final)
 
         while (before := news())[2:] == (False, None):
@@ -251,7 +257,13 @@ class Orchestrator:
                     "if a step just takes long, raise orchestrator.trainer_timeout_s. "
                     f"Trainer: {last_seen(self.config.run_dir.status('trainer'))}"
                 )
-        return before[3]
+        return None if is_time_to_evaluate() else before[3]
+
+    def batch_goes_first(self) -> bool:
+        """Whether evaluations of the loaded version are to wait for the batch that it samples. On-policy servers have nothing to do while
+        that is trained. A target is looked at before another batch is sampled."""
+        has_target = any(math.isfinite(entry.target) for entry in self.config.orchestrator.eval)
+        return not self.config.max_lag and not has_target and self.progress.newest <= self.policy.loaded < self.progress.final
 
     async def evaluate(self, version: int) -> None:
         """Plays what is due at the loaded version. A target that is reached ends the run."""

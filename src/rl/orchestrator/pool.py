@@ -99,13 +99,13 @@ class WorkerPool:
     # Processes ----------------------------------------------------------------------------------------------------------
 
     async def start_all(self, setups: Sequence[WorkerSetup]) -> None:
-        """Starts worker processes; `sizes` waits until they are ready. The first of an environment makes its imports for the others."""
-        first = {setup.env.name: setup for setup in reversed(setups)}
-        for setup in first.values():
+        """Starts worker processes; `sizes` waits until they are ready. The first of an interpreter makes its imports for the others."""
+        first = {setup.python: setup for setup in reversed(setups) if not setup.sandbox}
+        for setup in [*first.values(), *(setup for setup in setups if setup.sandbox)]:
             self.start(setup)
         for setup in setups:
-            if setup is not first[setup.env.name]:
-                await self.nursery.copy(setup.env.name)
+            if setup.worker_id not in self.workers:
+                await self.nursery.copy(setup.python)
                 self.start(setup)
 
     def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
@@ -185,7 +185,9 @@ class WorkerPool:
             log.warning("worker %s is started anew: %s (its output: %s)", worker.setup.worker_id, reason, worker.child.log)
             await asyncio.sleep(delay_s)
             try:
-                dead, worker = worker, self.start(worker.setup, warm=self.barren[env] == 1)
+                if warm := self.barren[env] == 1:
+                    await self.nursery.copy(worker.setup.python)
+                dead, worker = worker, self.start(worker.setup, warm=warm)
                 inherit(dead, worker, reason)
                 ready = await wait_ready(worker, timeout_s)
             except RunError as error:

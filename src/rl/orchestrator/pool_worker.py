@@ -1,6 +1,7 @@
 """One worker process: how it is started, what the pool knows of it, what it sends, and why it is ended."""
 
 import asyncio
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 import psutil
 
+from rl.homes.home import home_of
+from rl.homes.needs import WORKER
 from rl.system.children import Child
 from rl.system.credentials import redact
 from rl.system.errors import RunError
@@ -147,9 +150,18 @@ async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
     name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
     log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
     if code is not None:
-        raise RunError(f"the worker of environment {name} ended with code {code} while loading it; {path} ends:\n{log_end}")
+        lacks = code == 1 and "ModuleNotFoundError" in log_end and worker.setup.python  # of an environment's own it would have said so
+        remedy = f"; it lacks what workers need: {lacking_remedy(worker.setup.python)}" if lacks else ""
+        raise RunError(f"the worker of environment {name} ended with code {code} while loading it{remedy}; {path} ends:\n{log_end}")
     limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
     raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
+
+
+def lacking_remedy(python: str) -> str:
+    """What brings the packages of workers into an interpreter that lacks some."""
+    if home := home_of(python):
+        return f"`rl env remove {home}`, and a start makes its home anew"
+    return shlex.join(["uv", "pip", "install", "--python", python, *WORKER])
 
 
 def inherit(dead: Worker, worker: Worker, reason: str) -> None:

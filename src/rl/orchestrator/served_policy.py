@@ -305,5 +305,5 @@ class ServedPolicy:
             await self.tell(fleet)
 
     def _skips_eval(self, version: int) -> bool:
-        """Whether a version between `loaded` and this one waits for its eval."""
-        return any(number < version and self.evaluator.due(number, final=-1) for number in self.on_disk(after=self.loaded))
+        """Whether `loaded` or a version between that and this one waits for its eval."""
+        return any(number < version and self.evaluator.due(number, final=-1) for number in self.on_disk(after=self.loaded - 1))

@@ -1,5 +1,6 @@
 """From the configuration to the setup of each environment worker, and to the source of training tasks."""
 
+import asyncio
 import logging
 import os
 from dataclasses import dataclass
@@ -39,9 +40,9 @@ def env_spec(entry: EnvSource, name: str, config: RLConfig) -> EnvSpec:
     return EnvSpec(**given | {"name": name})
 
 
-def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
-    """The policy of our inference servers, for the model in the folder `model_path`."""
-    tokenizer, unfit = slim_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+async def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
+    """The policy of our inference servers, for the model in the folder `model_path`, whose tokenizer is converted if it was not yet."""
+    tokenizer, unfit = await asyncio.to_thread(slim_tokenizer, model_path, trust_remote_code=config.model.trust_remote_code)
     if unfit:
         log.warning("workers load the model's tokenizer with transformers, which costs each seconds and hundreds of MB: %s", unfit)
     return PolicySpec(

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from rl.records.columns import DTYPES, WORDS, Columns, Kind, Words
 
-FORMAT = "2"
+FORMAT = "3"
 MAX_BYTES = 1 << 30
 """Of all indices together; the ones that were not used for longest go first."""
 Identity = tuple[int, int]

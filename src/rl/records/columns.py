@@ -39,8 +39,9 @@ DTYPES: Mapping[str, str] = {
 WORDS = ("env", "agent", "outcome", "stop", "why")
 """Columns that hold a word's code."""
 OTHER = "(other)"
-MOST_WORDS, MOST_METRICS = 60_000, 64
+MOST_WORDS, MOST_METRICS = 60_000, 32
 """Different words of a column, and different metrics of the environments' own, that are told apart."""
+METRIC = "metrics/"
 NONE = -1
 """In place of a number that a rollout has not got."""
 
@@ -110,7 +111,8 @@ class Columns:
         self.arrays = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         self.words = {name: Words() for name in WORDS}
         self.metrics: dict[str, np.ndarray] = {}
-        """Values of reward functions and the environments' other metrics, float32, nan where a rollout has none."""
+        """Values of reward functions and the environments' other metrics, float64, nan where a rollout has none. One that is called as a
+        column is has METRIC before its name."""
         self.left_out: set[str] = set()
         """Metrics beyond MOST_METRICS."""
 
@@ -132,6 +134,7 @@ class Columns:
             self.arrays[name][start : start + count] = values
         for i, line in enumerate(lines, start=start):
             for name, value in line.metrics.items():
+                name = METRIC + name if name in DTYPES else name
                 if isinstance(value, (int, float)) and (column := self._metric(name)) is not None:
                     column[i] = value
         self.size += count
@@ -151,7 +154,7 @@ class Columns:
             line.rollout_id,
             line.rollout if line.episode == NONE else line.episode,
             self.words["agent"].code(line.agent),
-            math.nan if line.reward is None else line.reward,
+            math.nan if line.reward is None or line.error is not None else line.reward,  # a failed one's says nothing
             math.nan if line.advantage is None else line.advantage,
             self.words["outcome"].code(line.outcome),
             self.words["stop"].code(line.stop or ""),
@@ -170,7 +173,7 @@ class Columns:
             if len(self.metrics) >= MOST_METRICS:
                 self.left_out.add(name)
                 return None
-            self.metrics[name] = np.full(len(self.arrays["kind"]), np.nan, np.float32)
+            self.metrics[name] = np.full(len(self.arrays["kind"]), np.nan)
         return self.metrics[name]
 
     def _reserve(self, size: int) -> None:

@@ -108,10 +108,11 @@ class RolloutIndex:
         newest = [
             step for step in range(max(self.steps, default=0), max(0, max(self.steps, default=0) - SUSPECTS), -1) if step in self.steps
         ]
-        if state == self.looked and all(self._identity(Source(Kind.STEP, step)) == self.steps[step] for step in newest):
+        others = [step for step in newest if self._identity(Source(Kind.STEP, step)) != self.steps[step]]
+        if state == self.looked and not others:
             return [], []
-        whole = not self.looked or state.discarded != self.looked.discarded
         there = set(step_numbers(self.run_dir.rollouts_dir))
+        whole = bool(not self.looked or state.discarded != self.looked.discarded or others)  # others: another run may be here, see --clean
         looked_at = self.steps.keys() & there if whole else newest
         changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
         gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -12,8 +11,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import Row, messages_text, parse_rollout, rollout_text
-from rl.records.columns import NONE, WORDS, Columns, Kind
+from rl.diagnosis.rollouts import Row, conversation_texts, messages_text, parse_rollout, rollout_text
+from rl.records.columns import METRIC, NONE, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
@@ -23,6 +22,8 @@ KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
 """Words for the kinds."""
 Bounds = Mapping[str, tuple[float | None, float | None]]
 """Least and greatest value of a number, both included; None: any."""
+ERROR = "error"
+"""As a `why` that is wanted it means each that failed itself, too, whatever its cause was."""
 LAST = 2**31 - 1
 """In place of the step of what no batch has settled."""
 MAX_TEXT_BYTES = 64 << 20
@@ -110,6 +111,7 @@ class Rollout:
 
     @property
     def reward(self) -> float:
+        """Nan if it failed."""
         return self["reward"]
 
     @property
@@ -130,7 +132,7 @@ class Rollout:
     @property
     def metrics(self) -> dict[str, float]:
         """The values of its reward functions and other metrics, by name."""
-        found = {name: float(values[self._place]) for name, values in self._columns.metrics.items()}
+        found = {name.removeprefix(METRIC): float(values[self._place]) for name, values in self._columns.metrics.items()}
         return {name: value for name, value in found.items() if not np.isnan(value)}
 
     @property
@@ -230,6 +232,8 @@ class Rollouts(Sequence[Rollout]):
         if isinstance(value, tuple):
             if name in WORDS:
                 raise RunError(f"{name} = {value!r}: a pair is the least and the greatest of a number; give several words as a list")
+            if len(value) != 2:
+                raise RunError(f"{name} = {value!r}: give a pair, the least and the greatest, or several values as a list")
             least, greatest = value
             return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
         if isinstance(value, range) and value.step == 1:
@@ -238,18 +242,22 @@ class Rollouts(Sequence[Rollout]):
         if name == "kind":
             several = [kind for kind, word in KINDS.items() if word in several]
         elif name in WORDS:
+            failed = name == "why" and ERROR in several
             several = [self._columns.code(name, word) for word in several]
+            if failed:
+                return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
-        """Those whose conversation, or error, has a text in it, as its file is read; those whose file is gone are passed over."""
-        wanted = json.dumps(text, ensure_ascii=False)[1:-1]
+        """Those whose conversation, or error, has a text in it, whatever its case, as its file is read; those whose file is gone are passed
+        over."""
+        text = text.casefold()
         for rollout in self:
             try:
                 row = rollout.row
             except RunError:
                 continue
-            if wanted in json.dumps([row["messages"], row.get("error")], ensure_ascii=False):
+            if any(text in part.casefold() for part in (*conversation_texts(row["messages"]), str(row.get("error") or ""))):
                 yield rollout
 
     def counts(self, name: str) -> dict[Any, int]:

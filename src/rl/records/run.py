@@ -2,13 +2,14 @@
 
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
+from rl.diagnosis.problems import Problem
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import read_json, resolve_model
 from rl.records.cache import cache_file
@@ -16,7 +17,6 @@ from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
-from rl.records.problems import Problem, found_problems
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -126,12 +126,18 @@ class Run:
 
         kind: `train` of a step's file, trained or not; `pending`, which no batch has settled; `eval`. None: the first two, in this order.
         wanted: see Rollouts.where: `step=range(10, 20), env="sums", why=["trained", "no_signal"], reward=(0.5, None)`.
+        Raises RunError for a field, and for an environment or evaluation, that there is not.
         """
         kinds = {number for number, word in KINDS.items() if word == kind or (kind is None and number is not Kind.EVAL)}
         if not kinds:
             raise RunError(f"kind = {kind!r}: give {', '.join(KINDS.values())}")
         with self._lock:
             self._index.refresh()
+            there = self._index.columns.words["env"]
+            named = wanted.get("env")
+            unknown = [name for name in ([named] if isinstance(named, str) else named or ()) if name not in there.codes]
+            if unknown and there.words:
+                raise RunError(f"env = {', '.join(unknown)}: no rollout is of it; there are: {', '.join(there.words)}")
             return all_rollouts(self._index, self._texts, kinds).where(**wanted)
 
     def group(self, group_id: int) -> Rollouts:
@@ -141,7 +147,7 @@ class Run:
         raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
 
     def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
-        """One task over the run: its rollouts by the newest policy version that sampled them, ascending."""
+        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1: failed before a token was."""
         return self.rollouts(kind, env=env, task=task).by("version")
 
     @property
@@ -285,10 +291,15 @@ class Run:
         return last_lines(path, lines)
 
     def diagnosis(self) -> Diagnosis:
-        """What the run waits for and what is wrong with it, as `rl doctor RUN` says it. Raises RunError without its configuration."""
-        return diagnose(self.run_dir, self.config)
+        """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
+
+        Raises RunError without its configuration.
+        """
+        found = diagnose(self.run_dir, self.config)
+        return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property
     def problems(self) -> list[Problem]:
-        """What `rl doctor RUN` finds wrong, each with its evidence; empty: nothing."""
-        return found_problems(self.diagnosis(), self.damaged, self.root)
+        """What is wrong, then what may hold the reward down, each with its evidence; empty: nothing."""
+        found = self.diagnosis()
+        return [*found.problems, *found.hints]

@@ -1,6 +1,7 @@
 """What all processes of a run did between two moments, on one clock; and as a trace that Perfetto and chrome://tracing open."""
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from rl.wire.messages import UNREADABLE
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
 """Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
 MICROSECONDS = 1e6
+START = b'{"kind":"start"'
+"""A line may begin with half of another one, whose process was killed."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,14 @@ class Timeline:
     spans: list[Done] = field(default_factory=list)
     gauges: list[Counted] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+
+    def between(self, begin: float, end: float) -> "Timeline":
+        """What touches the time from one moment to another."""
+        return Timeline(
+            [done for done in self.spans if done.end >= begin and done.begin <= end],
+            [counted for counted in self.gauges if begin <= counted.time <= end],
+            [mark for mark in self.marks if begin <= mark.time <= end],
+        )
 
     def trace(self) -> dict[str, Any]:
         """As Chrome's trace event format (JSON object format). What was done at the same time in one lane is spread over several."""
@@ -106,18 +117,18 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
 
 def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: float | None, end: float | None) -> Timeline:
     """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
-    found, first, last = Timeline(), -float("inf") if begin is None else begin, float("inf") if end is None else end
+    found = Timeline()
     for path in sorted(folder.glob("*.jsonl")):
         for part in (old(path), path):
             for entry in entries(part, path.stem):
-                if isinstance(entry, Done) and entry.end >= first and entry.begin <= last:
+                if isinstance(entry, Done):
                     found.spans.append(entry)
-                elif isinstance(entry, Counted) and first <= entry.time <= last:
+                else:
                     found.gauges.append(entry)
     found.spans.sort(key=lambda done: (done.begin, -done.end))
     found.gauges.sort(key=lambda counted: counted.time)
-    found.marks = sorted((mark for mark in marks(metrics, events) if first <= mark.time <= last), key=lambda mark: mark.time)
-    return found
+    found.marks = sorted(marks(metrics, events), key=lambda mark: mark.time)
+    return found.between(-math.inf if begin is None else begin, math.inf if end is None else end)
 
 
 def entries(path: Path, process: str) -> Iterator[Done | Counted]:
@@ -126,7 +137,7 @@ def entries(path: Path, process: str) -> Iterator[Done | Counted]:
     while lines := reader.new():
         for text in lines:
             try:
-                line = DECODER.decode(text)
+                line = DECODER.decode(text[max(0, text.rfind(START)) :])
             except UNREADABLE:
                 continue
             if isinstance(line, Start):

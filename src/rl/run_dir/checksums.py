@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rl.run_dir.files import CorruptFileError, reading
-from rl.run_dir.hashes import sha256, sha256_of_file
+from rl.run_dir.hashes import sha256_of_file
 from rl.run_dir.paths import numbered
-from rl.run_dir.safetensors import read_tensors, weights_file
+from rl.run_dir.safetensors import tensor_digests, weights_file
 
 MANIFEST, DIGESTS = "manifest.json", "digests.json"
 
@@ -84,11 +84,10 @@ def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> s
 def verify_version(folder: Path) -> dict[str, Any]:
     """The content of a version's digests.json, after all its files have been found to be what was written.
 
-    Raises CorruptFileError naming the first tensor or file that is not. Reads the version whole: 0.3 s for 270 MB, on one core.
+    Raises CorruptFileError naming the first tensor or file that is not. Reads the version whole: 0.3 s for 270 MB on one core.
     """
     content, file = read_digests(folder / DIGESTS), weights_file(folder)
-    found = {name: sha256(data) for name, data in read_tensors(file)}
-    if (name := first_difference(content["tensors"], found)) is not None:
+    if (name := first_difference(content["tensors"], tensor_digests(file))) is not None:
         raise CorruptFileError(f"{file}: tensor {name} is not what was written")
     for name, expected in content.get("files", {}).items():
         if not (folder / name).is_file() or checksum(folder / name)["sha256"] != expected:

@@ -18,9 +18,9 @@ import re
 import shutil
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rl.run_dir.hashes import blake2b
 from rl.run_dir.naming import NO_LINK, RENAME_EXCHANGE, link_new, rename_new, rename_with
@@ -36,6 +36,7 @@ LEFTOVER = re.compile(r"\.(?P<name>\d{6,}|data)\.(?P<kind>tmp|old|replaced)|\..+
 """Temporary names of this module and no others: a weights directory may lie among files that are not ours. Those without a place are of
 versions of rl before it stood there."""
 SERIAL = itertools.count(1)
+Fence = Callable[[], None] | None
 PIECE_BYTES = 1 << 24
 """Of a file of lines, in memory at once."""
 
@@ -99,12 +100,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{place()}-{os.getpid()}-{next(SERIAL)}.tmp")
 
 
-def write_file(path: Path, data: bytes, *, new: bool = False, fence: Callable[[], None] | None = None, mode: int = 0o666) -> None:
+def write_file(path: Path, data: bytes, *, new: bool = False, fence: Fence = None, mode: int = 0o666, durable: bool = True) -> None:
     """Writes `data` so that `path` either has all of it or is as before, even after a power cut. Raises OSError that names the path.
 
     new: the file must not be there yet; raises TakenError if it is, whoever made it in the meantime.
     fence: called at the last moment before the file gets its name; what it raises keeps the write from happening.
     mode: permissions of the file, less the umask.
+    durable: False leaves the fsyncs to `make_durable`: until that has ended a power cut may leave anything under the name.
     """
     kind = faults.kind_of(path)
     temporary = temporary_name(path)
@@ -112,8 +114,9 @@ def write_file(path: Path, data: bytes, *, new: bool = False, fence: Callable[[]
         make_directory(path.parent)
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
             write_all(file.fileno(), data, kind)
-            faults.point(f"{kind}.fsync")
-            os.fsync(file.fileno())
+            if durable:
+                faults.point(f"{kind}.fsync")
+                os.fsync(file.fileno())
         if fence:
             fence()
         faults.point(f"{kind}.rename")
@@ -121,15 +124,14 @@ def write_file(path: Path, data: bytes, *, new: bool = False, fence: Callable[[]
             link_new(temporary, path)
         else:
             temporary.rename(path)
-        faults.point(f"{kind}.fsync_dir")
-        fsync_path(path.parent)
+        if durable:
+            fsync_name(path, kind)
     except (OSError, RunError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if fence:
             fence()  # who has lost its role may lose its temporary file, too: that is no fault of the disk
         raise with_path(error, path) if isinstance(error, OSError) else error from None
-    faults.point(f"{kind}.done")
 
 
 def end_of_last_line(file: IO[bytes]) -> int:
@@ -195,10 +197,10 @@ def append_file(path: Path, data: bytes) -> None:
     faults.point(f"{kind}.done")
 
 
-def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
+def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = False, fence: Fence = None, durable: bool = True) -> None:
     """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing.
 
-    new, fence: see `write_file`.
+    new, fence, durable: see `write_file`.
     """
     kind = faults.kind_of(path)
     make_directory(path.parent)
@@ -207,7 +209,7 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = Fal
     try:
         faults.point(f"{kind}.fill")
         fill(temporary)
-        commit_directory(temporary, path, new=new, fence=fence)
+        commit_directory(temporary, path, new=new, fence=fence, durable=durable)
     except (OSError, RunError):
         if fence:
             fence()
@@ -216,16 +218,15 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = Fal
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
+def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: Fence = None, durable: bool = True) -> None:
     """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced in one step where the kernel can.
 
-    new, fence: see `write_file`.
+    new, fence, durable: see `write_file`.
     """
     kind = faults.kind_of(path)
     share(temporary)
-    for file in [*temporary.rglob("*"), temporary]:
-        faults.point(f"{kind}.fsync")
-        fsync_path(file)
+    if durable:
+        fsync_tree(temporary, kind)
     if fence:
         fence()
     faults.point(f"{kind}.rename")
@@ -233,10 +234,30 @@ def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: C
         rename_new(temporary, path)
     elif not rename_with(temporary, path, RENAME_EXCHANGE):
         replace_in_two_steps(temporary, path)
+    if durable:
+        fsync_name(path, kind)
+    shutil.rmtree(temporary, ignore_errors=True)  # what was replaced
+
+
+def fsync_tree(path: Path, kind: str) -> None:
+    """Fsyncs a file, or a directory with all that is in it."""
+    for file in [*path.rglob("*"), path]:
+        faults.point(f"{kind}.fsync")
+        fsync_path(file)
+
+
+def fsync_name(path: Path, kind: str) -> None:
+    """Fsyncs the directory that has `path`, the last step of every write."""
     faults.point(f"{kind}.fsync_dir")
     fsync_path(path.parent)
-    shutil.rmtree(temporary, ignore_errors=True)  # what was replaced
     faults.point(f"{kind}.done")
+
+
+def make_durable(path: Path) -> None:
+    """Does what `write_file` and `write_directory` leave out without `durable`. From here on a power cut does not touch `path`."""
+    kind = faults.kind_of(path)
+    fsync_tree(path, kind)
+    fsync_name(path, kind)
 
 
 def share(folder: Path) -> None:
@@ -367,18 +388,3 @@ def decode_record(data: bytes, name: str) -> bytes:
     if len(payloads) != 1:
         raise CorruptFileError(f"{name}: holds {len(payloads)} records instead of one")
     return payloads[0]
-
-
-SLACK_BYTES = 1 << 16
-"""Room for headers, manifests and other small files."""
-
-
-def require_space(directory: Path, tensors: Iterable[Any]) -> None:
-    """Raises OSError (no space left) if torch tensors, each as a whole, do not fit on the file system of `directory`.
-
-    To be called before a large write: safetensors and torch report a full disk in ways that cannot be recognised.
-    """
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"no space left: {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free", str(directory))

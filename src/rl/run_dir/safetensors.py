@@ -4,11 +4,12 @@ The format: 8 bytes little-endian header length, JSON header with byte ranges, d
 """
 
 import json
-from collections.abc import Iterator
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.hashes import hash_each, sha256
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library reads no longer header either."""
@@ -55,16 +56,24 @@ def entry_of(entry: dict, data_start: int) -> TensorEntry:
     return TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each tensor. Raises CorruptFileError as `read_header` does, and when the disk cannot give the bytes back."""
+def tensor_digests(path: Path) -> dict[str, str]:
+    """SHA-256 of each tensor's bytes by its name. Raises CorruptFileError as `read_header` does, and for what cannot be read."""
     tensors = read_header(path)
     try:
-        with path.open("rb") as file:
-            for name, tensor in tensors.items():
-                file.seek(tensor.start)
-                yield name, file.read(tensor.end - tensor.start)
+        with path.open("rb", buffering=0) as file:
+            hashes = hash_each(lambda tensor: sha256(read_at(file.fileno(), tensor)), tensors.values())
     except OSError as error:
         raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
+    return dict(zip(tensors, hashes, strict=True))
+
+
+def read_at(fd: int, tensor: TensorEntry) -> bytearray:
+    """The bytes of a tensor; what a file lacks that was cut meanwhile is zeros."""
+    data = bytearray(tensor.end - tensor.start)
+    rest, offset = memoryview(data), tensor.start
+    while rest and (got := os.preadv(fd, [rest], offset)):
+        rest, offset = rest[got:], offset + got
+    return data
 
 
 def weights_file(folder: Path) -> Path:

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -18,12 +18,18 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/sto
 """Directories that hold programs and libraries, and no person's files."""
 SETTINGS = (
     *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
-    *("nsswitch.conf", "passwd", "pki", "protocols", "resolv.conf", "services", "ssl"),
+    *("nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "protocols", "resolv.conf", "services"),
+    *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
 )
-"""What programs read in /etc. None of it is secret: private keys below it are root's, and nothing in the sandbox is root."""
+"""What programs read in /etc. None of it is secret; private keys lie beside the certificates."""
+MASKED = (
+    *("acpi", "asound", "kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "pagetypeinfo"),
+    *("sched_debug", "scsi", "slabinfo", "timer_list", "timer_stats", "vmallocinfo"),
+)
+"""What of /proc tells of the whole machine, most of it to root alone."""
 NOBODY = "65534"
-TEMPORARY_BYTES = 1 << 30
-"""Size of the sandbox's /tmp, which is memory."""
+TEMPORARY_BYTES, SHARED_BYTES = 1 << 30, 1 << 26
+"""Sizes of the sandbox's /tmp and /dev/shm, which are memory."""
 TRIAL_S = 20.0
 REMEDY = (
     "the sandbox needs bubblewrap 0.8 or newer (`apt-get install bubblewrap`) and user namespaces (as root: "
@@ -44,6 +50,8 @@ class Sandbox:
     """Where the process starts."""
     network: bool = False
     """Whether it has this machine's network; else one of its own, in which only its own loopback is."""
+    links: Mapping[Path, Path] = field(default_factory=dict)
+    """Symbolic links that it has, and what each leads to. None lies in a directory of `read`."""
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command that runs `command` in the sandbox. It ends with it, with its exit code, and takes everything inside along."""
@@ -53,15 +61,30 @@ class Sandbox:
             arguments.append("--share-net")
         for path in [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]:
             arguments += ["--ro-bind-try", path, path]
-        arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
+        arguments += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        # Root that makes a sandbox stays root to the kernel, without capabilities: /proc/sys asks for no more than that.
+        arguments += ["--proc", "/proc", *masks(), "--remount-ro", "/proc", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
         places = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
         places |= {path: ["--tmpfs", str(path)] for path in self.hidden - self.read}
         for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):  # what lies deeper is laid over what holds it
             arguments += placed
+        for link, target in self.links.items():
+            arguments += ["--symlink", str(target), str(link)]
         for path in self.hidden - self.read:
             arguments += ["--remount-ro", str(path)]
         arguments += ["--dir", str(self.directory), "--remount-ro", "/", "--chdir", str(self.directory)]
         return [*arguments, "--", *command]
+
+
+def masks() -> list[str]:
+    """Bubblewrap's arguments that put nothing in the place of what is MASKED; a kernel has not all of it."""
+    arguments = []
+    for path in (Path("/proc", name) for name in MASKED):
+        if path.is_dir():
+            arguments += ["--tmpfs", str(path), "--remount-ro", str(path)]
+        elif path.exists():
+            arguments += ["--ro-bind", "/dev/null", str(path)]
+    return arguments
 
 
 @cache

@@ -30,7 +30,7 @@ def leave(imports: Callable[[], None]) -> None:
     if not (pipes := os.environ.pop(PIPES, "")):
         return
     orders, answers = map(int, pipes.split(","))
-    with without_threads():
+    with without_threads(), without_collection():
         imports()
     if obstacle := fork_obstacle():
         print(f"no copy for a warm start: {obstacle}", file=sys.stderr, flush=True)
@@ -81,6 +81,16 @@ def without_threads() -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keeps the garbage collector from walking, again and again, through what imports only ever add to: a fifth of the time of vLLM's."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def fork_obstacle() -> str:

@@ -11,10 +11,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
 from rl.run_dir.checksums import verify_checkpoint
-from rl.run_dir.files import CorruptFileError, require_space, write_directory
+from rl.run_dir.files import CorruptFileError, write_directory
 from rl.trainer import lora
 from rl.trainer.model import DTYPES
 from rl.trainer.store import checkpoint
+from rl.trainer.store.space import require_space
 from rl.trainer.store.versions import copy_small_files, write_config
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -45,6 +46,10 @@ def main() -> None:
             raise
         remedy = "free space or change output_dir or trainer.weights.dir, then start again: the run goes on from its last checkpoint"
         fail(run_dir, f"{error}; {remedy}", GIVE_UP)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; libraries that take their threads down with the interpreter have been seen to abort
 
 
 def preload(config: RLConfig) -> None:

@@ -2,12 +2,14 @@
 
 transformers chooses their frequencies by the largest position of the row that it computes: in a packed row a sample's numbers would
 depend on its neighbours, and a short sample alone has others than the sampler, which decides once, by the longest sequence that it serves
-(vllm/model_executor/layers/rotary_embedding: phi3_long_rope_scaled_rope.py, dynamic_ntk_scaling_rope.py).
+(vllm/model_executor/layers/rotary_embedding: phi3_long_rope_scaled_rope.py, dynamic_ntk_scaling_rope.py,
+dynamic_ntk_alpha_rope.py).
 """
 
 import copy
 import math
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -67,7 +69,10 @@ def longrope(config: PreTrainedConfig, settings: dict, layer_type: str | None, m
 
 
 def dynamic(config: PreTrainedConfig, settings: dict, layer_type: str | None, max_model_len: int) -> tuple[Tensor, float]:
-    """The frequencies of `max_position_embeddings`, the length of vLLM's table; it reads beyond its end for longer sequences."""
+    """The frequencies of `max_position_embeddings`, the length of vLLM's table; it reads beyond its end for longer sequences.
+
+    With `alpha` (HunYuan) they are those of a base that does not depend on length: rope_theta * alpha^(d / (d - 2)), d values rotated.
+    """
     longest = config.max_position_embeddings
     if max_model_len > longest:
         raise RunError(
@@ -75,4 +80,9 @@ def dynamic(config: PreTrainedConfig, settings: dict, layer_type: str | None, ma
             f"set model.max_model_len to at most {longest}"
         )
     trained = settings.get("max_trained_positions", longest)
-    return ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=longest * longest / trained, layer_type=layer_type)
+    frequencies, scaling = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=longest * longest / trained, layer_type=layer_type)
+    if alpha := settings.get("alpha"):  # which the function of transformers may not know: HunYuan's own code does
+        rotated = 2 * len(frequencies)
+        base = settings["rope_theta"] * alpha ** (rotated / (rotated - 2))
+        frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    return frequencies, scaling

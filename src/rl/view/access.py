@@ -48,6 +48,8 @@ class PageGate(HttpGate):
         if any(self.is_token(value.encode("latin-1", "replace")) for value in self.cookies(scope)):
             return None
         message = "open the address that `rl view` printed: it has the token, and this browser has not shown it yet"
+        if scope["path"] == "/":  # a person with a link of a colleague's
+            return HTMLResponse(f"<!doctype html><title>rl view</title><p>Please {message}.</p>", 401, CLOSE | HEADERS)
         return refusal(401, "unauthorized", message, CLOSE | HEADERS)
 
     def foreign_origin(self, scope: Scope) -> Response | None:

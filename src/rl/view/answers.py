@@ -63,6 +63,13 @@ class Runs(Answer):
     """Where they were looked for."""
 
 
+class Learned(Answer):
+    """The mean reward of several runs after the same number of rollouts; null where a run has none there."""
+
+    samples: float
+    rewards: list[float | None]
+
+
 class SettingDiff(Answer):
     """A setting that differs; null where it is not set."""
 
@@ -85,6 +92,8 @@ class Comparison(Answer):
     runs: list[str]
     settings: list[SettingDiff]
     evals: list[EvalPoint]
+    learned: list[Learned]
+    """As far as the shortest run goes; empty where one has no rewards."""
     faults: list[str]
     """Configurations that could not be read."""
 
@@ -119,6 +128,8 @@ class Series(Answer):
     values: list[float | None]
     errors: list[float | None]
     """One standard error, of evaluations; empty for other metrics."""
+    each: int
+    """Of so many values, or one less, each is the mean; 1: they are as they were written."""
 
 
 class Mark(Answer):
@@ -170,6 +181,8 @@ class Histogram(Answer):
     name: str
     edges: list[float]
     counts: list[int]
+    ranges: list[list[float]]
+    """The least and the greatest value that is counted in each; empty where there is none."""
 
 
 class Rollouts(Answer):
@@ -228,25 +241,32 @@ class RolloutDetail(Answer):
     has_tokens: bool
 
 
-class SampleTokens(Answer):
-    """One sample of the rollout, token by token. Lists are aligned; null where a signal has no value."""
+class Signal(Answer):
+    """Something that is known of each trained token, and its scale in this rollout."""
 
-    pieces: list[str]
-    ids: list[int]
-    trained: list[bool]
-    signals: dict[str, list[float | None]]
+    what: str
+    most: float
+    """Of almost all tokens the value, of a ratio its logarithm, is at most so large."""
+    values: list[float]
+    """Of policy versions those that there are, ascending; empty for other signals."""
 
 
 class Tokens(Answer):
-    """The samples that the trainer made of a rollout."""
+    """A stretch of a rollout's tokens, the samples that the trainer made of it one after the other. Lists are aligned."""
 
-    samples: list[SampleTokens]
-    signals: dict[str, str]
-    """Name of each signal that there is, and what it is."""
+    total: int
+    """Tokens of the rollout."""
+    starts: list[int]
+    """Where each sample begins."""
+    offset: int
+    pieces: list[str]
+    ids: list[int]
+    trained: list[bool]
+    values: dict[str, list[float | None]]
+    """By signal; null where it has no value."""
+    signals: dict[str, Signal]
     note: str
     """What is missing, and why."""
-    left_out: int
-    """Tokens beyond those that are shown."""
 
 
 # Tasks ------------------------------------------------------------------------------------------------------------------
@@ -259,7 +279,7 @@ class TaskRow(Answer):
     task: int
     rollouts: int
     first: float | None
-    """Mean reward in the first third of its rollouts, by version."""
+    """Mean reward in the first third of the versions that played it."""
     last: float | None
     change: float | None
 
@@ -270,6 +290,7 @@ class Tasks(Answer):
     total: int
     offset: int
     rows: list[TaskRow]
+    damaged: list[str]
 
 
 class TaskVersion(Answer):
@@ -287,6 +308,8 @@ class Task(Answer):
     task: int
     prompt: list[Message]
     versions: list[TaskVersion]
+    without_version: int
+    """Rollouts that failed before a version had sampled a token, which are not among them."""
 
 
 # Time and health --------------------------------------------------------------------------------------------------------
@@ -299,6 +322,8 @@ class Span(Answer):
     begin: float
     end: float
     text: str
+    waits_for: str = ""
+    """The process, or what else, that it waited for meanwhile; empty: it worked."""
 
 
 class Lane(Answer):
@@ -329,6 +354,8 @@ class Timeline(Answer):
     last: float
     lanes: list[Lane]
     moments: list[Moment]
+    quiet: list[Span]
+    """When no process worked."""
     note: str
 
 
@@ -371,4 +398,3 @@ class Log(Answer):
     attempt: int
     lines: list[str]
     bytes: int
-    """The size of the whole file."""

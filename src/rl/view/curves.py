@@ -47,13 +47,13 @@ def metrics(runs: Sequence[Run]) -> Metrics:
     return Metrics(metrics=[Metric(name=name, section=meaning(name)[0], what=meaning(name)[1], source=found[name]) for name in names])
 
 
-def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: int | None, end: int | None) -> Curves:
-    """The curves of some metrics of some runs, between two steps if those are given."""
-    series, marks = [], []
+def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: float | None, end: float | None) -> Curves:
+    """The curves of some metrics of some runs, between two places of the axis if those are given, and one point beyond."""
+    series, marks, ends = [], [], (-np.inf if begin is None else begin, np.inf if end is None else end)
     for key, run in zip(keys, runs, strict=True):
         place = Places(run, axis)
-        series += [one for name in names if (one := one_series(key, run, name, place, begin, end))]
-        marks += marks_of(key, run, place, begin, end)
+        series += [one for name in names if (one := one_series(key, run, name, place, ends))]
+        marks += marks_of(key, run, place, ends)
     return Curves(axis=axis, series=series, marks=marks)
 
 
@@ -70,7 +70,8 @@ class Places:
             seconds = dict(zip(*map(list, run.curve("time/step")), strict=True))
             self.steps, self.at = steps, np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()]))
         elif axis == "time":
-            self.steps, self.at = wall_times(run)
+            self.steps, times = wall_times(run)
+            self.at = times - times[:1]
         self.by_step = axis == "step"
 
     def __call__(self, steps: np.ndarray) -> np.ndarray:
@@ -82,25 +83,27 @@ class Places:
 
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and the seconds from the run's first line to the first line of each, ascending."""
+    """Steps, and when the first line of each was written, ascending, seconds since the epoch."""
     first: dict[int, float] = {}
     for source, (steps, times) in line_times(run).items():
         for step, time in zip(steps.tolist(), times.tolist(), strict=True) if source != "eval" else ():
             first[step] = min(time, first.get(step, np.inf))
     steps = np.array(sorted(first), np.int64)
     times = np.maximum.accumulate(np.array([first[step] for step in steps.tolist()])) if len(steps) else np.empty(0)
-    return steps, times - times[0] if len(times) else times
+    return steps, times
 
 
-def one_series(key: str, run: Run, name: str, place: Places, begin: int | None, end: int | None) -> Series | None:
+def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, float]) -> Series | None:
     """One metric of one run; None where the run has no value of it."""
     steps, values = run.curve(name)
     error_steps, errors = run.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
-    inside = (steps >= (begin if begin is not None else steps.min(initial=0))) & (steps <= (end if end is not None else np.inf))
-    steps, values = steps[inside], values[inside]
-    if not len(steps):
+    inside = np.flatnonzero((place(steps) >= ends[0]) & (place(steps) <= ends[1]))
+    if not len(inside):
         return None
-    if len(steps) > MOST_POINTS:
+    part = slice(max(0, inside[0] - 1), inside[-1] + 2)
+    steps, values = steps[part], values[part]
+    each = -(-len(steps) // MOST_POINTS)
+    if each > 1:
         parts = np.array_split(np.arange(len(steps)), MOST_POINTS)
         steps, values = steps[[part[-1] for part in parts]], np.array([values[part].mean() for part in parts])
     known = dict(zip(error_steps.tolist(), errors.tolist(), strict=True))
@@ -111,33 +114,28 @@ def one_series(key: str, run: Run, name: str, place: Places, begin: int | None, 
         x=place(steps).tolist(),
         values=values.tolist(),
         errors=[known.get(step) for step in steps.tolist()] if known else [],
+        each=each,
     )
 
 
-def marks_of(key: str, run: Run, place: Places, begin: int | None, end: int | None) -> list[Mark]:
+def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> list[Mark]:
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
     found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
     found += [("checkpoint", version.number, f"checkpoint {version.number}") for version in run.versions if version.checkpoint]
     steps, times = wall_times(run)
-    start = first_time(run)
     for event in run.events:
         if event.event in ("death", "restart") and len(steps):
-            step = event.step if event.step is not None else int(np.interp(event.time - start, times, steps))
+            step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
             found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
     found += [("change", step, text) for step, text in changes(run)]
-    inside = [mark for mark in found if (begin is None or mark[1] >= begin) and (end is None or mark[1] <= end)]
-    places = place(np.array([step for _, step, _ in inside], np.int64))
-    return [Mark(run=key, kind=kind, step=step, x=float(x), text=text) for (kind, step, text), x in zip(inside, places, strict=True)]  # type: ignore[arg-type]
+    places = place(np.array([step for _, step, _ in found], np.int64))
+    marks = zip(found, places.tolist(), strict=True)
+    return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
 
 
 def eval_versions(run: Run) -> list[int]:
     """The versions that were evaluated."""
     return line_times(run).get("eval", (np.empty(0), np.empty(0)))[0].tolist()
-
-
-def first_time(run: Run) -> float:
-    """When the run's first line was written, seconds since the epoch."""
-    return min((times.min().item() for _, times in line_times(run).values() if len(times)), default=0.0)
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:

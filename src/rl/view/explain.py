@@ -38,6 +38,9 @@ def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         if row.advantage and row.reward is not None:
             side = "above" if row.reward > mean else "below" if row.reward < mean else "at"
+            if (row.reward - mean) * row.advantage <= 0:  # another baseline, or a length penalty
+                by = f"by {credit(run)}; its group's mean is {mean:.3f}"
+                return f"Trained in step {row.step} with advantage {row.advantage:+.3f}, {by}."
             return f"Trained in step {row.step} with advantage {row.advantage:+.3f}: its reward is {side} its group's mean of {mean:.3f}."
         none = f"{credit(run)} gives it nothing to learn, and its tokens still count in the mean"
         return f"In the batch of step {row.step} with advantage 0: {none}."
@@ -55,6 +58,7 @@ def equal_rewards(rewards: Sequence[float]) -> str:
 def credit(run: Run) -> str:
     """The way of credit of the run."""
     try:
-        return run.config.orchestrator.credit.type
+        config = run.config.orchestrator.credit
+        return config.type + (" with its length_penalty" if config.length_penalty else "")
     except RunError:
         return "the run's way of credit"

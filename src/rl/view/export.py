@@ -15,6 +15,7 @@ from rl.run_dir.files import write_file
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
+from rl.view.answers import Health
 from rl.view.bundle import document
 from rl.view.library import Library
 from rl.view.server import PAGE
@@ -47,9 +48,9 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
         "runs": {"runs": [msgspec.structs.replace(one, key=key) for one in row.all()], "place": "this file"},
         "metrics": metrics,
         "curves": {axis: curves.curves([key], [run], names, axis, None, None) for axis in AXES},
-        "tasks": {kind: tasks.tasks(run, kind, "", "", True, 0, MOST_TASKS).rows for kind in ("train", "eval")},
+        "tasks": {kind: tasks.ordered(run, kind)[:MOST_TASKS] for kind in ("train", "eval")},
         "timeline": timeline.timeline(run, 0.0, None),
-        "health": health.health(run),
+        "health": with_newest_logs(health.health(run)),
         "logs": dict(logs(run)),
         "rollouts": {},
         "tokens": {},
@@ -59,6 +60,12 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
         raise RunError(f"--max-mib: curves and logs alone take {size(max_bytes - left)}; give more")
     content["left_out"] = add_rollouts(content, run, left)
     return content, content["left_out"]
+
+
+def with_newest_logs(found: Health) -> Health:
+    """Offers of each process the one log alone that is in the file."""
+    processes = [msgspec.structs.replace(one, attempts=one.attempts[-1:]) for one in found.processes]
+    return msgspec.structs.replace(found, processes=processes)
 
 
 def logs(run: Run) -> Iterator[tuple[str, Any]]:

@@ -2,14 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 
+from rl.diagnosis.problems import Problem
 from rl.records.run import Run
 from rl.run_dir.status import describe
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.answers import Finding, Health, Log, ProcessRow
-from rl.view.runs import state_of
 
 MOST_LINES = 2000
 
@@ -17,28 +18,27 @@ MOST_LINES = 2000
 def health(run: Run) -> Health:
     """What `rl doctor RUN` says. A run whose configuration cannot be read has that as its only finding."""
     try:
-        state, why = state_of(run, run.config)
-        found, lines, findings = run.diagnosis(), [], run.problems
-        bottleneck, lines = found.bottleneck, found.lines
+        found = run.diagnosis()
     except RunError as error:
-        state, bottleneck, lines, findings = "unreadable", str(error), [], []
-        why = bottleneck
+        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=processes(run), now=time.time())
     return Health(
-        state=state,
-        bottleneck=visible(bottleneck or why),
-        lines=[visible(line) for line in lines],
-        findings=[
-            Finding(
-                text=visible(problem.text),
-                serious=problem.serious,
-                metrics=list(problem.metrics),
-                why=problem.why or "",
-                files=[str(path.relative_to(run.root)) if path.is_relative_to(run.root) else str(path) for path in problem.files],
-            )
-            for problem in findings
-        ],
+        state=found.state,
+        bottleneck=visible(found.bottleneck),
+        lines=[visible(line) for line in found.lines],
+        findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
         processes=processes(run),
         now=time.time(),
+    )
+
+
+def finding(problem: Problem, root: Path) -> Finding:
+    """A problem with its files by their names in the run."""
+    return Finding(
+        text=visible(problem.text),
+        serious=problem.serious,
+        metrics=list(problem.metrics),
+        why=problem.why or "",
+        files=[str(path.relative_to(root)) if path.is_relative_to(root) else str(path) for path in problem.files],
     )
 
 
@@ -61,7 +61,7 @@ def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
     """The last lines of a log, of the newest attempt if none is given. Raises RunError without one."""
     attempts = run.logs.get(process, {})
     chosen = max(attempts, default=0) if attempt is None else attempt
-    text = run.log(process, chosen or None, min(lines, MOST_LINES))
+    text = run.log(process, chosen or None, max(1, min(lines, MOST_LINES)))
     return Log(
         process=process,
         attempt=chosen,

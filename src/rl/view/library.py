@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Library:
         """The directory of each run by its key: its path below the place that it lies in."""
         with self.lock:
             if time.monotonic() - self.looked >= LOOK_S:
-                self.found = {self._key(run): run for place in self.places for run in find_runs(place)}
+                self.found = self._by_key([run for place in self.places for run in find_runs(place)])
                 self.looked = time.monotonic()
             return dict(self.found)
 
@@ -61,6 +62,11 @@ class Library:
             if key not in self.opened:
                 self.opened[key] = Run(root)
             return self.opened[key]
+
+    def _by_key(self, runs: list[Path]) -> dict[str, Path]:
+        """The runs by their keys; of those that would have the same one each has its whole path."""
+        keys = Counter(self._key(run) for run in set(runs))
+        return {(key if keys[key] == 1 else str(run)): run for run in runs for key in [self._key(run)]}
 
     def _key(self, root: Path) -> str:
         """`x` for outputs/x; of several places the folder's name stands before it."""

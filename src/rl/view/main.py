@@ -13,6 +13,7 @@ from typing import Any
 from rl.config.command_line import fail
 from rl.config.options import Option, option_lines, take
 from rl.launch.children import Children
+from rl.run_dir.paths import is_run
 from rl.run_dir.token import PAGE_VARIABLE, is_loopback
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
@@ -54,7 +55,10 @@ def main(args: list[str], _children: Children) -> int:
 def place_of(spec: str) -> Path:
     """A run, or a folder with runs. Raises RunError for what is neither."""
     path = Path(spec).expanduser()
+    path = path.parent if path.name == "config.toml" and path.is_file() else path
     for found in (path, Path("outputs") / spec):
+        if found.is_dir() and (run := next((parent for parent in found.absolute().parents if is_run(parent)), None)):
+            raise RunError(f"{spec}: is within the run {run}; give that")
         if found.is_dir():
             return found
     remedy = (
@@ -101,6 +105,8 @@ def export(library: Any, path: Path, max_mib: int) -> int:
     runs = library.keys()
     if len(runs) != 1:
         raise RunError(f"--export {path}: give one run; there are {len(runs)}: {', '.join(list(runs)[:10])}")
+    if path.suffix not in (".html", ".json") or path.absolute().resolve().is_relative_to(next(iter(runs.values())).resolve()):
+        raise RunError(f"--export {path}: give a file that ends in .html or .json, outside of the run's directory")
     if path.suffix == ".json":
         from rl.view.trace import write_trace
 

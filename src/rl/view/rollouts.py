@@ -11,7 +11,7 @@ import numpy as np
 
 from rl.diagnosis.rollouts import Row, content_texts, plain
 from rl.records.columns import NONE
-from rl.records.rollouts import Rollout, Rollouts
+from rl.records.rollouts import ERROR, Rollout, Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
@@ -20,6 +20,8 @@ from rl.view.answers import Rollouts as Page
 from rl.view.explain import explanation
 
 FACETS = ("env", "why", "outcome")
+MOST_WORDS = 100
+"""Of a field that are listed."""
 BINS = 24
 """Of the histogram."""
 SEARCH_S = 2.5
@@ -63,10 +65,7 @@ def page(run: Run, wanted: Wanted) -> Page:
     everything = run.rollouts(wanted.kind)
     filters = filters_of(wanted)
     chosen = everything.where(**filters)
-    facets = {
-        name: dict(list((everything.where(**without(filters, name)) if name in filters else chosen).counts(name).items())[:100])
-        for name in FACETS
-    }
+    facets = {name: facet(everything.where(**without(filters, name)) if name in filters else chosen, name) for name in FACETS}
     histogram = histogram_of(everything.where(**without(filters, "reward")) if "reward" in filters else chosen)
     chosen = chosen.sorted(wanted.sort, descending=wanted.descending) if wanted.sort else newest_first(chosen)
     searched, complete, total = None, True, len(chosen)
@@ -87,6 +86,14 @@ def page(run: Run, wanted: Wanted) -> Page:
         complete=complete,
         damaged=list(run.damaged.values()),
     )
+
+
+def facet(rollouts: Rollouts, name: str) -> dict[str, int]:
+    """How many are found with each value of a field, the most frequent first."""
+    counts = rollouts.counts(name)
+    if name == "why" and (failed := len(rollouts.where(why=ERROR))):
+        counts = dict(sorted((counts | {ERROR: failed}).items(), key=lambda pair: -pair[1]))
+    return dict(list(counts.items())[:MOST_WORDS])
 
 
 def filters_of(wanted: Wanted) -> dict[str, Any]:
@@ -121,8 +128,11 @@ def histogram_of(rollouts: Rollouts) -> Histogram | None:
     values = values[np.isfinite(values)]
     if not len(values) or values.min() == values.max():
         return None
+    values = np.sort(values)
     counts, edges = np.histogram(values, bins=BINS)
-    return Histogram(name="reward", edges=edges.tolist(), counts=counts.tolist())
+    ends = np.cumsum(counts)
+    ranges = [[float(values[end - n]), float(values[end - 1])] if n else [] for n, end in zip(counts, ends, strict=True)]
+    return Histogram(name="reward", edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
 
 
 def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
@@ -190,6 +200,8 @@ def find(run: Run, kind: str, group: int | None, rollout: int, version: int | No
 
     Raises RunError if it is not there.
     """
+    if kind != "eval" and group is None:
+        raise RunError(f"rollout {rollout}: of which group?")
     beside = run.rollouts("eval", version=version, env=env, task=task) if kind == "eval" else run.rollouts(kind, group_id=group)
     if kind == "train" and not len(beside):
         beside = run.rollouts("pending", group_id=group)

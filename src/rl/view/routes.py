@@ -33,12 +33,12 @@ class OfRuns(Parameters):
 
 
 class CurveParameters(OfRuns):
-    """Metrics of runs, between two steps."""
+    """Metrics of runs, between two places of the axis."""
 
     name: list[str] = []
     axis: Literal["step", "samples", "tokens", "time"] = "step"
-    begin: int | None = None
-    end: int | None = None
+    begin: float | None = None
+    end: float | None = None
 
 
 class RolloutsParameters(rollouts.Wanted, kw_only=True):
@@ -60,11 +60,13 @@ class RolloutParameters(OfRun, kw_only=True):
 
 
 class TokensParameters(OfRun):
-    """A trained rollout."""
+    """A stretch of a trained rollout."""
 
     step: int
     group: int
     rollout: int
+    offset: int = 0
+    limit: int = 1024
 
 
 class TasksParameters(OfRun):
@@ -72,6 +74,8 @@ class TasksParameters(OfRun):
 
     kind: Literal["train", "eval"] = "train"
     env: str = ""
+    number: int | None = None
+    """The task alone that has it, of each environment."""
     sort: str = ""
     descending: bool = True
     offset: int = 0
@@ -101,7 +105,7 @@ class LogParameters(OfRun, kw_only=True):
     lines: int = 200
 
 
-MOST_ROWS = 500
+MOST_ROWS, MOST_TOKENS = 500, 4096
 """Of a page."""
 
 
@@ -140,11 +144,15 @@ class Desk:
         )
 
     def tokens(self, given: TokensParameters) -> answers.Tokens:
-        return tokens.tokens(self.library.run(given.run), given.step, given.group, given.rollout)
+        check_page(given.offset, given.limit, MOST_TOKENS)
+        return tokens.tokens(self.library.run(given.run), given.step, given.group, given.rollout, given.offset, given.limit)
 
     def tasks(self, given: TasksParameters) -> answers.Tasks:
         check_page(given.offset, given.limit)
-        return tasks.tasks(self.library.run(given.run), given.kind, given.env, given.sort, given.descending, given.offset, given.limit)
+        run = self.library.run(given.run)
+        rows = tasks.ordered(run, given.kind, given.env, given.number, given.sort, given.descending)
+        shown = rows[given.offset : given.offset + given.limit]
+        return answers.Tasks(total=len(rows), offset=given.offset, rows=shown, damaged=list(run.damaged.values()))
 
     def task(self, given: TaskParameters) -> answers.Task:
         return tasks.one_task(self.library.run(given.run), given.kind, given.env, given.task)
@@ -161,10 +169,10 @@ class Desk:
         return health.log(self.library.run(given.run), given.process, given.attempt, given.lines)
 
 
-def check_page(offset: int, limit: int) -> None:
+def check_page(offset: int, limit: int, most: int = MOST_ROWS) -> None:
     """Raises RunError for a page that is none."""
-    if offset < 0 or not 0 < limit <= MOST_ROWS:
-        raise RunError(f"offset = {offset}, limit = {limit}: give an offset from 0, and a limit from 1 to {MOST_ROWS}")
+    if offset < 0 or not 0 < limit <= most:
+        raise RunError(f"offset = {offset}, limit = {limit}: give an offset from 0, and a limit from 1 to {most}")
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,12 @@ def parse(pairs: list[tuple[str, str]], kind: type[Parameters]) -> Any:
             given.setdefault(name, []).append(value)
         elif value != "":
             given[name] = value
-    return msgspec.convert(given, kind, strict=False)
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise msgspec.ValidationError(f"{name} = {given.get(name)}: {what[:1].lower()}{what[1:]}" if name else what) from None
 
 
 ROUTES = (

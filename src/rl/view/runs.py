@@ -10,16 +10,15 @@ import numpy as np
 
 from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
-from rl.diagnosis.ending import ended_well, how_it_ended
-from rl.diagnosis.state import read_state
 from rl.diagnosis.waits import diagnose
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
 from rl.system.errors import RunError
-from rl.view.answers import Comparison, EvalChange, EvalPoint, RunRow, SettingDiff, State
-from rl.view.curves import line_times
+from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
+from rl.view.curves import Places
 from rl.view.library import Library
+from rl.view.timeline import extent
 
 STRETCHES = 40
 """Points of a small curve."""
@@ -27,6 +26,8 @@ LIVE_S = 3.0
 """For so long what was found of a live run is believed; a finished one's until a file of it changes."""
 DISK_S = 60.0
 """For so long the size of a run that changes is believed: counting it looks at every file."""
+SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
+"""Where several runs' rewards are compared, as parts of the shortest run, and over which part of it each is a mean."""
 PLACE_KEYS = ("name", "output_dir")
 """Settings that say where a run is, not what it does."""
 
@@ -91,8 +92,8 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         config = run.config
         state, why = state_of(run, config)
     except RunError as error:
-        config, state, why = None, "unreadable", str(error).splitlines()[0]
-    times = np.concatenate([np.empty(0), *(times for _, times in line_times(run).values())])
+        config, state, why = None, "unreadable", " ".join(str(error).split())
+    first, last = extent(run)
     measure = "loss/mean" if config and config.sft else "reward/mean"
     values = run.curve(measure)[1]
     return RunRow(
@@ -110,22 +111,16 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         evals=eval_changes(run),
         lag=last_mean(run.curve("lag/mean")[1]),
         tokens_per_s=last_mean(run.curve("perf/tokens_per_s")[1]),
-        seconds=float(times.max() - times.min()) if len(times) else 0.0,
+        seconds=last - first,
         changed=changed,
         bytes=size,
     )
 
 
 def state_of(run: Run, config: RLConfig) -> tuple[State, str]:
-    """Whether a run lives, and how it ended if not, in a sentence."""
-    state = read_state(run.run_dir, config)
-    if state.alive:
-        return "live", diagnose(run.run_dir, config).bottleneck
-    why, good = how_it_ended(state)
-    if good:
-        return "ended", ended_well(state)
-    stopped = why.startswith("the run was stopped")
-    return ("stopped" if stopped else "died"), why
+    """Whether a run lives, and what it waits for or how it ended, in a sentence."""
+    found = diagnose(run.run_dir, config)
+    return found.state, found.bottleneck
 
 
 def last_mean(values: np.ndarray) -> float | None:
@@ -168,7 +163,24 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
         except RunError as error:
             faults.append(f"{key}: {error}")
             configs.append(None)
-    return Comparison(runs=list(keys), settings=setting_diffs(configs), evals=eval_points(runs), faults=faults)
+    return Comparison(runs=list(keys), settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
+
+
+def learned(runs: Sequence[Run]) -> list[Learned]:
+    """The rewards after the same numbers of rollouts, each the mean over the tenth before."""
+    curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.curve("reward/mean")]]
+    if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
+        return []
+    return [
+        Learned(samples=share * shortest, rewards=[mean_before(*curve, share * shortest, SPAN * shortest) for curve in curves])
+        for share in SHARES
+    ]
+
+
+def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
+    """The mean of the values that lie within `span` before a place."""
+    inside = values[(at > place - span) & (at <= place)]
+    return float(inside.mean()) if len(inside) else None
 
 
 def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:

@@ -85,6 +85,8 @@ def bind(host: str, port: int | None) -> socket.socket:
             listener.bind((host, candidate))
             listener.listen(64)
             return listener
+        except OverflowError:
+            raise RunError(f"--port {candidate}: a port is a number from 1 to 65535") from None
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE or port is not None:

@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from rl.records.columns import NONE
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
-from rl.view.answers import Task, TaskRow, Tasks, TaskVersion
+from rl.view.answers import Task, TaskRow, TaskVersion
 from rl.view.rollouts import messages_of, row_of
 
 SORTS = ("task", "rollouts", "first", "last", "change")
@@ -13,23 +14,22 @@ MOST_VERSIONS = 400
 """Of one task; of more the newest are shown."""
 
 
-def tasks(run: Run, kind: str, env: str, sort: str, descending: bool, offset: int, limit: int) -> Tasks:
-    """A page of the tasks of a run: those whose reward changed most first, unless another sort is asked for. Raises RunError."""
-    rollouts = run.rollouts(kind, **({"env": env} if env else {}))
-    rows = task_rows(rollouts)
+def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort: str = "", descending: bool = True) -> list[TaskRow]:
+    """The tasks of a run: those whose reward changed most first, unless another sort is asked for. Raises RunError."""
+    rows = task_rows(run.rollouts(kind, env=env or None, task=number))
     if sort and sort not in SORTS:
         raise RunError(f"sort = {sort}: give one of {', '.join(SORTS)}")
     if sort:
         rows.sort(key=lambda row: (getattr(row, sort) is None, -(getattr(row, sort) or 0) if descending else getattr(row, sort) or 0))
     else:
         rows.sort(key=lambda row: -abs(row.change or 0.0))
-    return Tasks(total=len(rows), offset=offset, rows=rows[offset : offset + limit])
+    return rows
 
 
 def task_rows(rollouts: Rollouts) -> list[TaskRow]:
-    """Each task with its mean reward in the first and in the last third of its rollouts."""
+    """Each task with its mean reward in the first and in the last third of the versions that played it. Failed rollouts have no reward."""
     envs, numbers, versions, rewards = (rollouts.column(name) for name in ("env", "task", "version", "reward"))
-    kept = np.isfinite(rewards)
+    kept = np.isfinite(rewards) & (versions != NONE)
     envs, numbers, versions, rewards = envs[kept], numbers[kept], versions[kept], rewards[kept]
     found = []
     for env in sorted(set(envs.tolist())):
@@ -42,23 +42,27 @@ def task_rows(rollouts: Rollouts) -> list[TaskRow]:
 
 
 def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> TaskRow:
-    """One task; its change is nothing where one version alone played it."""
-    third = max(1, len(rewards) // 3)
-    first, last = float(rewards[:third].mean()), float(rewards[-third:].mean())
-    several = versions[0] != versions[-1]
-    return TaskRow(env=env, task=task, rollouts=len(rewards), first=first, last=last, change=last - first if several else None)
+    """One task, its rollouts in the order of their versions; its change is nothing where one version alone played it."""
+    played = np.unique(versions)
+    third = max(1, len(played) // 3)
+    first = float(rewards[versions <= played[third - 1]].mean())
+    last = float(rewards[versions >= played[-third]].mean())
+    return TaskRow(env=env, task=task, rollouts=len(rewards), first=first, last=last, change=last - first if len(played) > 1 else None)
 
 
 def one_task(run: Run, kind: str, env: str, task: int) -> Task:
     """One task over all versions. Raises RunError if no rollout of it is there."""
     versions = run.task(env, task, kind)
+    without = len(versions.pop(NONE, ()))
     if not versions:
-        raise RunError(f"task {task} of {env}: no rollout of it is there")
+        failed = f": all {without} that played it failed before a token was sampled" if without else ""
+        raise RunError(f"task {task} of {env}: no rollout of it is there{failed}")
     shown = list(versions.items())[-MOST_VERSIONS:]
     return Task(
         env=env,
         task=task,
         prompt=prompt_of(shown[-1][1]),
+        without_version=without,
         versions=[
             TaskVersion(version=version, mean=mean_of(rollouts), rows=[row_of(rollout) for rollout in rollouts])
             for version, rollouts in shown

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.timeline import Done, Mark, spread
+from rl.records.timeline import Counted, Done, Mark, spread
 from rl.run_dir.metrics import read_metrics
+from rl.run_dir.status import Phase
+from rl.system.errors import RunError
 from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
 
@@ -17,7 +19,18 @@ MOST_SPANS = 6000
 """Of one answer; of more the longest are given."""
 LANES = 8
 """Of one kind of a process: a worker may play a hundred rollouts at once."""
+QUIET_S, QUIET_SHARE = 1.0, 0.002
+"""From so long on, and from this part of what is shown, it is said that nobody works."""
+WAITS = {phase.value: phase.waits_for for phase in Phase if phase.waits_for} | dict.fromkeys(
+    ("wait_for_batch", "fetch_batch"), "orchestrator"
+)
+"""Spans in which a process waits, and whom for."""
+IDLE = ("serving",)
+"""What a server is in, whether it has requests or not."""
 ORDER = ("trainer", "inference", "orchestrator")
+GAUGES, LEVELS = {"requests": "in flight", "playing": "at play"}, 5
+GAUGE_S = 4.0
+"""For so long a number holds, which is noted every two seconds, if no other comes."""
 DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
 STEP_PARTS = (
     ("wait_for_batch", "waits for the batch"),
@@ -34,31 +47,51 @@ STEP_PARTS = (
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     """The lanes between two times; without them the newest WINDOW_S."""
-    first, last = extent(run)
+    everything, (first, last) = run.timeline(), extent(run)
+    first = min([*filter(None, [first]), *(done.begin for done in everything.spans)], default=0.0)
+    last = max([last, *(done.end for done in everything.spans)])
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
-    found = run.timeline(begin, end)
-    lanes = recorded_lanes(found.spans)
+    if not begin <= end:
+        raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
+    found = everything.between(begin, end)
+    lanes, hidden = recorded_lanes(found.spans)
+    lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
-    shown, note = longest(lanes)
-    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), note=note)
+    shown, *notes = longest(lanes)
+    note = "; ".join(text for text in (*notes, hidden) if text)
+    quiet = quiet_times(found.spans, begin, end)
+    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
+
+
+def quiet_times(spans: list[Done], begin: float, end: float) -> list[Span]:
+    """Stretches in which no process did anything but wait. Empty without spans of inference, which not every run has."""
+    if not any(done.process.startswith("inference") for done in spans):
+        return []
+    least, at, found = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
+    working = sorted((done.begin, done.end) for done in spans if done.name not in WAITS and done.name not in IDLE)
+    for first, last in [*working, (end, end)]:
+        if min(first, end) - at >= least:
+            found.append(Span(name="quiet", begin=at, end=min(first, end), text="no process worked"))
+        at = max(at, last)
+    return found
 
 
 def extent(run: Run) -> tuple[float, float]:
-    """When the run began, and when something was last heard of it."""
+    """When the run began, and when something was last heard of it, by all but its spans."""
     times = [time for _, some in line_times(run).values() for time in some.tolist()]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 
-def recorded_lanes(spans: list[Done]) -> list[Lane]:
-    """Lanes of what the processes wrote down; things done at the same time get lanes of their own, LANES of one kind at most."""
+def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
+    """Lanes of what the processes wrote down, and what is left out: of things done at the same time LANES of one kind have lanes."""
     found: dict[tuple[str, str], list[Span]] = {}
     for done, lane in spread(spans):
         own = found.setdefault((done.process, lane), [])
-        own.append(Span(name=done.name, begin=done.begin, end=done.end, text=span_text(done)))
+        own.append(Span(name=done.name, begin=done.begin, end=done.end, text=span_text(done), waits_for=WAITS.get(done.name) or ""))
     kinds = Counter[tuple[str, str]]()
     lanes = []
     for process, lane in sorted(found, key=lambda key: (rank(key[0]), key[0], natural(key[1]))):
@@ -66,6 +99,24 @@ def recorded_lanes(spans: list[Done]) -> list[Lane]:
         kinds[kind] += 1
         if kinds[kind] <= LANES:
             lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
+    more = [f"{LANES} of {count} lanes `{lane}` of {process}" for (process, lane), count in kinds.items() if count > LANES]
+    return lanes, f"shown are {', '.join(more)}: so much was done at once" if more else ""
+
+
+def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
+    """How many requests or rollouts were under way, as spans whose names are the parts of the most, in LEVELS."""
+    lanes = []
+    for process in dict.fromkeys(one.process for one in gauges):
+        own = [one for one in gauges if one.process == process]
+        for name in GAUGES:
+            values = [(one.time, one.values[name]) for one in own if name in one.values]
+            if most := max((value for _, value in values), default=0):
+                ends = [min(time, at + GAUGE_S) for (at, _), time in zip(values, [*(time for time, _ in values[1:]), end], strict=True)]
+                spans = [
+                    Span(name=f"level {round(value / most * LEVELS)}", begin=at, end=until, text=f"{value:g} {GAUGES[name]}")
+                    for (at, value), until in zip(values, ends, strict=True)
+                ]
+                lanes.append(Lane(process=process, name=GAUGES[name], spans=spans))
     return lanes
 
 
@@ -111,7 +162,7 @@ def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
     for name, what in STEP_PARTS:
         seconds = line.get(f"time/{name}") or 0.0
         if seconds > 0:
-            yield Span(name=name, begin=at, end=min(at + seconds, end), text=f"step {step}: {what}")
+            yield Span(name=name, begin=at, end=min(at + seconds, end), text=f"step {step}: {what}", waits_for=WAITS.get(name) or "")
             at += seconds
 
 
@@ -124,7 +175,7 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     kept = [
         Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if span.end - span.begin > least]) for lane in lanes
     ]
-    return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out; look at less time"
+    return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out, also of the shares; look at less time"
 
 
 def moments(marks: list[Mark]) -> list[Moment]:

@@ -13,11 +13,12 @@ from rl.records.tokens import SampleTokens as Sample
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.answers import SampleTokens, Tokens
+from rl.view.answers import Signal, Tokens
 
-MOST_TOKENS = 12_000
-"""Of one rollout; what is beyond is left out: a browser gets slow."""
 DIGITS = 4
+USUAL = 0.98
+"""The part of a rollout's tokens whose values are within its scale; those of the others have the colours of its ends."""
+LEAST_RATIO = 1e-5
 SIGNALS = {
     "trainer_logprobs": "log-probability by the trainer, nats",
     "logprobs": "log-probability by the sampler, nats",
@@ -33,38 +34,36 @@ SIGNALS = {
 """What a signal is; it is offered where a rollout has a value of it."""
 
 
-def tokens(run: Run, step: int, group: int, rollout: int) -> Tokens:
-    """The samples of a trained rollout. Raises RunError if its batch is gone."""
+def tokens(run: Run, step: int, group: int, rollout: int, offset: int = 0, limit: int | None = None) -> Tokens:
+    """The tokens of a trained rollout from `offset` on, all its samples one after the other. Raises RunError if its batch is gone."""
     samples = run.tokens(step, group, rollout)
     if not samples:
         raise RunError(f"batch {step} has no sample of rollout {rollout} of group {group}")
     tokenizer, note = tokenizer_of(run)
-    found, left, out = [], MOST_TOKENS, 0
-    for sample in samples:
-        count = min(left, len(sample.token_ids))
-        found.append(one_sample(sample, count, tokenizer))
-        left, out = left - count, out + len(sample.token_ids) - count
-    there = {name for sample in found for name in sample.signals}
-    notes = [note, run.batch(step).fault]
+    ids, trained = (np.concatenate([getattr(sample, name) for sample in samples]) for name in ("token_ids", "loss_mask"))
+    by_sample = [signals_of(sample) for sample in samples]
+    found = {name: np.concatenate([signals[name] for signals in by_sample]) for name in SIGNALS}
+    found = {name: values for name, values in found.items() if np.isfinite(values[trained]).any()}
+    part = slice(offset, len(ids) if limit is None else offset + limit)
     return Tokens(
-        samples=found,
-        signals={name: what for name, what in SIGNALS.items() if name in there},
-        note="; ".join(text for text in notes if text),
-        left_out=out,
+        total=len(ids),
+        starts=[0, *np.cumsum([len(sample.token_ids) for sample in samples])[:-1].tolist()],
+        offset=offset,
+        pieces=[piece(tokenizer, number) for number in ids[part].tolist()],
+        ids=ids[part].tolist(),
+        trained=trained[part].tolist(),
+        values={name: rounded(values[part]) for name, values in found.items()},
+        signals={name: signal(name, values[trained]) for name, values in found.items()},
+        note="; ".join(text for text in (note, run.batch(step).fault) if text),
     )
 
 
-def one_sample(sample: Sample, count: int, tokenizer: Tokenizer | None) -> SampleTokens:
-    """The first tokens of a sample, and those of the signals that have a value."""
-    ids = sample.token_ids[:count].tolist()
-    found = {name: values[:count] for name, values in signals_of(sample).items()}
-    trained = sample.loss_mask[:count]
-    return SampleTokens(
-        pieces=[piece(tokenizer, number) for number in ids],
-        ids=ids,
-        trained=trained.tolist(),
-        signals={name: rounded(values) for name, values in found.items() if np.isfinite(values[trained]).any()},
-    )
+def signal(name: str, values: np.ndarray) -> Signal:
+    """What a signal is, and its scale. values: those of the trained tokens [n]."""
+    values = values[np.isfinite(values)]
+    sizes = np.sort(np.abs(np.log(np.maximum(values, LEAST_RATIO)) if name == "ratio" else values))
+    most = float(sizes[int(len(sizes) * USUAL)]) or float(sizes[-1]) or 1.0
+    return Signal(what=SIGNALS[name], most=most, values=np.unique(values).tolist() if name == "versions" else [])
 
 
 def signals_of(sample: Sample) -> dict[str, np.ndarray]:

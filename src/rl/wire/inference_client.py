@@ -81,9 +81,9 @@ class LoadedVersion(msgspec.Struct):
 
     policy_version: int
     verify_s: float = 0.0
-    """Checking that the files are what was written, and fit."""
+    """Checking that the files are what was written."""
     stage_s: float = 0.0
-    """Reading and packing the new weights beside the old; generation goes on."""
+    """Reading and packing the new weights beside the old, at the same time; generation goes on."""
     drain_s: float = 0.0
     """From the order to stop until the step that ran was done; its tokens count."""
     pause_s: float = 0.0

@@ -16,16 +16,18 @@ from rl.trainer.packing import pack
 from rl.wire.agreement import LIMITS, agreement
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
-from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED
+from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
 from tests.trainer.samples import make_sample
 from tests.zygote import inference_zygote
+
+FAMILIES = PACKED + LENGTH_DEPENDENT + STATES
 
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
     """(dtype, family) -> folder with a model and what vLLM sampled from it, all in one process."""
     root = tmp_path_factory.mktemp("families")
-    folders = {(dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name]) for dtype in LIMITS for name in PACKED + LENGTH_DEPENDENT}
+    folders = {(dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name]) for dtype in LIMITS for name in FAMILIES}
 
     process = inference_zygote().fork("scripts.sample_families", "512", *map(str, folders.values()), log=root / "log")
     try:
@@ -36,7 +38,7 @@ def sampled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("family", PACKED + LENGTH_DEPENDENT)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_equals_vllm(sampled, world, family, dtype):
     folder = sampled[dtype, family]
     settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones

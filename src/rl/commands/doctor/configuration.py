@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl.commands.arena import arena
+from rl.commands.arena import arena, say
 from rl.commands.doctor.check import GIB, Check, fault_of, memory_bytes, needed_gib, output, start_module
 from rl.config.check import exposure
 from rl.config.command_line import write_config
@@ -17,7 +17,7 @@ from rl.config.environment_id import id_faults
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import REMEDY as DISK_REMEDY
 from rl.diagnosis.disk import needs, tensor_shapes
-from rl.homes.settle import unmade
+from rl.homes.settle import homes_of, unmade
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, is_run_or_free
@@ -177,7 +177,8 @@ def environments(config: RLConfig, model: Path | None, work: Path, children: Chi
         entry.workers = 1
 
     async def load() -> dict[str, Ready]:
-        async with arena(config, None, work, children, model=str(model or "")) as ground:
+        homes = homes_of(config, say, recorded=False)  # those that `unmade` has found
+        async with arena(config, homes, None, work, children, model=str(model or "")) as ground:
             return ground.ready
 
     if faults := id_faults(config.orchestrator.env_ids):

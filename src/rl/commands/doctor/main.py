@@ -72,7 +72,7 @@ def run(name: str, *, verify: bool, as_json: bool) -> int:
 
     run_dir = run_dir_of(root, config)
     found = diagnose(run_dir, config)
-    problems = list(found.problems)
+    problems = [problem.text for problem in found.problems]
     if verify:
         problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
     if as_json:

@@ -19,7 +19,8 @@ SESSION = "X-Session-ID"
 """The header in which verifiers' client names the trace."""
 TOKEN = "RL_POLICY_TOKEN"
 """Environment variable from which verifiers' client reads the key of the endpoint."""
-MAX_REQUEST_BYTES = 1 << 30
+MAX_REQUEST_BYTES = 1 << 24
+"""As inference bounds bodies."""
 
 
 class HttpSeam:

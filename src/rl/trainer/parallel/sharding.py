@@ -8,7 +8,7 @@ row and one from its end (the zigzag of https://arxiv.org/abs/2407.21783, sectio
 Each rank weighs its own loss tokens, and FSDP sums gradients over all ranks: those of one row, and those of other rows.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,8 +35,7 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
     reshard = world.mesh.size(-1) > 1
-    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    for block in reversed(blocks):  # the inner ones first, where blocks hold blocks (Falcon-Mamba)
+    for block in reversed(untied_blocks(model)):  # the inner ones first, where blocks hold blocks (Falcon-Mamba)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
@@ -47,6 +46,18 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
         elif isinstance(module, FSDPModule):  # a factor would cost a copy
             module.set_custom_all_gather(GatherInPlace())
             module.set_custom_reduce_scatter(ReduceInPlace())
+
+
+def untied_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that are gathered one by one: those that transformers would not split, but for those with a tensor that the model has
+    elsewhere too (BERT's embedding, tied to the head): sharded apart, it would be two."""
+
+    def places(module: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
+
+    everywhere = places(model)
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    return [block for block in blocks if all(everywhere[parameter] == count for parameter, count in places(block).items())]
 
 
 class GatherInPlace:

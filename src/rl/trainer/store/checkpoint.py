@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, newest_sound_checkpoint, read_manifest
-from rl.run_dir.files import CorruptFileError, commit_directory, require_space, temporary_name
+from rl.run_dir.files import CorruptFileError, commit_directory, temporary_name
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
+from rl.trainer.store.space import require_space
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer, world: World) -> dict[str, Tensor]:

@@ -1,4 +1,8 @@
-"""The thread that writes, announces and deletes policy versions while the next step trains."""
+"""The thread that writes, announces and deletes policy versions while the next step trains.
+
+A version is announced as soon as its files are whole, for others on this machine have them from the kernel's memory, and made durable
+behind that: nothing that a resume begins with depends on it. Older versions stay, and the next one waits, until it is.
+"""
 
 import sys
 import time
@@ -9,7 +13,7 @@ from pathlib import Path
 from rl.config.trainer import WeightsConfig
 from rl.run_dir import spans
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, make_durable
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
@@ -57,6 +61,10 @@ class Publisher:
             with spans.span("announce_version", "publisher", number):
                 needed = self.client.published(WeightVersion(number, str(path)), self.wait)
         self.latency_s = time.monotonic() - since
+        # Behind, and before the next version: after a power cut the checkpoint and the batches, which are durable, make it again.
+        with spans.span("make_durable", "publisher", number):
+            for made in (self.run_dir.digests(number), path):
+                make_durable(made)
         keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
         self.retention.delete_old(number, keep, needed.oldest_needed)
 

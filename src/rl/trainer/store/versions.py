@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.files import require_space, write_directory, write_file
-from rl.run_dir.hashes import sha256, sha256_of_file
+from rl.run_dir.files import write_directory, write_file
+from rl.run_dir.hashes import hash_each, sha256, sha256_of_file
 from rl.system import faults
 from rl.trainer import lora
 from rl.trainer.parallel.world import World
+from rl.trainer.store.space import require_space
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
@@ -47,19 +49,21 @@ class Version:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each tensor's bytes by its name in the file. Takes about a second for each GB."""
-        return {name: sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())) for name, tensor in self.named.items()}
+        """SHA-256 of each tensor's bytes by its name in the file. A core takes about a second for each GB."""
+        views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
+        return dict(zip(self.named, hash_each(sha256, views), strict=True))
 
     def write(self, path: Path, record: Path, *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
         """Writes the version's folder, complete by rename. Its digests are in the file `record` before it appears, and after it is gone.
 
+        Neither is durable before `make_durable`: a version is sampled from at once, for the log can make it again.
         new, fence: see write_file. Without `new` an older folder is replaced. Adapters are written as peft does, without the files of their
         base, which they name.
         """
-        content = {"tensors": self.digests, "made_by": self.made_by}
 
         def fill(folder: Path) -> None:
             require_space(folder, self.named.values())
+            digests = hasher.submit(lambda: self.digests)
             if lora.has_adapters(self.model):
                 lora.write_adapters(folder, self.named, self.model, self.base)
             else:
@@ -68,10 +72,12 @@ class Version:
                 copy_small_files(self.base, folder)
                 write_config(self.base, folder, self.model, self.dtype)
             small = {file.name: sha256_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
+            content = {"tensors": digests.result(), "made_by": self.made_by}
             (folder / DIGESTS).write_text(json.dumps(content | {"files": small}, indent=1))
-            write_file(record, json.dumps(content, indent=1).encode(), fence=fence)
+            write_file(record, json.dumps(content, indent=1).encode(), fence=fence, durable=False)
 
-        write_directory(path, fill, new=new, fence=fence)
+        with ThreadPoolExecutor(1) as hasher:  # beside the writing
+            write_directory(path, fill, new=new, fence=fence, durable=False)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ export function smooth(values, weight) {
   });
 }
 
-/** @typedef {{label: string, colour: string, x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], run: string}} Line */
+/** @typedef {{label: string, colour: string, x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], run: string, each: number}} Line */
 
 /** Lines of different x on one axis, as uPlot wants them. @param {Line[]} lines @param {number} weight */
 export function joined(lines, weight) {
@@ -79,6 +79,18 @@ export function Chart(props) {
     <div ref=${box} role="img" aria-label=${spoken(title, lines)}></div></figure>`;
 }
 
+/** How far a curve went, from its first fifth to its last, and the part that this is of its whole range. @param {(number | null)[]} values */
+export function moved(values) {
+  const known = /** @type {number[]} */ (values.filter((value) => value !== null)), part = Math.max(1, Math.floor(known.length / 5));
+  if (known.length < 2) return { by: 0, share: 0 };
+  const mean = (/** @type {number[]} */ some) => some.reduce((a, b) => a + b, 0) / some.length;
+  const by = mean(known.slice(-part)) - mean(known.slice(0, part));
+  return { by, share: by / (Math.max(...known) - Math.min(...known) || 1) };
+}
+
+/** A difference with its sign. @param {number} by */
+const change = (by) => `${by > 0 ? "+" : by < 0 ? "−" : "±"}${number(Math.abs(by))}`;
+
 /** The values at a place, or the newest. @param {Line[]} lines @param {number | null} at @param {string} axis */
 function reading(lines, at, axis) {
   const found = lines.map((line) => {
@@ -88,12 +100,14 @@ function reading(lines, at, axis) {
     return { line, i: best };
   }).filter(({ i }) => i >= 0);
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
+    ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title="Zoom in for single steps">mean of ${found[0].line.each} </span>`}`}
     ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint"> ± ${number(1.96 * /** @type {number} */ (line.errors[i]))}</span>` : ""}</b> `)}`;
 }
 
 /** @param {Line} line @param {number} i @param {string} axis */
 function place(line, i, axis) {
-  return axis === "time" ? `step ${line.steps[i]}, ${duration(line.x[i] ?? 0)}` : `step ${line.steps[i]}`;
+  const mean = line.each > 1 ? `, mean of ${line.each}` : "";
+  return axis === "time" ? `step ${line.steps[i]}${mean}, ${duration(line.x[i] ?? 0)}` : `step ${line.steps[i]}${mean}`;
 }
 
 /** A chart in words, for a screen reader. @param {string} title @param {Line[]} lines */

@@ -4,7 +4,7 @@ import { html, useMemo } from "./core.js";
 import { useAnswer } from "./api.js";
 import { COLOURS } from "./chart.js";
 import { Curves } from "./curves.js";
-import { number, reward } from "./format.js";
+import { reward } from "./format.js";
 import { Fault } from "./ui.js";
 
 /** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
@@ -19,16 +19,26 @@ export function Compare({ runs, values, live }) {
       <section class="card"><h2>Settings that differ</h2>
         ${data && (data.settings.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Setting</th>${head}</tr></thead><tbody>
           ${data.settings.map((row) => html`<tr key=${row.key}><th scope="row"><code>${row.key}</code></th>
-            ${row.values.map((value) => html`<td class="right"><code>${value === null ? "–" : typeof value === "string" ? value : typeof value === "number" ? number(value) : JSON.stringify(value)}</code></td>`)}</tr>`)}
+            ${row.values.map((value) => html`<td class="right"><code>${value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)}</code></td>`)}</tr>`)}
           </tbody></table></div>` : html`<p class="faint">None but name and place.</p>`)}</section>
+      <section class="card"><h2>Reward after as many rollouts</h2>
+        ${data && (data.learned.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Rollouts</th>${head}</tr></thead><tbody>
+          ${data.learned.map((row) => html`<tr key=${row.samples}><th scope="row">${Math.round(row.samples).toLocaleString("en")}</th>${row.rewards.map((mean) => html`<td class=${best(mean, row.rewards) ? "right best" : "right"}>${reward(mean)}</td>`)}</tr>`)}
+          </tbody></table></div><p class="faint">Mean reward in training over the tenth before; who is ahead at the same place learned faster per sample.</p>` : html`<p class="faint">Not all of them have rewards.</p>`)}</section>
       <section class="card"><h2>Evaluations</h2>
         ${data && (evals.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Evaluation</th><th scope="col" class="right">Version</th>${head}</tr></thead><tbody>
           ${evals.map((row) => html`<tr key=${row.name + row.version}><th scope="row">${row.name}</th><td class="right">${row.version}</td>
-            ${row.means.map((mean, i) => html`<td class=${mean !== null && mean === Math.max(...row.means.map((one) => one ?? -Infinity)) && new Set(row.means.filter((one) => one !== null)).size > 1 ? "right best" : "right"}>
+            ${row.means.map((mean, i) => html`<td class=${best(mean, row.means) ? "right best" : "right"}>
               ${reward(mean)}${row.errors[i] !== null && html`<span class="faint"> ± ${(1.96 * /** @type {number} */ (row.errors[i])).toFixed(3)}</span>`}</td>`)}</tr>`)}
           </tbody></table></div><p class="faint">± is a 95% interval over examples.</p>` : html`<p class="faint">Neither has one.</p>`)}</section>
     </div>
-    <${Curves} runs=${runs} values=${values} live=${live} />`;
+    <${Curves} runs=${runs} values=${values} live=${live} inner=${true} />`;
+}
+
+/** Whether a value is the highest of several. @param {number | null} value @param {(number | null)[]} all */
+function best(value, all) {
+  const known = all.filter((one) => one !== null);
+  return value !== null && value === Math.max(.../** @type {number[]} */ (known)) && new Set(known).size > 1;
 }
 
 /** The evaluations of versions that several runs have, and each run's newest; sixteen at most, the newest first. @param {import("./types").EvalPoint[]} points */

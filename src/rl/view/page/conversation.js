@@ -4,13 +4,24 @@ import { html, useState } from "./core.js";
 
 /** @typedef {import("./types").Message} Message */
 
-const SHORT = 6000;
+const SHORT = 6000, PART = 4000;
 
 /** Text as it is, long text cut until it is wanted whole. @param {{text: string, className?: string}} props */
 export function Text({ text, className = "" }) {
   const [whole, setWhole] = useState(false);
-  const cut = !whole && text.length > SHORT;
-  return html`<div class=${`text ${className}`} dir="auto">${cut ? text.slice(0, SHORT) : text}${cut && html`<button class="more" onClick=${() => setWhole(true)}>… ${(text.length - SHORT).toLocaleString("en")} more characters</button>`}</div>`;
+  if (text.length <= SHORT) return html`<div class=${`text ${className}`} dir="auto">${text}</div>`;
+  if (whole) return html`<div class=${`text ${className}`} dir="auto">${partsOf(text).map((part, i) => html`<div class="part" key=${i}>${part}</div>`)}</div>`;
+  return html`<div class=${`text ${className}`} dir="auto">${text.slice(0, SHORT)}<button class="more" onClick=${() => setWhole(true)}>… ${(text.length - SHORT).toLocaleString("en")} more characters</button></div>`;
+}
+
+/** A long text in parts, so that the browser lays out those alone that are seen; cut behind a line, or else behind a word. @param {string} text */
+function partsOf(text) {
+  const parts = [];
+  for (let at = 0; at < text.length; at += parts[parts.length - 1].length) {
+    const end = at + PART, line = text.lastIndexOf("\n", end - 1), blank = text.lastIndexOf(" ", end - 1);
+    parts.push(text.slice(at, end >= text.length ? end : line > at ? line + 1 : blank > at ? blank + 1 : end));
+  }
+  return parts;
 }
 
 /** @param {{messages: Message[]}} props */

@@ -1,8 +1,8 @@
 // What every part of the page uses: Preact, templates, and elements that several pages share.
 
 import { h, render, createContext } from "./vendor/preact.mjs";
-import { useCallback, useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
+import { useCallback, useContext, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
 import htm from "./vendor/htm.mjs";
 
 export const html = htm.bind(h);
-export { createContext, render, useCallback, useContext, useEffect, useLayoutEffect, useMemo, useRef, useState };
+export { createContext, render, useCallback, useContext, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useState };

@@ -1,8 +1,8 @@
 // All metrics as charts, by section; the usual ones first.
 
-import { html, useMemo, useState } from "./core.js";
+import { html, useEffect, useMemo, useState } from "./core.js";
 import { useAnswer } from "./api.js";
-import { COLOURS, Chart } from "./chart.js";
+import { COLOURS, Chart, moved } from "./chart.js";
 import { duration, number } from "./format.js";
 import { change, go, link } from "./router.js";
 import { Choice, Entry, Fault } from "./ui.js";
@@ -12,34 +12,38 @@ import { Choice, Entry, Fault } from "./ui.js";
 const USUAL = ["reward/mean", "rollouts/length_mean", "rollouts/truncated", "rollouts/zero_advantage", "entropy/mean", "mismatch_kl/mean",
   "lag/mean", "optim/grad_norm", "loss/mean", "validation/loss", "time/step", "perf/generated_tokens_per_s"];
 const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["time", "wall time"]]);
+const ORDERS = /** @type {[string, string][]} */ ([["", "as listed"], ["fell", "fell most"], ["rose", "rose most"]]);
 const MARKS = /** @type {[string, string][]} */ ([["eval", "evaluation"], ["checkpoint", "checkpoint"], ["death", "death"], ["restart", "restart"], ["change", "changed setting"]]);
 
 /** Whether a metric is one of the first to look at. @param {string} name */
 const usual = (name) => USUAL.includes(name) || /^eval\/[^/]+\/reward_mean$/.test(name) || (/^reward\/[^/]+\/mean$/.test(name));
 
-/** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
-export function Curves({ runs, values, live }) {
-  const metrics = useAnswer("metrics", { run: runs }, live ? 10000 : 0);
+/** `inner`: they stand below the title of another page. @param {{runs: string[], values: Record<string, string>, live: boolean, inner?: boolean}} props */
+export function Curves({ runs, values, live, inner }) {
+  const metrics = useAnswer("metrics", { run: runs }, live ? 2000 : 0);
   const text = (values.q ?? "").toLowerCase();
   const found = (metrics.data?.metrics ?? []).filter((metric) => !metric.name.endsWith("_stderr")
     && (metric.name + " " + metric.what).toLowerCase().includes(text));
   const groups = useMemo(() => grouped(found, text), [metrics.data, text]);
   const zoom = values.from && values.to ? /** @type {[number, number]} */ ([Number(values.from), Number(values.to)]) : null;
-  const shared = { runs, live, axis: values.axis ?? "step", weight: Number(values.smooth ?? 0), zoom,
+  const opened = values.sections?.split(",") ?? [groups[0]?.[0]];
+  const shared = { runs, live, order: values.order ?? "", axis: values.axis ?? "step", weight: Number(values.smooth ?? 0), zoom,
     setZoom: (/** @type {[number, number] | null} */ to) => change({ from: to?.[0].toPrecision(8), to: to?.[1].toPrecision(8) }, true) };
   return html`<div class="bar tools">
-      <h1 class="sr">Curves</h1>
+      ${inner ? "" : html`<h1 class="sr">Curves</h1>`}
       <${Entry} label="Search metrics" hide=${true} name="q" value=${values.q} search=${true} type="search" placeholder="Search metrics  /" />
       <${Choice} label="Over" name="axis" value=${shared.axis} options=${AXES} />
       <label class="field"><span>Smoothing</span><input type="range" min="0" max="0.99" step="0.01" value=${shared.weight}
         onInput=${(/** @type {any} */ e) => change({ smooth: Number(e.target.value) || null }, true)} /><output>${shared.weight || "off"}</output></label>
+      <${Choice} label="Order" name="order" value=${shared.order} options=${ORDERS} />
       ${zoom && html`<button onClick=${() => shared.setZoom(null)}>Whole run</button><span class="faint">${range(zoom, shared.axis)}</span>`}
       <span class="grow"></span>
       ${runs.length > 1 ? html`<${Legend} runs=${runs} />` : html`<span class="marks faint">${MARKS.map(([kind, word]) => html`<span class=${`mark ${kind}`}>${word}</span>`)}</span>`}
     </div>
     ${metrics.error && html`<${Fault} text=${metrics.error} />`}
     ${metrics.data && !found.length && html`<p class="empty">${text ? `No metric is like “${values.q}”.` : "There are no numbers yet: the first step has not ended."}</p>`}
-    ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${title === groups[0][0] || !!text} />`)}`;
+    ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${!!text || opened.includes(title)}
+      toggle=${(/** @type {boolean} */ on) => change({ sections: [...opened.filter((one) => one !== title), ...(on ? [title] : [])].join(",") || "none" }, true)} />`)}`;
 }
 
 /** The colours of the runs. @param {{runs: string[]}} props */
@@ -67,19 +71,32 @@ function rank(name) {
   return name.startsWith("eval/") ? 1 : name.startsWith("reward/") ? 2 : 3 + USUAL.indexOf(name);
 }
 
-/** One section; its curves are asked for when it is open. @param {any} props */
-function Section({ title, metrics, shared, open }) {
-  const [opened, setOpened] = useState(open);
-  const { runs, axis, live } = shared;
-  const shown = opened || open;
+/** A value that has not changed for a moment. @template T @param {T} value @returns {T} */
+function useSettled(value) {
+  const [settled, setSettled] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setSettled(value), 200);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return settled;
+}
+
+/** One section; its curves are asked for when it is open, those of a long run again when they are zoomed. @param {any} props */
+function Section({ title, metrics, shared, open: shown, toggle }) {
+  const { runs, axis, live, order } = shared;
   const names = metrics.map((/** @type {Metric} */ metric) => metric.name);
-  const answer = useAnswer("curves", shown ? { run: runs, name: names, axis } : null, live ? 2000 : 0);
+  const [long, setLong] = useState(false);
+  const near = useSettled(long && shared.zoom ? shared.zoom.join() : "").split(",");
+  const answer = useAnswer("curves", shown ? { run: runs, name: names, axis, begin: near[0], end: near[1] } : null, live ? 2000 : 0);
+  useEffect(() => { if (answer.data?.series.some((one) => one.each > 1)) setLong(true); }, [answer.data]);
   const marks = useMemo(() => (answer.data?.marks ?? []).filter((mark) => runs.length === 1 || mark.kind === "death"), [answer.data]);
   const lines = useMemo(() => linesOf(answer.data, runs), [answer.data]);
-  return html`<details class="section" open=${shown} onToggle=${(/** @type {any} */ e) => setOpened(e.target.open)}>
+  const change_ = (/** @type {Metric} */ metric) => (order === "fell" ? 1 : -1) * moved(lines.get(metric.name)?.[0].values ?? []).share;
+  const listed = order ? [...metrics].sort((a, b) => change_(a) - change_(b)) : metrics;
+  return html`<details class="section" open=${shown} onToggle=${(/** @type {any} */ e) => e.target.open !== shown && toggle(e.target.open)}>
     <summary><h2>${title}</h2> <span class="faint">${metrics.length}</span></summary>
     ${answer.error && html`<${Fault} text=${answer.error} />`}
-    ${shown && html`<div class="charts">${metrics.map((/** @type {Metric} */ metric) => lines.has(metric.name) && html`
+    ${shown && html`<div class="charts">${listed.map((/** @type {Metric} */ metric) => lines.has(metric.name) && html`
       <${Chart} key=${metric.name} title=${metric.name} what=${metric.what} lines=${lines.get(metric.name)} marks=${marks} axis=${axis}
         weight=${shared.weight} zoom=${shared.zoom} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
 }

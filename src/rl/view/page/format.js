@@ -6,7 +6,7 @@ export function number(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  return size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3).replace(/0+$/, "").replace(/\.$/, "") : value.toFixed(4).replace(/0+$/, "");
+  return size >= 1000 ? value.toFixed(1) : String(+value.toPrecision(4));
 }
 
 /** A reward or a share: three digits behind the point. @param {number | null | undefined} value */

@@ -1,14 +1,14 @@
 // What is wrong with a run, each finding with a link to what shows it; and what the processes say in their logs.
 
-import { html, useEffect, useRef, useState } from "./core.js";
+import { html, useEffect, useRef } from "./core.js";
 import { useAnswer } from "./api.js";
 import { ago, bytes } from "./format.js";
 import { change, link } from "./router.js";
-import { Fault, State } from "./ui.js";
+import { Entry, Fault, State } from "./ui.js";
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Health({ run, values, live }) {
-  const { data, error } = useAnswer("health", { run }, live ? 3000 : 15000);
+  const { data, error } = useAnswer("health", { run }, live ? 2000 : 15000);
   if (error) return html`<${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Examining …</p>`;
   const process = values.process ?? data.processes.find((one) => one.name === "trainer" && one.attempts.length)?.name ?? data.processes.find((one) => one.attempts.length)?.name;
@@ -17,13 +17,13 @@ export function Health({ run, values, live }) {
     ${data.findings.length > 0 && html`<section><h2>Findings</h2><ul class="findings">${data.findings.map((finding, i) => html`<${Finding} key=${i} run=${run} finding=${finding} />`)}</ul></section>`}
     <div class="sides"><section class="card"><h2>The run</h2><ul class="lines">${data.lines.map((line, i) => html`<li key=${i}>${line}</li>`)}</ul></section>
       <section class="card"><h2>Processes</h2><table><tbody>${data.processes.map((one) => html`<tr key=${one.name} aria-current=${one.name === process ? "true" : null}><th scope="row">${one.attempts.length ? html`<a href=${link("health", { run: [run], process: one.name })}>${one.name}</a>` : one.name}</th>
-        <td>${one.doing || html`<span class="faint">no status</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
-    ${process && html`<${Log} key=${process} run=${run} process=${process} attempts=${data.processes.find((one) => one.name === process)?.attempts ?? []} attempt=${values.attempt} live=${live} />`}`;
+        <td>${one.doing || html`<span class="faint">${data.state === "live" ? "no status" : "has ended"}</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
+    ${process && html`<${Log} key=${process} run=${run} process=${process} attempts=${data.processes.find((one) => one.name === process)?.attempts ?? []} attempt=${values.attempt} text=${values.find ?? ""} live=${live} />`}`;
 }
 
 /** @param {{run: string, finding: import("./types").Finding}} props */
 function Finding({ run, finding }) {
-  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "wrong" : "may hold the reward down"}</span> ${finding.text}
+  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "wrong" : finding.metrics.length ? "may hold the reward down" : "to know"}</span> ${finding.text}
     <span class="evidence">${finding.metrics.map((name) => html`<a key=${name} href=${link("curves", { run: [run], q: name })}>curve of ${name}</a>`)}
       ${finding.why && html`<a href=${link("rollouts", { run: [run], why: finding.why })}>rollouts: ${finding.why}</a>`}
       ${finding.files.map((file) => {
@@ -32,10 +32,9 @@ function Finding({ run, finding }) {
       })}</span></li>`;
 }
 
-/** @param {{run: string, process: string, attempts: number[], attempt: string | undefined, live: boolean}} props */
-function Log({ run, process, attempts, attempt, live }) {
+/** @param {{run: string, process: string, attempts: number[], attempt: string | undefined, text: string, live: boolean}} props */
+function Log({ run, process, attempts, attempt, text, live }) {
   const { data, error } = useAnswer("log", { run, process, attempt, lines: 400 }, live ? 2000 : 0);
-  const [text, setText] = useState("");
   const box = useRef(/** @type {HTMLPreElement | null} */ (null));
   const atEnd = useRef(true);
   useEffect(() => { if (box.current && atEnd.current) box.current.scrollTop = box.current.scrollHeight; }, [data]);
@@ -44,7 +43,7 @@ function Log({ run, process, attempts, attempt, live }) {
   return html`<section class="log"><div class="bar"><h2>Log of ${process}</h2>
       ${attempts.length > 1 && html`<label class="field"><span>Attempt</span><select value=${attempt ?? String(Math.max(...attempts))} onChange=${(/** @type {any} */ e) => change({ attempt: e.target.value })}>${attempts.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}</select></label>`}
       <span class="faint">${data ? `${bytes(data.bytes)}, its last lines` : ""}</span><span class="grow"></span>
-      <label class="field"><span class="sr">Search the log</span><input type="search" data-search="yes" placeholder="Search these lines  /" value=${text} onInput=${(/** @type {any} */ e) => setText(e.target.value)} /></label></div>
+      <${Entry} label="Search the log" hide=${true} name="find" value=${text} search=${true} type="search" placeholder="Search these lines  /" /></div>
     ${error && html`<${Fault} text=${error} />`}
     <pre ref=${box} tabindex="0" aria-label=${`Log of ${process}`} onScroll=${scrolled}>${lines.map((line, i) => html`<span key=${i} class=${/\b(error|exception|traceback|fatal)\b/i.test(line) ? "bad" : /\bwarn/i.test(line) ? "warn" : ""}>${line}\n</span>`)}</pre></section>`;
 }

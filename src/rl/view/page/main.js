@@ -1,6 +1,6 @@
 // The frame of the page: which page is shown, the runs that it is about, keys, light and dark.
 
-import { html, render, useEffect, useState } from "./core.js";
+import { html, render, useEffect, useErrorBoundary, useState } from "./core.js";
 import { Compare } from "./compare.js";
 import { Curves } from "./curves.js";
 import { Health } from "./health.js";
@@ -31,7 +31,7 @@ function App() {
   const [help, setHelp] = useState(false);
   const known = runs.data?.runs ?? [];
   const keys = place.run.length ? place.run : known.slice(0, 1).map((run) => run.key);
-  const shown = PAGES[place.page] ?? PAGES.runs;
+  const at = Object.hasOwn(PAGES, place.page) ? place.page : "runs", shown = PAGES[at];
   useKeys(Object.keys(PAGES).slice(0, 6), keys, setHelp);
   useEffect(() => {
     document.title = place.page === "runs" ? "rl view" : `${shown.title} · ${keys.join(", ")} · rl view`;
@@ -41,23 +41,35 @@ function App() {
     <a class="skip" href="#main" onClick=${(/** @type {Event} */ e) => { e.preventDefault(); document.getElementById("main")?.focus(); }}>Skip to content</a>
     <header class="top">
       <a class="brand" href="#/runs" aria-label="rl view: all runs"><img src=${iconAddress()} alt="" width="22" height="22" /><span>rl view</span></a>
-      ${place.page !== "runs" && html`<${RunPicker} known=${known} keys=${keys} page=${place.page} several=${shown.several} />`}
+      ${at !== "runs" && html`<${RunPicker} known=${known} keys=${keys} page=${at} several=${shown.several} />`}
       <nav aria-label="Pages">
         ${Object.entries(PAGES).map(([name, { title }]) => (name !== "compare" || keys.length > 1) && html`
-          <a key=${name} href=${link(name, { run: name === "runs" ? [] : keys })} aria-current=${place.page === name ? "page" : null}>${title}</a>`)}
+          <a key=${name} href=${link(name, { run: name === "runs" ? [] : keys })} aria-current=${at === name ? "page" : null}>${title}</a>`)}
       </nav>
       <span class="grow"></span>
-      ${place.page !== "runs" && chosen.length === 1 && html`<${State} state=${chosen[0].state} why=${chosen[0].why} />`}
+      ${at !== "runs" && chosen.length === 1 && html`<${State} state=${chosen[0].state} why=${chosen[0].why} />`}
       <${Theme} />
       <button class="quiet" onClick=${() => setHelp(true)} aria-label="Keys and help" title="Keys and help (?)">?</button>
     </header>
     <main id="main" tabindex="-1">
       ${runs.error && html`<${Fault} text=${runs.error} />`}
-      ${place.page === "runs" ? html`<${Runs} answer=${runs} />`
-        : keys.length ? html`<${shown.page} key=${place.page} run=${keys[0]} runs=${keys} values=${place.values} live=${chosen.some((run) => run.state === "live")} />`
+      ${at !== place.page && html`<${Fault} text=${`There is no page “${place.page}”.`} />`}
+      ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} chosen=${place.run} values=${place.values} /></${Guard}>`
+        : keys.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${chosen.some((run) => run.state === "live")} /></${Guard}>`
         : !runs.loading && html`<p class="empty">There is no run yet.</p>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
+}
+
+/** Says what went wrong within it, in place of an empty page; another address tries anew. @param {any} props */
+function Guard({ children }) {
+  const [error, again] = useErrorBoundary();
+  useEffect(() => {
+    if (!error) return;
+    addEventListener("hashchange", again, { once: true });
+    return () => removeEventListener("hashchange", again);
+  }, [error]);
+  return error ? html`<${Fault} text=${`The page has a fault: ${error.message ?? error}`} />` : children;
 }
 
 /** The icon: a file of the server, or what an exported page has. */

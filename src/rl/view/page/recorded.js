@@ -13,12 +13,27 @@ const ANSWERS = {
   curves: (all, { name, axis }) => ({ ...all.curves[axis], series: all.curves[axis].series.filter((/** @type {any} */ one) => name.includes(one.name)) }),
   rollouts: (all, values) => listed(all, values),
   rollout: (all, values) => all.rollouts[values.kind === "eval" ? `${values.version}/${values.env}/${values.task}/${values.rollout}/${values.agent}` : `${values.group}/${values.rollout}`],
-  tokens: (all, { group, rollout }) => all.tokens[`${group}/${rollout}`],
+  tokens: (all, { group, rollout, offset, limit }) => stretch(all.tokens[`${group}/${rollout}`], offset, limit),
   tasks: (all, values) => tasks(all, values),
   task: (all, values) => oneTask(all, values),
   log: (all, { process }) => all.logs[process],
-  timeline: (all, { begin, end }) => ({ ...all.timeline, begin: Number(begin) || all.timeline.begin, end: Number(end) || all.timeline.end }),
+  timeline: (all, { begin, end }) => between(all.timeline, Number(begin) || all.timeline.begin, Number(end) || all.timeline.end),
 };
+
+/** A part of the time. @param {import("./types").Timeline} all @param {number} begin @param {number} end */
+function between(all, begin, end) {
+  const inside = (/** @type {import("./types").Span[]} */ spans) => spans.filter((span) => span.end >= begin && span.begin <= end);
+  const lanes = all.lanes.map((lane) => ({ ...lane, spans: inside(lane.spans) }));
+  return { ...all, begin, end, lanes, quiet: inside(all.quiet), moments: all.moments.filter((moment) => moment.time >= begin && moment.time <= end) };
+}
+
+/** A part of a rollout's tokens, which the file has as one answer. @param {import("./types").Tokens | undefined} all @param {number} offset @param {number} limit */
+function stretch(all, offset, limit) {
+  if (!all) return null;
+  const part = (/** @type {any[]} */ list) => list.slice(offset, offset + limit);
+  const values = Object.fromEntries(Object.entries(all.values).map(([name, list]) => [name, part(list)]));
+  return { ...all, offset, pieces: part(all.pieces), ids: part(all.ids), trained: part(all.trained), values };
+}
 
 /** @param {any} all @param {string} kind */
 function rowsOf(all, kind) {
@@ -34,6 +49,12 @@ function fits(row, values, left) {
     && ["env", "task", "group", "outcome", "why"].every(is);
 }
 
+/** @param {any} all @param {any} row @returns {any} */
+const detailOf = (all, row) => Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === row);
+
+/** @param {any} all @returns {string[]} */
+const metricsOf = (all) => [...new Set(Object.values(all.rollouts).flatMap((/** @type {any} */ one) => Object.keys(one.metrics)))].sort();
+
 /** @param {any} detail */
 function texts(detail) {
   return detail.messages.map((/** @type {any} */ message) => [message.text, message.thinking, ...message.calls.map((/** @type {any} */ call) => call.name + call.arguments)].join("\n")).join("\n") + detail.error;
@@ -43,20 +64,21 @@ function texts(detail) {
 function listed(all, values) {
   const rows = rowsOf(all, values.kind);
   let found = rows.filter((row) => fits(row, values));
-  const text = (values.q ?? "").toLowerCase();
+  const text = (values.q ?? "").toLowerCase(), looked = found.length;
   if (text || values.tool_errors) {
     found = found.filter((row) => {
-      const detail = Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === row);
+      const detail = detailOf(all, row);
       return (!text || texts(detail).toLowerCase().includes(text)) && (!values.tool_errors || detail.messages.some((/** @type {any} */ m) => m.role === "tool" && /error/i.test(m.text.slice(0, 200))));
     });
   }
   const names = /** @type {Record<string, string>} */ ({ num_tokens: "tokens", num_turns: "turns" });
   const by = names[values.sort] ?? values.sort, sign = values.descending === false ? 1 : -1;
-  if (by) found = [...found].sort((a, b) => sign * ((a[by] ?? 0) - (b[by] ?? 0)));
+  const value = (/** @type {any} */ row) => row[by] ?? detailOf(all, row).metrics[by] ?? -sign * Infinity;
+  if (by) found = [...found].sort((a, b) => sign * (value(a) - value(b)));
   const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
   const offset = values.offset || 0;
   return { total: found.length, offset, rows: found.slice(offset, offset + values.limit), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
-    sorts: ["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task"], searched: text || values.tool_errors ? rows.length : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
+    sorts: ["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task", ...metricsOf(all)], searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
 }
 
 /** @param {string[]} words @returns {Record<string, number>} */
@@ -71,21 +93,22 @@ function histogram(rows) {
   const values = rows.map((row) => row.reward).filter((value) => value !== null);
   const low = Math.min(...values), high = Math.max(...values), bins = 24;
   if (!(high > low)) return null;
-  const found = new Array(bins).fill(0);
-  for (const value of values) found[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))]++;
-  return { name: "reward", edges: found.concat(0).map((_, i) => low + ((high - low) * i) / bins), counts: found };
+  const found = Array.from({ length: bins }, () => /** @type {number[]} */ ([]));
+  for (const value of values) found[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))].push(value);
+  return { name: "reward", edges: found.concat([[]]).map((_, i) => low + ((high - low) * i) / bins), counts: found.map((some) => some.length),
+    ranges: found.map((some) => some.length ? [Math.min(...some), Math.max(...some)] : []) };
 }
 
 /** @param {any} all @param {any} values */
 function tasks(all, values) {
-  const rows = all.tasks[values.kind], sign = values.descending === false ? 1 : -1;
+  const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number)), sign = values.descending === false ? 1 : -1;
   const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
-  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit) };
+  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: [] };
 }
 
 /** @param {any} all @param {any} values */
 function oneTask(all, { kind, env, task }) {
-  const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task));
+  const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task) && row.version !== null);
   if (!rows.length) return null;
   const numbers = [...new Set(rows.map((row) => row.version))].sort((a, b) => a - b);
   const versions = numbers.map((version) => {
@@ -94,5 +117,5 @@ function oneTask(all, { kind, env, task }) {
   });
   const detail = /** @type {any} */ (Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === rows[rows.length - 1]));
   const first = detail.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  return { env, task, prompt: detail.messages.slice(0, first < 0 ? undefined : first), versions };
+  return { env, task, prompt: detail.messages.slice(0, first < 0 ? undefined : first), versions, without_version: 0 };
 }

@@ -22,7 +22,7 @@ export function Detail({ run, kind, id, values }) {
   const place = row.kind === "eval" ? `Version ${row.version}, ${row.env}` : `Step ${row.step ?? "–"}, ${row.env}`;
   return html`<${Back} />
     <header class="rollout">
-      <h2>${place} <a href=${link("tasks", { run: [run], kind: kind === "eval" ? "eval" : null, env: row.env, task: row.task })} title="This task over all versions">task ${row.task}</a></h2>
+      <h2>${place} <a href=${link("tasks", { run: [run], kind: kind === "eval" ? "eval" : null, env: row.env, task: row.task, step: row.step })} title="This task over all versions, and what this step changed on it">task ${row.task}</a></h2>
       <p class="faint">${[row.group !== null ? `group ${row.group}, rollout ${row.rollout}` : `sample ${row.rollout}`, row.agent !== "agent" && row.agent, `${number(row.tokens)} tokens`, row.turns > 1 && `${row.turns} turns`,
         row.version !== null && row.kind !== "eval" && `sampled by version ${data.fields.versions?.join(", ") ?? row.version}`, data.fields.stop].filter(Boolean).join(" · ")}</p>
       ${data.explanation && html`<p class=${`verdict ${row.why === "trained" ? "good" : "dull"}`}>${data.explanation}</p>`}
@@ -39,7 +39,7 @@ export function Detail({ run, kind, id, values }) {
 
 /** Back to the list, where there is no room for both. */
 function Back() {
-  return html`<button class="back" onClick=${() => change({ at: null })}>‹ Rollouts</button>`;
+  return html`<button class="back" onClick=${() => change({ at: null, token: null })}>‹ Rollouts</button>`;
 }
 
 /** The reward, and the value of each function. @param {{data: RolloutDetail}} props */
@@ -60,7 +60,7 @@ function Group({ data, run, kind, id }) {
   const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
   return html`<nav class="group" aria-label="The rollouts of its group"><span class="faint">${kind === "eval" ? "its task’s samples" : `group ${group[0].group}`}, mean ${reward(mean)}</span>
     ${group.map((row) => html`<a key=${identity(row)} class="score" data-level=${level(row)} aria-current=${identity(row) === id ? "true" : null} aria-label=${`rollout ${row.rollout}, ${row.agent}: reward ${reward(row.reward)}`}
-      href=${link("rollouts", { run: [run], ...now.values, at: identity(row) })} title=${`#${row.rollout} ${row.outcome}, ${row.why}`}>${row.failed ? "✕" : number(row.reward)}</a>`)}</nav>`;
+      href=${link("rollouts", { run: [run], ...now.values, token: null, at: identity(row) })} title=${`#${row.rollout} ${row.outcome}, ${row.why}`}>${row.failed ? "✕" : number(row.reward)}</a>`)}</nav>`;
 }
 
 /** All answers of the group beside each other. @param {{run: string, kind: string, group: import("./types").RolloutRow[]}} props */
@@ -74,7 +74,7 @@ function Column({ run, kind, row }) {
   const { data, error } = useAnswer("rollout", asked(run, kind, identity(row)));
   const now = here();
   const first = data?.messages.findIndex((message) => message.role === "assistant") ?? 0;
-  return html`<article><header><a href=${link("rollouts", { run: [run], ...now.values, tab: null, at: identity(row) })}>#${row.rollout}</a> <span class="score" data-level=${level(row)}>${row.failed ? "failed" : reward(row.reward)}</span> <${Fate} row=${row} /></header>
+  return html`<article><header><a href=${link("rollouts", { run: [run], ...now.values, tab: null, token: null, at: identity(row) })}>#${row.rollout}</a> <span class="score" data-level=${level(row)}>${row.failed ? "failed" : reward(row.reward)}</span> <${Fate} row=${row} /></header>
     ${error && html`<${Fault} text=${error} />`}
     ${data && html`<${Conversation} messages=${data.messages.slice(Math.max(0, first))} />`}</article>`;
 }

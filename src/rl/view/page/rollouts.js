@@ -21,7 +21,7 @@ export function Rollouts({ run, values, live }) {
   const wanted = Object.fromEntries(FILTERS.filter((name) => values[name]).map((name) => [name, values[name]]));
   const offset = Number(values.offset ?? 0);
   const question = { run, kind, ...wanted, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT };
-  const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 3000 : 0);
+  const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
   const chosen = values.at ?? "";
   useMoving(rows, chosen);
@@ -46,7 +46,7 @@ export function Rollouts({ run, values, live }) {
       <${Chips} wanted=${wanted} />
       ${error && html`<${Fault} text=${error} />`}
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
-      ${data && !rows.length && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
+      ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
       <ul class="rows">${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
       ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
     </section>
@@ -72,10 +72,10 @@ function useMoving(rows, chosen) {
       const at = rows.findIndex((row) => identity(row) === chosen);
       const next = rows[at < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, at + event.detail))];
       if (!next) return;
-      change({ at: identity(next) }, true);
+      change({ at: identity(next), token: null }, true);
       requestAnimationFrame(() => document.querySelector(".rows [aria-current=true]")?.scrollIntoView({ block: "nearest" }));
     };
-    const left = () => here().values.at && change({ at: null });
+    const left = () => here().values.at && change({ at: null, token: null });
     addEventListener("move", moved);
     addEventListener("leave", left);
     return () => { removeEventListener("move", moved); removeEventListener("leave", left); };
@@ -85,7 +85,7 @@ function useMoving(rows, chosen) {
 /** @param {{row: RolloutRow, chosen: boolean}} props */
 function Row({ row, chosen }) {
   const now = here();
-  const address = link("rollouts", { run: now.run, ...now.values, at: identity(row) });
+  const address = link("rollouts", { run: now.run, ...now.values, token: null, at: identity(row) });
   const place = row.kind === "eval" ? `version ${row.version}` : row.step === null ? "pending" : `step ${row.step}`;
   return html`<li><a href=${address} aria-current=${chosen ? "true" : null} onClick=${(/** @type {MouseEvent} */ e) => { if (!e.ctrlKey && !e.metaKey && !e.shiftKey) { e.preventDefault(); go(address, !!now.values.at); } }}>
     <span class="score" data-level=${level(row)}>${row.failed ? "failed" : reward(row.reward)}</span>
@@ -111,13 +111,13 @@ function Bars({ histogram, values }) {
   const [low, high] = [values.lowest ? Number(values.lowest) : -Infinity, values.highest ? Number(values.highest) : Infinity];
   const choose = (/** @type {number} */ i) => {
     if (!histogram) return;
-    const [from, to] = [histogram.edges[i], histogram.edges[i + 1]].map((edge) => String(+edge.toPrecision(6)));
+    const [from, to] = histogram.ranges[i].map(String);  // whole, for then they are found
     const same = values.lowest === from && values.highest === to;
     change({ lowest: same ? null : from, highest: same ? null : to, offset: null });
   };
   return html`<fieldset class="facet"><legend>Reward</legend>
     ${histogram && html`<div class="bars" role="group" aria-label="Rollouts by reward">${histogram.counts.map((count, i) => html`
-      <button key=${i} disabled=${!count} class=${histogram.edges[i + 1] >= low - 1e-6 && histogram.edges[i] <= high + 1e-6 ? "in" : ""} aria-label=${`reward ${number(histogram.edges[i])} to ${number(histogram.edges[i + 1])}: ${plural(count, "rollout")}`}
+      <button key=${i} disabled=${!count} class=${histogram.ranges[i][1] >= low && histogram.ranges[i][0] <= high ? "in" : ""} aria-label=${`reward ${number(histogram.edges[i])} to ${number(histogram.edges[i + 1])}: ${plural(count, "rollout")}`}
         title=${`${number(histogram.edges[i])} to ${number(histogram.edges[i + 1])}: ${count}`} onClick=${() => choose(i)}><i style=${{ height: `${count ? Math.max(6, Math.sqrt(count / most) * 100) : 0}%` }}></i></button>`)}</div>
       <div class="ends faint"><span>${number(histogram.edges[0])}</span><span>${number(histogram.edges[histogram.edges.length - 1])}</span></div>`}
     <div class="pair"><${Entry} label="from" name="lowest" value=${values.lowest} type="number" /><${Entry} label="to" name="highest" value=${values.highest} type="number" /></div></fieldset>`;
@@ -128,6 +128,6 @@ function Chips({ wanted }) {
   const names = Object.keys(wanted);
   if (!names.length) return null;
   return html`<div class="chips">${names.map((name) => html`<button key=${name} aria-label=${`Remove the filter ${NAMES[name] ?? name} ${wanted[name]}`} onClick=${() => change({ [name]: null, offset: null })}>
-    ${NAMES[name] ?? name}${name === "tool_errors" ? "" : html` <b>${wanted[name]}</b>`} ×</button>`)}
+    ${NAMES[name] ?? name}${name === "tool_errors" ? "" : html` <b>${name === "lowest" || name === "highest" ? number(Number(wanted[name])) : wanted[name]}</b>`} ×</button>`)}
     <button class="quiet" onClick=${() => change({ ...Object.fromEntries(names.map((name) => [name, null])), offset: null })}>all</button></div>`;
 }

@@ -1,29 +1,28 @@
 // The list of runs: live ones first, then those that changed last.
 
-import { html, useState } from "./core.js";
+import { html } from "./core.js";
 import { ago, bytes, duration, plural, reward } from "./format.js";
 import { go, link } from "./router.js";
-import { Sparkline, State } from "./ui.js";
+import { Entry, Sparkline, State } from "./ui.js";
 
 /** @typedef {import("./types").RunRow} RunRow */
 
-/** @param {{answer: {data: import("./types").Runs | null}, values?: any}} props */
-export function Runs({ answer }) {
-  const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
-  const [text, setText] = useState("");
+/** @param {{answer: {data: import("./types").Runs | null}, chosen: string[], values: Record<string, string>}} props */
+export function Runs({ answer, chosen, values }) {
+  const text = values.q ?? "";
   const runs = answer.data?.runs;
   if (!runs) return html`<p class="empty">Looking for runs …</p>`;
   if (!runs.length) {
     return html`<div class="empty"><p>There is no run in ${answer.data?.place}.</p>
       <p>Start one: <code>uv run rl @ configs/quickstart.toml</code>. It appears here by itself.</p></div>`;
   }
-  const toggle = (/** @type {string} */ key) => setChosen((old) => old.includes(key) ? old.filter((one) => one !== key) : [...old, key]);
+  const toggle = (/** @type {string} */ key) => go(link("runs", { ...values, run: chosen.includes(key) ? chosen.filter((one) => one !== key) : [...chosen, key] }), true);
   const fits = (/** @type {RunRow} */ run) => [run.key, run.model, ...run.environments, run.state].join(" ").toLowerCase().includes(text.toLowerCase());
   const compared = runs.filter((run) => chosen.includes(run.key)).map((run) => run.key);
   return html`
     <div class="bar">
       <h1>Runs</h1><span class="faint">${plural(runs.length, "run")} in ${answer.data?.place}</span><span class="grow"></span>
-      <label class="field"><span class="sr">Search runs</span><input type="search" data-search="yes" placeholder="Search runs  /" value=${text} onInput=${(/** @type {any} */ e) => setText(e.target.value)} /></label>
+      <${Entry} label="Search runs" hide=${true} name="q" value=${values.q} search=${true} type="search" placeholder="Search runs  /" />
       <button class="primary" disabled=${compared.length < 2} onClick=${() => go(link("compare", { run: compared }))}>
         Compare${compared.length > 1 ? ` ${compared.length}` : ""}</button>
     </div>
@@ -46,7 +45,7 @@ function Row({ run, chosen, toggle }) {
     <td class="right" data-label="Step"><span>${run.step}<span class="faint">/${run.max_steps}</span></span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
-      <b>${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
+      <b title="The mean of the newest steps, five at most">${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
     <td class="evals" data-label="Held out">${run.evals.length ? run.evals.map((one) => html`<${Change} key=${one.name} one=${one} alone=${run.evals.length === 1} />`) : html`<span class="faint">–</span>`}</td>
     <td class="right" data-label="Lag">${run.lag === null ? "–" : +run.lag.toFixed(2)}</td>
     <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>

@@ -7,7 +7,7 @@ import { diff } from "./diff.js";
 import { number, plural, reward, signed } from "./format.js";
 import { change, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
-import { Choice, Fault, Pager, Tabs } from "./ui.js";
+import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
 
@@ -18,17 +18,19 @@ const SORTS = /** @type {[string, string][]} */ ([["", "largest change"], ["chan
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Tasks({ run, values, live }) {
   const kind = values.kind ?? "train", offset = Number(values.offset ?? 0);
-  const { data, error } = useAnswer("tasks", { run, kind, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
+  const { data, error } = useAnswer("tasks", { run, kind, number: values.number, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
   const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
   const chosen = values.task !== undefined && values.env;
   return html`<div class=${`two${chosen ? " chosen" : ""}`}>
     <section class="list" aria-label="Tasks">
-      <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span></div>
+      <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span><span class="grow"></span>
+        <${Entry} label="Task number" hide=${true} name="number" value=${values.number} type="number" search=${true} placeholder="Number  /" /></div>
       <div class="bar"><${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} /><span class="grow"></span><${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${SORTS} />
         ${values.sort && html`<button class="quiet" aria-label="Turn the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
       ${error && html`<${Fault} text=${error} />`}
-      ${data && !data.total && html`<p class="empty">No rollout has been scored yet.</p>`}
-      ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right">First</th><th class="right">Last</th><th class="right">Change</th></tr></thead><tbody>
+      ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
+      ${data && !data.total && html`<p class="empty">${values.number ? `No rollout of task ${values.number} is there.` : "No rollout has been scored yet."}</p>`}
+      ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right" title="Mean reward of the first third of the versions that played it">First</th><th class="right" title="Mean reward of the last third of the versions that played it">Last</th><th class="right">Change</th></tr></thead><tbody>
         ${data.rows.map((row) => html`<tr key=${`${row.env}/${row.task}`} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
           <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
@@ -41,7 +43,7 @@ export function Tasks({ run, values, live }) {
 
 /** The address without what belongs to another task. @param {Record<string, string>} values */
 function without(values) {
-  const { a, b, ...rest } = values;
+  const { a, b, step, ...rest } = values;
   return rest;
 }
 
@@ -51,18 +53,40 @@ function One({ run, kind, values, live }) {
   if (error) return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button><${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Reading …</p>`;
   const all = data.versions.flatMap((version) => version.rows);
-  const first = best(data.versions[0].rows), last = best(data.versions[data.versions.length - 1].rows.filter((row) => row !== first)) ?? first;
+  const sides = values.step ? around(data.versions, Number(values.step)) : null;
+  const first = sides ? typical(sides[0]) : best(data.versions[0].rows);
+  const last = sides ? typical(sides[1]) : best(data.versions[data.versions.length - 1].rows.filter((row) => row !== first)) ?? first;
   const [a, b] = [values.a ?? identity(first), values.b ?? identity(last)];
   const [left, right] = [all.find((row) => identity(row) === a) ?? first, all.find((row) => identity(row) === b) ?? last];
   return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button>
     <h2>${data.env} task ${data.task}</h2>
-    <p class="faint">${plural(all.length, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>all of them</a></p>
+    <p class="faint">${plural(all.length, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>all of them</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before a token was sampled`}</p>
     <details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>
+    <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
+      ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
+    ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
     <${Dots} versions=${data.versions} a=${identity(left)} b=${identity(right)} />
     <p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one. The line is the mean.</p>
     <div class="pair choose"><${Pick} label="Earlier" name="a" all=${all} value=${identity(left)} /><${Pick} label="Later" name="b" all=${all} value=${identity(right)} /></div>
     <${Difference} run=${run} kind=${kind} a=${left} b=${right} />`;
 }
+
+/** @typedef {import("./types").TaskVersion} TaskVersion */
+
+/** The newest version before a step, and the first that has the step behind it: step N makes version N. @param {TaskVersion[]} versions @param {number} step @returns {[TaskVersion, TaskVersion]} */
+function around(versions, step) {
+  const before = versions.filter((one) => one.version < step), after = versions.filter((one) => one.version >= step);
+  return [before[before.length - 1] ?? after[0], after[0] ?? before[before.length - 1]];
+}
+
+/** The rollout whose reward is nearest to the mean. @param {TaskVersion} version */
+function typical({ rows, mean }) {
+  const far = (/** @type {RolloutRow} */ row) => row.reward === null || mean === null ? Infinity : Math.abs(row.reward - mean);
+  return [...rows].sort((x, y) => far(x) - far(y))[0];
+}
+
+/** @param {TaskVersion} version */
+const said = ({ version, mean, rows }) => html`<b>${reward(mean)}</b> <span class="faint">(version ${version}, ${plural(rows.length, "rollout")})</span>`;
 
 /** The rollout with the highest reward. @param {RolloutRow[]} rows */
 function best(rows) {

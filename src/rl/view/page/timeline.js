@@ -1,46 +1,105 @@
 // What each process did when. Drag to zoom; a click on a span shows what it is.
 
-import { html, useRef, useState } from "./core.js";
+import { html, useEffect, useRef, useState } from "./core.js";
 import { useAnswer } from "./api.js";
 import { clock, day, duration } from "./format.js";
 import { change, link } from "./router.js";
 import { Fault } from "./ui.js";
 
 /** @typedef {import("./types").Span} Span */
+/** @typedef {import("./types").Timeline} Answer */
 
 const ROW = 26, LEFT = 0, WIDTH = 1000;
 const WAITS = /wait|idle|starting/;
 const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
 const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3", training: "k0", publishing: "k2", checkpointing: "k4", copying_state: "k4", filling_batch: "k2", evaluating: "k3", loading_version: "k4", play: "k3", score: "k1",
-  fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4" });
+  fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4", "no process worked": "k6" });
 const QUIET = ["step", "batch", "eval"];
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Timeline({ run, values, live }) {
   const { data, error } = useAnswer("timeline", { run, begin: values.begin, end: values.end }, live && !values.begin ? 2000 : 0);
-  const [chosen, setChosen] = useState(/** @type {{lane: string, span: Span} | null} */ (null));
   if (error) return html`<${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Reading …</p>`;
   const look = (/** @type {number} */ begin, /** @type {number} */ end) => change({ begin: begin.toFixed(3), end: end.toFixed(3) }, true);
   const length = data.end - data.begin;
+  const at = values.at ? Number(values.at) : null;
+  const point = (/** @type {number} */ time) => change({ at: time.toFixed(2) }, true);
   const moved = (/** @type {number} */ share) => look(data.begin + share * length, data.end + share * length);
-  return html`<div class="bar tools"><h1>Timeline</h1><span class="faint">${day(data.begin)} · ${clock(data.begin)} to ${clock(data.end)}, ${duration(length)}</span><span class="grow"></span>
+  return html`<div class="bar tools"><h1>Timeline</h1><span class="faint">${day(data.begin)} · ${clock(data.begin)} to ${clock(data.end)}, ${duration(length)}</span><span class="grow"></span><${Clock} data=${data} at=${at} />
       <button aria-label="Earlier" disabled=${data.begin <= data.first} onClick=${() => moved(-0.5)}>‹</button>
       <button aria-label="Zoom in" onClick=${() => look(data.begin + length / 4, data.end - length / 4)}>+</button>
       <button aria-label="Zoom out" onClick=${() => look(Math.max(data.first, data.begin - length / 2), Math.min(data.last, data.end + length / 2))}>−</button>
       <button aria-label="Later" disabled=${data.end >= data.last} onClick=${() => moved(0.5)}>›</button>
       <button onClick=${() => look(data.first, data.last)}>All</button>
-      <button onClick=${() => change({ begin: null, end: null }, true)}>${live ? "Follow" : "The end"}</button></div>
+      <button onClick=${() => change({ begin: null, end: null, at: null }, true)}>${live ? "Follow" : "The end"}</button></div>
     ${data.note && html`<p class="note">${data.note}</p>`}
-    ${length > 0 ? html`<${Lanes} data=${data} look=${look} chosen=${chosen} setChosen=${setChosen} />` : html`<p class="empty">Nothing was recorded yet.</p>`}
-    <p class="reader line" aria-live="polite">${chosen ? html`<b>${chosen.lane}</b> ${chosen.span.text || chosen.span.name} <span class="faint">${clock(chosen.span.begin, true)} to ${clock(chosen.span.end, true)}, </span><b>${duration(chosen.span.end - chosen.span.begin)}</b>`
-      : html`<span class="faint">Drag over a stretch of time to look closer; choose a span for what it is.</span>`}</p>
+    ${length > 0 ? html`<${Lanes} data=${data} look=${look} at=${at} point=${point} />` : html`<p class="empty">Nothing was recorded yet.</p>`}
+    <p class="faint">Drag over a stretch of time to look closer. A click says what everyone was doing at that moment, and so does its time above.</p>
+    ${at !== null && length > 0 && html`<${Then} data=${data} at=${at} />`}
     <div class="sides"><section class="card"><h2>Where the time went</h2><${Shares} data=${data} /></section>
-      <section class="card"><h2>What happened</h2><${Moments} data=${data} run=${run} /></section></div>`;
+      <section class="card"><h2>What happened</h2><${Moments} data=${data} run=${run} every=${!!values.every} /></section></div>`;
+}
+
+/** A time of day to look at. @param {{data: Answer, at: number | null}} props */
+function Clock({ data, at }) {
+  const [text, setText] = useState(""), [fault, setFault] = useState("");
+  useEffect(() => { setText(at === null ? "" : clock(at)); setFault(""); }, [at]);
+  const find = (/** @type {Event} */ e) => {
+    e.preventDefault();
+    const time = timeOf(text, data.first, data.last);
+    setFault(time === null ? `the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    if (time === null) return;
+    const near = time >= data.begin && time <= data.end && data.end - data.begin <= 600;
+    change({ at: time.toFixed(2), ...(near ? {} : { begin: Math.max(data.first, time - 60).toFixed(2), end: Math.min(data.last, time + 60).toFixed(2) }) }, true);
+  };
+  return html`<form class="field" onSubmit=${find}><label class="field"><span>What was done at</span>
+    <input type="text" size="8" data-search="yes" placeholder="10:41  /" value=${text} onInput=${(/** @type {any} */ e) => setText(e.target.value)} autocomplete="off" /></label>
+    ${fault && html`<span class="bad" role="alert">${fault}</span>`}</form>`;
+}
+
+/** The last time within a run at which a clock showed this, seconds since the epoch. @param {string} text @param {number} first @param {number} last */
+function timeOf(text, first, last) {
+  const found = /^\s*(\d{1,2}):(\d{2})(?::(\d{2}))?\s*$/.exec(text);
+  if (!found) return null;
+  const date = new Date(last * 1000);
+  date.setHours(Number(found[1]), Number(found[2]), Number(found[3] ?? 0), 0);
+  const length = found[3] ? 1 : 60;  // of the minute that is meant some part is enough
+  for (; date.getTime() / 1000 + length > first; date.setDate(date.getDate() - 1)) {
+    if (date.getTime() / 1000 <= last) return Math.max(first, date.getTime() / 1000);
+  }
+  return null;
+}
+
+/** What everyone was doing at one moment, and who waited for whom. @param {{data: Answer, at: number}} props */
+function Then({ data, at }) {
+  const rows = data.lanes.flatMap((lane) => lane.spans.filter((span) => span.begin <= at && span.end >= at && span.name !== "level 0").slice(0, 1).map((span) => ({ lane, span })));
+  const quiet = data.quiet.find((one) => one.begin <= at && one.end >= at);
+  return html`<section class="card then" aria-live="polite"><h2>At ${clock(at, true)}</h2>
+    ${at < data.begin || at > data.end ? html`<p class="faint">That is outside of what is shown.</p>` : html`
+      ${quiet && html`<p class="note">No process worked from ${clock(quiet.begin)} to ${clock(quiet.end)}, ${duration(quiet.end - quiet.begin)}.</p>`}
+      <p>${chain(rows)}</p>
+      <table><tbody>${rows.map(({ lane, span }) => html`<tr key=${lane.process + lane.name}><th scope="row">${lane.process} <span class="faint">${lane.name}</span></th><td><i class=${`swatch ${kind(span.name)}`}></i>${span.text || span.name}</td>
+        <td>${span.waits_for && html`waits for <b>${span.waits_for}</b>`}</td><td class="faint right nowrap">${clock(span.begin, true)} to ${clock(span.end, true)}</td><td class="right nowrap">${duration(span.end - span.begin)}</td></tr>`)}</tbody></table>
+      ${!rows.length && html`<p class="faint">Nothing is recorded of that moment.</p>`}`}</section>`;
+}
+
+/** From the trainer, which everything is for, to the process that waited for nobody. @param {{lane: {process: string}, span: Span}[]} rows */
+function chain(rows) {
+  const words = [], seen = new Set();
+  for (let name = "trainer"; name && !seen.has(name);) {
+    seen.add(name);
+    const own = rows.filter(({ lane }) => lane.process === name || lane.process.startsWith(`${name}-`)).filter(({ span }) => !span.name.startsWith("level ")), wait = own.find(({ span }) => span.waits_for);
+    const what = (wait ?? own.find(({ span }) => span.name !== "serving") ?? own[0])?.span;
+    words.push(html`<b>${name}</b> ${what ? (what.text || what.name).replaceAll("_", " ") : "did nothing that is recorded"}`);
+    name = wait?.span.waits_for ?? "";
+  }
+  return words.map((word, i) => html`${i ? ", for which it waited: " : ""}${word}`);
 }
 
 /** A colour for each kind of span: waits are grey. @param {string} name */
 function kind(name) {
+  if (name.startsWith("level ")) return `g${name.slice(6)}`;
   if (WAITS.test(name)) return "wait";
   if (name in KINDS) return KINDS[name];
   let sum = 0;
@@ -48,8 +107,8 @@ function kind(name) {
   return `k${sum % 6}`;
 }
 
-/** @param {{data: import("./types").Timeline, look: (begin: number, end: number) => void, chosen: {span: Span} | null, setChosen: (chosen: any) => void}} props */
-function Lanes({ data, look, chosen, setChosen }) {
+/** @param {{data: import("./types").Timeline, look: (begin: number, end: number) => void, at: number | null, point: (time: number) => void}} props */
+function Lanes({ data, look, at, point }) {
   const box = useRef(/** @type {SVGSVGElement | null} */ (null));
   const [drag, setDrag] = useState(/** @type {[number, number] | null} */ (null));
   const lanes = data.lanes.filter((lane) => lane.spans.length);
@@ -61,19 +120,22 @@ function Lanes({ data, look, chosen, setChosen }) {
   };
   const up = (/** @type {PointerEvent} */ e) => {
     if (drag && Math.abs(x(time(e)) - x(drag[0])) > 6) look(Math.min(drag[0], time(e)), Math.max(drag[0], time(e)));
+    else if (drag) point(time(e));
     setDrag(null);
   };
   const loud = data.moments.filter((moment) => !QUIET.includes(moment.kind));
   return html`<div class="lanes"><div class="names"><b class="wide"></b>${lanes.map((lane, i) => html`<b key=${i} title=${lane.process}>${lane.process === lanes[i - 1]?.process ? "" : lane.process}</b><span>${lane.name}</span>`)}</div>
     <svg ref=${box} viewBox=${`0 0 ${WIDTH} ${height}`} preserveAspectRatio="none" style=${{ height: `${height}px` }} role="img" aria-label=${spoken(data)}
       onPointerDown=${(/** @type {any} */ e) => setDrag([time(e), time(e)])} onPointerMove=${(/** @type {any} */ e) => drag && setDrag([drag[0], time(e)])} onPointerUp=${up} onPointerLeave=${() => setDrag(null)}>
-      ${ticks(data.begin, data.end).map((at) => html`<line key=${at} class="grid" x1=${x(at)} x2=${x(at)} y1=${ROW} y2=${height} vector-effect="non-scaling-stroke" />`)}
-      ${lanes.map((lane, row) => lane.spans.map((span) => html`<rect key=${`${lane.process}${lane.name}${span.begin}${span.name}`} class=${`${kind(span.name)}${chosen?.span.begin === span.begin && chosen.span.name === span.name ? " chosen" : ""}`} x=${Math.max(0, x(span.begin))} y=${(row + 1) * ROW + 3}
-        width=${Math.max(0.8, x(Math.min(span.end, data.end)) - Math.max(0, x(span.begin)))} height=${ROW - 6} onClick=${() => setChosen({ lane: `${lane.process} ${lane.name}`, span })}><title>${lane.process} ${lane.name}: ${span.text || span.name}, ${duration(span.end - span.begin)}</title></rect>`))}
+      ${ticks(data.begin, data.end).map((tick) => html`<line key=${tick} class="grid" x1=${x(tick)} x2=${x(tick)} y1=${ROW} y2=${height} vector-effect="non-scaling-stroke" />`)}
+      ${lanes.map((lane, row) => lane.spans.map((span) => html`<rect key=${`${lane.process}${lane.name}${span.begin}${span.name}`} class=${kind(span.name)} x=${Math.max(0, x(span.begin))} y=${(row + 1) * ROW + 3}
+        width=${Math.max(0.8, x(Math.min(span.end, data.end)) - Math.max(0, x(span.begin)))} height=${ROW - 6}><title>${lane.process} ${lane.name}: ${span.text || span.name}, ${duration(span.end - span.begin)}</title></rect>`))}
       ${loud.map((moment) => html`<line key=${moment.time + moment.kind} class=${`moment ${moment.kind}`} x1=${x(moment.time)} x2=${x(moment.time)} y1=${ROW - 6} y2=${height} vector-effect="non-scaling-stroke"><title>${clock(moment.time)} ${moment.process}: ${moment.text}</title></line>`)}
+      ${data.quiet.map((one) => html`<rect key=${`quiet ${one.begin}`} class="quiet" x=${x(one.begin)} width=${x(one.end) - x(one.begin)} y=${ROW} height=${height}><title>no process worked, ${duration(one.end - one.begin)}</title></rect>`)}
+      ${at !== null && at >= data.begin && at <= data.end && html`<line class="at" x1=${x(at)} x2=${x(at)} y1=${ROW - 6} y2=${height} vector-effect="non-scaling-stroke" />`}
       ${drag && html`<rect class="drag" x=${Math.min(x(drag[0]), x(drag[1]))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${height} />`}
     </svg>
-    <div class="clock">${ticks(data.begin, data.end).map((at) => html`<span key=${at} style=${{ left: `${(x(at) / WIDTH) * 100}%` }}>${clock(at)}</span>`)}
+    <div class="clock">${ticks(data.begin, data.end).map((tick) => html`<span key=${tick} style=${{ left: `${(x(tick) / WIDTH) * 100}%` }}>${clock(tick)}</span>`)}
       ${loud.map((moment) => html`<b key=${moment.time + moment.kind} class=${moment.kind} style=${{ left: `${(x(moment.time) / WIDTH) * 100}%` }} aria-hidden="true">${MOMENTS[moment.kind] ?? "•"}</b>`)}</div></div>`;
 }
 
@@ -100,16 +162,17 @@ function Shares({ data }) {
     for (const span of lane.spans) sums.set(span.name, (sums.get(span.name) ?? 0) + Math.min(span.end, data.end) - Math.max(span.begin, data.begin));
     return [...sums].sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, seconds], i) => ({ lane: i ? "" : lane.process, name, seconds }));
   });
+  const quiet = data.quiet.reduce((total, one) => total + one.end - one.begin, 0);
+  if (quiet) rows.push({ lane: "nobody", name: "no process worked", seconds: quiet });
   return html`<table><tbody>${rows.map((row, i) => html`<tr key=${i}><th scope="row">${row.lane}</th><td><i class=${`swatch ${kind(row.name)}`}></i>${row.name.replaceAll("_", " ")}</td>
     <td class="right nowrap">${duration(row.seconds)}</td><td class="right">${((row.seconds / length) * 100).toFixed(0)}%</td></tr>`)}</tbody></table>`;
 }
 
-/** @param {{data: import("./types").Timeline, run: string}} props */
-function Moments({ data, run }) {
-  const [quiet, setQuiet] = useState(false);
-  const shown = data.moments.filter((moment) => quiet || !QUIET.includes(moment.kind));
+/** @param {{data: Answer, run: string, every: boolean}} props */
+function Moments({ data, run, every }) {
+  const shown = data.moments.filter((moment) => every || !QUIET.includes(moment.kind));
   const where = (/** @type {import("./types").Moment} */ moment) => moment.kind === "batch" ? link("rollouts", { run: [run], begin: moment.step, end: moment.step }) : moment.kind === "eval" ? link("rollouts", { run: [run], kind: "eval", begin: moment.step, end: moment.step }) : "";
-  return html`<label class="check"><input type="checkbox" checked=${quiet} onChange=${(/** @type {any} */ e) => setQuiet(e.target.checked)} /> steps, batches and evaluations, too</label>
+  return html`<label class="check"><input type="checkbox" checked=${every} onChange=${(/** @type {any} */ e) => change({ every: e.target.checked || null }, true)} /> steps, batches and evaluations, too</label>
     <ol class="moments">${shown.slice(-200).reverse().map((moment, i) => html`<li key=${i}><time>${clock(moment.time)}</time> <b>${moment.process}</b> ${where(moment) ? html`<a href=${where(moment)}>${moment.text}</a>` : moment.text}</li>`)}</ol>
     ${!shown.length && html`<p class="faint">Nothing in this stretch of time.</p>`}`;
 }

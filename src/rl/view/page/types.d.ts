@@ -37,6 +37,7 @@ export interface Comparison {
   runs: string[];
   settings: SettingDiff[];
   evals: EvalPoint[];
+  learned: Learned[];
   faults: string[];
 }
 
@@ -50,6 +51,11 @@ export interface EvalPoint {
   version: number;
   means: (number | null)[];
   errors: (number | null)[];
+}
+
+export interface Learned {
+  samples: number;
+  rewards: (number | null)[];
 }
 
 export interface Metrics {
@@ -76,6 +82,7 @@ export interface Series {
   x: (number | null)[];
   values: (number | null)[];
   errors: (number | null)[];
+  each: number;
 }
 
 export interface Mark {
@@ -120,6 +127,7 @@ export interface Histogram {
   name: string;
   edges: number[];
   counts: number[];
+  ranges: number[][];
 }
 
 export interface RolloutDetail {
@@ -148,23 +156,28 @@ export interface Call {
 }
 
 export interface Tokens {
-  samples: SampleTokens[];
-  signals: Record<string, string>;
-  note: string;
-  left_out: number;
-}
-
-export interface SampleTokens {
+  total: number;
+  starts: number[];
+  offset: number;
   pieces: string[];
   ids: number[];
   trained: boolean[];
-  signals: Record<string, (number | null)[]>;
+  values: Record<string, (number | null)[]>;
+  signals: Record<string, Signal>;
+  note: string;
+}
+
+export interface Signal {
+  what: string;
+  most: number;
+  values: number[];
 }
 
 export interface Tasks {
   total: number;
   offset: number;
   rows: TaskRow[];
+  damaged: string[];
 }
 
 export interface TaskRow {
@@ -181,6 +194,7 @@ export interface Task {
   task: number;
   prompt: Message[];
   versions: TaskVersion[];
+  without_version: number;
 }
 
 export interface TaskVersion {
@@ -196,6 +210,7 @@ export interface Timeline {
   last: number;
   lanes: Lane[];
   moments: Moment[];
+  quiet: Span[];
   note: string;
 }
 
@@ -210,6 +225,7 @@ export interface Span {
   begin: number;
   end: number;
   text: string;
+  waits_for: string;
 }
 
 export interface Moment {

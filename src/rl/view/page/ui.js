@@ -18,7 +18,7 @@ export function State({ state, why }) {
 /** A small curve. @param {{values: (number | null)[], label: string}} props */
 export function Sparkline({ values, label }) {
   const known = /** @type {number[]} */ (values.filter((value) => value !== null));
-  if (known.length < 2) return html`<span class="faint">–</span>`;
+  if (known.length < 2) return known.length ? "" : html`<span class="faint">–</span>`;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const points = values.map((value, i) => value === null ? "" : `${(i / (values.length - 1)) * 100},${26 - ((value - low) / (high - low || 1)) * 24}`);
   const [x, y] = points[points.length - 1].split(",");
@@ -34,15 +34,16 @@ export function Choice({ label, name, value, options }) {
     </select></label>`;
 }
 
-/** A text or number in the address; it is taken over when typing has paused. @param {any} props */
-export function Entry({ label, name, value, type = "text", search = false, placeholder = "", hide = false, quiet = true }) {
+/** A text or number in the address; it is taken over when typing has paused, with what `also` changes then. @param {any} props */
+export function Entry({ label, name, value, type = "text", search = false, placeholder = "", hide = false, quiet = true, also = {} }) {
   const [text, setText] = useState(value ?? "");
   const timer = useRef(0);
   useEffect(() => { if (!timer.current) setText(value ?? ""); }, [value]);
+  useEffect(() => () => clearTimeout(timer.current), []);
   const typed = (/** @type {any} */ e) => {
     setText(e.target.value);
     clearTimeout(timer.current);
-    timer.current = setTimeout(() => { timer.current = 0; change({ [name]: e.target.value.trim(), offset: null }, quiet); }, 250);
+    timer.current = setTimeout(() => { timer.current = 0; change({ ...also, [name]: e.target.value.trim(), offset: null }, quiet); }, 250);
   };
   return html`<label class="field"><span class=${hide ? "sr" : ""}>${label}</span>
     <input type=${type} value=${text} placeholder=${placeholder} onInput=${typed} data-search=${search ? "yes" : null}
@@ -51,12 +52,13 @@ export function Entry({ label, name, value, type = "text", search = false, place
 
 /** Pages of a list. @param {{total: number, offset: number, limit: number}} props */
 export function Pager({ total, offset, limit }) {
+  if (offset >= total && offset) return html`<div class="pager"><button onClick=${() => change({ offset: null })}>‹ to the first ones</button></div>`;
   if (total <= limit) return null;
   const turn = (/** @type {number} */ to) => change({ offset: to || null });
   return html`<div class="pager" role="navigation" aria-label="Pages of the list">
-    <button disabled=${offset === 0} onClick=${() => turn(Math.max(0, offset - limit))}>‹ newer</button>
+    <button disabled=${offset === 0} onClick=${() => turn(Math.max(0, offset - limit))}>‹ previous</button>
     <span>${(offset + 1).toLocaleString("en")}–${Math.min(total, offset + limit).toLocaleString("en")} of ${total.toLocaleString("en")}</span>
-    <button disabled=${offset + limit >= total} onClick=${() => turn(offset + limit)}>older ›</button></div>`;
+    <button disabled=${offset + limit >= total} onClick=${() => turn(offset + limit)}>next ›</button></div>`;
 }
 
 /** Tabs whose choice is in the address. @param {{name: string, value: string, tabs: [string, string][], label: string}} props */

@@ -5,3 +5,4 @@ export function useCallback<T>(what: T, of: any[]): T;
 export function useContext(context: any): any;
 export function useEffect(what: () => any, of?: any[]): void;
 export function useLayoutEffect(what: () => any, of?: any[]): void;
+export function useErrorBoundary(): [any, () => void];

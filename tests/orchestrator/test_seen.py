@@ -1,0 +1,149 @@
+"""What of this machine's files the sandbox of a worker shows, by its settings. Each sandbox is looked into from a shell in it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.orchestrator.isolation import sandbox_of
+from rl.system import sandbox
+from rl.system.errors import RunError
+from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
+
+needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
+
+
+def box_of(run_dir: Path, python: str = "", model: str = "", **env) -> sandbox.Sandbox:
+    place = {"orchestrator": "ipc:///nowhere/pool", "worker_id": "env-0", "max_tokens": 4, "retries": 0}
+    setup = WorkerSetup(env=EnvSpec(name="env", **env), policy=PolicySpec(model_path=model), python=python, sandbox=True, **place)
+    file = Path.home().parent / "setup.json"
+    file.write_text("{}")
+    return sandbox_of(setup, file, run_dir)
+
+
+def inside(box: sandbox.Sandbox, script: str) -> str:
+    return subprocess.run(box.wrap(["/bin/sh", "-c", script]), capture_output=True, text=True, timeout=30).stdout
+
+
+def write(path: Path, text: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    """The working directory, in a home directory with a secret, beside another one; `run` is the run directory."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in ("home/secret", "home/work/secret", "home/data/rows", "home/work/outputs/run/status/token"):
+        write(tmp_path / name)
+    monkeypatch.chdir(tmp_path / "home/work")
+    return tmp_path / "home/work"
+
+
+@pytest.fixture
+def run(work) -> Path:
+    return work / "outputs/run"
+
+
+@needs_bwrap
+def test_what_a_text_in_the_arguments_opens_is_what_lies_at_its_path_and_nothing_that_holds_more(work, run):
+    texts = ["//", "/", "/.", "../", "./", "/..", "~/", "/tmp", "/tmp/", "//tmp", "/etc", "/proc/1/environ", "/dev/mem", "way/../data"]
+    texts += [
+        f"{work.parent}",
+        f"{run}/status",
+        "x/" * 3000,
+        "y" * 300 + "/",
+        "~nobody-of-that-name/x",
+        "a\0/b",
+        "http://x/y",
+        "way/../data",
+    ]
+    write(work / "corpus" / "one")
+    (work / "way").symlink_to(work.parent / "data")
+    box = box_of(run, args={"texts": texts, "sep": "//", "table": {"data": "corpus/one", "way": "./way", "rows": "../data/rows"}})
+    before = box_of(run)
+    assert box.read - before.read == {work / "corpus/one", work / "way", work.parent / "data/rows"}
+    found = inside(box, f"cat corpus/one way/rows ../data/rows; ls {work} {work.parent} //etc/shadow; echo x > /tmp/mine && echo written")
+    assert "text" * 3 in found and "secret" not in found and "shadow" not in found and found.endswith("written\n")
+
+
+@needs_bwrap
+def test_modules_of_the_working_directory_are_seen_with_the_neighbours_that_they_import(work, run):
+    write(work / "words.py", "import os, helper\nfrom package.part import thing")
+    write(work / "helper.py", "import second")
+    write(work / "second.py", "import words, (")  # no Python: whoever imports it says so
+    write(work / "unused.py")
+    write(work / "package/__init__.py")
+    write(work / "package/part.py", "import third")
+    write(work / "third.py")
+    expected = {work / name for name in ("words.py", "helper.py", "second.py", "package", "third.py")}
+    without = box_of(run).read
+    assert box_of(run, id="words").read - without == expected
+    for reward in (f"{work}/words.py:score", "words:score"):
+        assert box_of(run, dataset="rows", reward=reward).read - without == expected
+    assert inside(box_of(run, id="words"), "ls").split() == ["helper.py", "outputs", "package", "second.py", "third.py", "words.py"]
+
+
+@needs_bwrap
+def test_of_an_interpreter_that_is_a_link_the_link_is_seen_and_not_what_lies_beside_it(work, run):
+    """Directly, and as that from which a virtual environment was made."""
+    home, real = work.parent, Path(sys.executable).resolve()
+    (home / "bin").mkdir()
+    (home / "bin/python3").symlink_to(real)
+    (home / "bin/other").symlink_to("python3")
+    write(home / "made/pyvenv.cfg", f"home = {home}/bin\n")
+    (home / "made/bin").mkdir()
+    (home / "made/lib/python3.11/site-packages").mkdir(parents=True)
+    (home / "made/bin/python").symlink_to(home / "bin/other")
+    shutil.copytree(home / "made", home / "copied", symlinks=True)
+    (home / "copied/bin/python").unlink()
+    shutil.copy(real, home / "copied/bin/python")
+    (home / "copied/pyvenv.cfg").write_text(f"home = {real.parent}\n")
+    for python in ("bin/python3", "bin/other", "made/bin/python", "copied/bin/python"):
+        box = box_of(run, str(home / python))
+        found = inside(box, f"{home / python} -c 'import json, sys; print(sys.prefix)'; ls {home}").split()
+        top = python.split("/")[0]
+        assert found[1:] == sorted({"work", top} | ({"bin"} if top == "made" else set())), found
+        assert found[0] == str(real.parents[1] if top == "bin" else home / top)
+    (home / "bin/python3").unlink()
+    write(home / "bin/python3").chmod(0o755)
+    with pytest.raises(RunError, match=f"belongs to {home}, and all of that would be seen"):
+        box_of(run, str(home / "bin/other"))
+
+
+@needs_bwrap
+def test_a_run_directory_is_hidden_by_whatever_way_it_would_be_seen(work, run, monkeypatch):
+    """Reached by a link; within what is seen, itself or by a link; and other runs beside it."""
+    disk = work.parent / "disk"
+    write(disk / "runs/one/status/token")
+    write(disk / "runs/two/status/token")
+    write(disk / "runs/none/rows")
+    (work / "linked").symlink_to(disk / "runs")
+    (work / "other").symlink_to(disk)
+    for run_dir, seen in ((work / "linked/one", disk), (work / "linked/one", work / "other"), (disk / "runs/one", work / "other")):
+        monkeypatch.setenv("PYTHONPATH", f"{seen}")
+        kept = f"cat {run_dir}/status/token {disk}/runs/one/status/token; echo x > {run_dir}/x; ls {run_dir}"
+        found = inside(box_of(run_dir), f"find -L {seen} -type f; {kept}")
+        assert found.split() == [f"{seen}/runs/none/rows"], (run_dir, seen)
+    monkeypatch.delenv("PYTHONPATH")
+    assert inside(box_of(run, id="."), "ls outputs/run; cat secret") == "text", "its own folder is seen"
+    assert inside(box_of(work / "linked/one", id="./"), "ls linked/one; cat secret") == "text"
+    assert disk not in box_of(disk / "runs/one", args={"corpus": f"{disk}/"}).read
+
+
+@needs_bwrap
+def test_links_in_what_is_seen_show_what_they_lead_to_and_nothing_beside_it(work, run):
+    """Those of a model's folder, and those that are named."""
+    write(work.parent / "blobs/1")
+    write(work.parent / "blobs/2")
+    (work / "model/part").mkdir(parents=True)
+    (work / "model/config.json").symlink_to("../../blobs/1")
+    (work / "model/part/config.json").symlink_to(work.parent / "blobs/1")
+    (work / "model/again.json").symlink_to("part/config.json")
+    read = "cat model/config.json model/part/config.json model/again.json; ls ../blobs"
+    assert inside(box_of(run, model=f"{work}/model"), read) == "text" * 3 + "1\n"
+    assert inside(box_of(run, args={"texts": ["model/", "model/part/config.json"]}), read) == "text" * 3 + "1\n"

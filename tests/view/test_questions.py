@@ -1,0 +1,178 @@
+"""What a newcomer asks, answered by the clicks and keys that docs/view.md names: each in well under a minute."""
+
+import json
+import re
+import time
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Span, Start
+from rl.run_dir.token_log import write_token_log
+from tests.records.made import group, make_run, sample, write_samples, write_step
+from tests.view.browser import Tab
+from tests.view.browser import browser as browser
+from tests.view.serving import serving
+
+pytestmark = pytest.mark.proof
+STEPS, TOKENS = 14, 3000
+TASK = 77
+LIMIT_S = 15.0
+"""A person has a minute; what the page itself takes of it is to be little."""
+
+
+@pytest.fixture(scope="module")
+def moment() -> float:
+    """Shortly before 10:41 yesterday, when everyone began to wait."""
+    return datetime.now().replace(hour=10, minute=40, second=55, microsecond=0).timestamp() - 86400
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, moment) -> Path:
+    """Two runs that differ in the learning rate; one learns faster a sample. Version 12 answers task 77 otherwise than version 11."""
+    root = tmp_path_factory.mktemp("story")
+    write_run(make_run(root / "fast", max_steps=STEPS), moment, 0.06)
+    write_run(make_run(root / "slow", max_steps=STEPS, trainer={"optim": {"lr": 2e-7}}), moment, 0.02)
+    return root
+
+
+def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
+    for step in range(1, STEPS + 1):
+        reward = {
+            "reward/mean": slope * step,
+            "reward/sums/exact": slope * step,
+            "reward/sums/format": 1 - slope * step,
+            "reward/sums/brief": 0.5,
+        }
+        lines = {"orchestrator": reward | {"rollouts/finished": 8.0}, "trainer": {"loss/mean": 0.1, "time/step": 2.0}}
+        with run_dir.metrics.open("a") as file:
+            for source, values in lines.items():
+                file.write(json.dumps({"step": step, "time": moment - 70 + 8 * step, "source": source} | values) + "\n")
+        word = "five" if step <= 12 else "four"
+        groups = [
+            group(10 * step + i, [0.0, 1.0], task=task, version=step - 1, text=f"it is {word}") for i, task in enumerate((TASK, step))
+        ]
+        write_step(run_dir, step, [*groups, group(10 * step + 9, [1.0, 1.0], task=3, version=step - 1)])
+    write_samples(run_dir, 1, [sample(10, 1, tokens=TOKENS)])
+    columns = {"trainer_logprobs": np.full(TOKENS, -0.5, np.float32), "entropies": np.zeros(TOKENS, np.float16)}
+    write_token_log(run_dir.tokens(1), columns | {"flags": np.zeros(TOKENS, np.uint8)})
+    for folder in (run_dir.spans, run_dir.status_dir):
+        folder.mkdir()
+    waits = {
+        "trainer": [("forward_backward", "step", -60, -5), ("wait_for_batch", "step", -5, 40)],
+        "orchestrator": [("filling_batch", "phase", -60, 40)],
+        "inference": [("sampling", "requests", -60, -5), ("pause", "weights", -5, 30)],
+    }
+    for process, spans in waits.items():
+        lines = [Start(process=process, pid=1, host="h", place="", time=moment, monotonic=1000.0)]
+        lines += [Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end) for name, lane, begin, end in spans]
+        (run_dir.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def address(place):
+    with serving(place) as found:
+        yield found
+
+
+@pytest.fixture
+def tab(browser, address):
+    found, began = Tab(browser, address), time.monotonic()
+    yield found
+    assert time.monotonic() - began < LIMIT_S
+    found.close()
+
+
+def start(tab: Tab, run: str, page: str) -> None:
+    """From the list of runs to a page of one."""
+    tab.page.get_by_role("link", name=run, exact=True).click()
+    tab.page.get_by_role("navigation", name="Pages").get_by_role("link", name=page).click()
+
+
+def test_why_was_this_rollout_not_trained(tab):
+    start(tab, "fast", "Rollouts")
+    tab.page.get_by_role("button", name="no signal 28").click()
+    tab.page.locator(".rows a", has_text="group 59").first.click()
+    assert "all 2 rewards of its group are 1, so no answer was better than the others" in tab.text(".verdict")
+
+
+def test_what_did_step_12_change_on_task_77(tab):
+    start(tab, "fast", "Tasks")
+    tab.page.wait_for_selector("[data-search]")
+    tab.page.keyboard.press("/")
+    tab.page.keyboard.type("77")
+    tab.page.get_by_role("link", name="task 77").click()
+    tab.page.get_by_label("What did this step change:").fill("12")
+    tab.page.wait_for_selector(".side ins")
+    tab.until("location.hash.includes('step=12')")
+    assert re.search(r"0.500 \(version 11, 2 rollouts\) → 0.500 \(version 12, 2 rollouts\)", tab.page.locator(".detail").inner_text())
+    assert tab.page.locator(".side del").all_inner_texts() == ["five"] and tab.page.locator(".side ins").all_inner_texts() == ["four"]
+    start_of = tab.page.url
+    tab.page.goto("about:blank")
+    tab.page.goto(start_of)  # as a colleague who got the link
+    tab.page.wait_for_selector(".side ins")
+
+
+def test_which_reward_function_fell(tab):
+    start(tab, "fast", "Curves")
+    tab.page.get_by_label("Order").select_option("fell most")
+    tab.page.locator("summary", has_text="Rewards").click()
+    section = tab.page.locator("details", has=tab.page.locator("summary", has_text="Rewards"))
+    section.locator(".chart").first.wait_for()
+    tab.until(f"({FIRST_CURVE})() === 'reward/sums/format'")
+    assert section.locator(".chart").first.inner_text().startswith("reward/sums/format\n\u22120.")
+
+
+FIRST_CURVE = """() => [...document.querySelectorAll('details')].find((one) => one.querySelector('summary').innerText.includes('Rewards'))
+  ?.querySelector('.chart .title')?.innerText"""
+
+
+def test_what_was_everyone_waiting_for_at_a_time(tab):
+    start(tab, "fast", "Timeline")
+    tab.page.wait_for_selector("[data-search]")
+    tab.page.keyboard.press("/")
+    tab.page.keyboard.type("10:41")
+    tab.page.keyboard.press("Enter")
+    said = tab.text(".then")
+    assert (
+        "At 10:41:00" in said
+        and "trainer wait for batch, for which it waited: orchestrator filling batch, for which it waited: inference pause" in said
+    )
+    assert "waits for orchestrator" in said and "waits for inference" in said
+    box = tab.page.locator(".lanes svg").bounding_box()
+    tab.page.mouse.click(box["x"] + box["width"] - 5, box["y"] + 60)  # when inference had ended its pause, and nobody did anything
+    tab.until("document.querySelector('.then').innerText.includes('No process worked')")
+
+
+def test_which_setting_differs_and_which_run_learned_faster_per_sample(tab):
+    for box in tab.page.locator(".runs input[type=checkbox]").all():
+        box.check()
+    tab.page.get_by_role("button", name="Compare 2").click()
+    tab.page.wait_for_selector(".sides table")
+    settings, learned = (
+        tab.page.locator(".card", has_text=title).inner_text() for title in ("Settings that differ", "Reward after as many rollouts")
+    )
+    assert "trainer.optim.lr" in settings and "2e-7" in settings
+    order = re.findall("fast|slow", learned)[:2]
+    last = re.search(r"112\s+([\d.]+)\s+([\d.]+)", learned)
+    rewards = dict(zip(order, map(float, last.groups()), strict=True))
+    assert rewards["fast"] == pytest.approx(0.81) and rewards["slow"] == pytest.approx(0.27)
+    tab.page.get_by_label("Over").select_option("samples")
+    tab.page.wait_for_selector(".chart canvas")
+
+
+def test_a_long_rollout_is_read_to_its_end_though_little_of_it_is_drawn(tab):
+    tab.go("#/rollouts?run=fast&at=10/1&tab=tokens")
+    tab.page.wait_for_selector(".tokens [data-i='0']")
+    tab.until("(document.querySelector('.detail').scrollTop = 1e6) && !!document.querySelector(`.tokens [data-i='3001']`)")
+    assert tab.count(".tokens .t") < 1500 and tab.count(".tokens [data-i='0']") == 0
+    tab.page.locator(".tokens [data-i='3001']").click()
+    tab.until("location.hash.includes('token=3001')")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.until("document.querySelector('.reader').innerText.includes('#3000')")
+    tab.go("#/rollouts?run=fast&at=10/1&tab=tokens&token=1500")
+    tab.page.wait_for_selector(".tokens .pinned[data-i='1500']")
