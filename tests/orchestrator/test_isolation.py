@@ -94,6 +94,7 @@ def setup_of(pool: WorkerPool, model: Path, status: Path, python: str = "", **en
 
 def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatch):
     """It plays by way of the relay, which knows the token that the worker does not; killed, it comes back, and nothing of it is left."""
+    python = str(interpreter("0.3.1"))  # while HOME is the user's, who has that home
     folder, run_dir, home = tmp_path / "spy", tmp_path / "run", tmp_path / "home"
     for path in (folder, run_dir / "status", home / ".ssh"):
         path.mkdir(parents=True)
@@ -119,7 +120,6 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
                 "key": "env:REFERRED_KEY",
                 "separators": ["//", "../", "/tmp"],
             }
-            python = str(interpreter("0.3.1"))
             try:
                 async with asyncio.timeout(100):
                     await pool.start_all([setup_of(pool, model, run_dir / "status" / "inference.json", python, id="spy", args=args)])
