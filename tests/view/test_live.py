@@ -31,6 +31,7 @@ files.checkpoint(config.max_steps).mkdir(parents=True)
 files.run_end.write_bytes(msgspec.json.encode(RunEnd("all steps done", time.time())))
 """
 ORCHESTRATOR = """
+Status(root / "status/orchestrator.json", name).enter(Phase.FILLING_BATCH, step=1)
 log = MetricsLog(root / "metrics.jsonl", name)
 while not (root / f"done-{config.max_steps}").exists():
     done = len(list(root.glob("done-*")))
