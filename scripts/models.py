@@ -227,7 +227,8 @@ that it has sampled from the same float32 weights behind prompts of 5, 40 and 20
 what its build for CPUs lacks, one for GPUs may have. Where that has no kernel for float32, both compute in bfloat16. Windows are of 64
 tokens. "not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_agreement.py` has Llama, Qwen3, Qwen3-MoE
 and others. Models with Mamba-2 have one group here, as most published ones: with more (Codestral Mamba), Hugging Face's norm is of all
-groups at once, vLLM's of each, and a run ends before its first step. Qwen 3.5 wants torchvision, which vLLM imports for it.
+groups at once, vLLM's of each, and a run ends before its first step. Qwen 3.5 wants torchvision, which vLLM imports for it. Those that its
+rotary kernel keeps apart are the same with `inference.vllm.compilation_config = {{custom_ops = ["-rotary_embedding"]}}` (below 1e-4 nats).
 {agreement}
 Every run compares the two on what it samples (`parity/*`).
 

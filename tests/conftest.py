@@ -18,6 +18,7 @@ MOST_WORKERS = 4
 """Each may hold a vLLM server or two of about 2 GiB."""
 LONGEST = (
     "models/test_chat.py",
+    "envs/test_in_a_home.py",
     "orchestrator/test_orchestrator.py",
     "inference/test_server.py",
     "launch/test_run.py",
@@ -29,7 +30,6 @@ LONGEST = (
     "trainer/measure/test_agreement.py",
     "commands/doctor/test_main.py",
     "trainer/parallel/test_sharding.py",
-    "envs/test_v1.py",
     "system/test_children.py",
 )
 """Files of more than half a minute, which, begun last, would keep a single worker busy while the others have nothing left; before them the

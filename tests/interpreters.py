@@ -49,7 +49,8 @@ def run_tests(verifiers: str, *arguments: str) -> int:
         "no:cacheprovider",
     ]
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    env.pop("PYTEST_ADDOPTS", None)
+    for name in ("PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE"):  # compiling what they import takes as long as the tests
+        env.pop(name, None)
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--timeout=120", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
     )

@@ -3,7 +3,7 @@
 Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
 masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics. They take turns in one
 process, so that whatever else the machine does meets both. With --token-log the bare one is ours without a token log instead, and the
-ratio is that log's cost, writing included.
+ratio is that log's cost, writing included; `log_cpu_share` is what its functions took of the processor time, which no noise blurs.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from rl.launch.devices import MALLOC, SPIN
 from rl.run_dir.paths import RunDir
 from rl.trainer.fake import FakeBatches
 from rl.trainer.measure.performance import Timer, peak_memory_gib
+from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed
@@ -54,6 +55,7 @@ def our_step(folder: str, config: RLConfig, world: World, log: Path | None = Non
     learner = Learner(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
     if log:
         learner.token_files = TokenFiles(RunDir(log, log / "weights"), TokenLogConfig())
+        learner.token_files._write = counted(learner.token_files._write)
 
     def step(packed: Packed) -> dict[str, float]:
         timer = Timer()
@@ -63,6 +65,23 @@ def our_step(folder: str, config: RLConfig, world: World, log: Path | None = Non
         return {**timer.seconds, "step": timer.step_s}
 
     return step
+
+
+log_cpu: list[float] = []
+"""Processor seconds of each call of the token log's functions."""
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which notes the processor time of its thread."""
+
+    def timed(*args: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*args)
+        finally:
+            log_cpu.append(time.thread_time() - began)
+
+    return timed
 
 
 def load_whole(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
@@ -118,6 +137,8 @@ def measure(
         batch = batches.receive(1 + number)
         packed = prepare(batch, config, world, shape.hidden_size)
         tokens = sum(len(row.input_ids) for row in packed.micro_batches)
+        if number == 1:  # the one before was to warm up
+            log_cpu.clear()
         for name in sorted(steps, reverse=number % 2 == 1):
             began = time.process_time()
             times[name].append({**steps[name](packed), "cpu": time.process_time() - began})
@@ -129,6 +150,7 @@ def measure(
         "rounds": rounds,
         "ratio": round(median(ratios["step"]), 4),
         "ratio_of_cpu_time": round(median(ratios["cpu"]), 4),
+        **({"log_cpu_share": round(sum(log_cpu) / sum(t["cpu"] for t in times["ours"][1:]), 5)} if log else {}),
         **medians,
         "peak_memory_gib": round(peak_memory_gib(world.device), 2),
     }
@@ -151,6 +173,7 @@ def main() -> None:
         samples=args.samples, group_size=args.group_size, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens
     )
     with tempfile.TemporaryDirectory() as folder:
+        TokenColumns.add, TokenColumns.columns = counted(TokenColumns.add), counted(TokenColumns.columns)  # type: ignore[method-assign]
         result = measure(args.model, data, args.rounds, args.gpu, Path(folder) if args.token_log else None)
     print(json.dumps({"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0], **result}, indent=2))
 

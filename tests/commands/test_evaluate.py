@@ -193,7 +193,7 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "arena", arena)
     evals = '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", sampling = {temperature = 0.75}}]'
     config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
-    found = asyncio.run(evaluate.evaluate_policy(config, Source("p"), tmp_path, "p", None, Children()))
+    found = asyncio.run(evaluate.evaluate_policy(config, {}, Source("p"), tmp_path, "p", None, Children()))
     assert {label: part["metrics"]["reward_mean"] for label, part in found["evals"].items()} == {"cool": 0.25, "hot": 0.75}
     assert [part["num_examples"] for part in found["evals"].values()] == [2, 2]
 

@@ -56,7 +56,7 @@ def load_environment(run_dir, port, home, relay, key, separators):
     found = {
         "its own": attempt(lambda: pathlib.Path("/tmp/mine").write_text("x")),
         "root": attempt(lambda: pathlib.Path("/pwned").write_text("x")),
-        "its package": attempt(lambda: (pathlib.Path(__file__).parent / "x").write_text("x")),
+        "its package": attempt(lambda: pathlib.Path(__file__).write_text("")),
         "its interpreter": attempt(lambda: pathlib.Path(vf.__file__).write_text("")),
         "run": sorted(os.listdir(run_dir)),
         "run, writing": attempt(lambda: (pathlib.Path(run_dir) / "x").write_text("x")),
@@ -156,7 +156,7 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
     for name, problem in {"home": "No such file", "shadow": "No such file", "tcp": "refused", "parent": "No such process"}.items():
         assert problem in found[name], (name, found[name])
     assert found["run"] == [] and found["setups"] == ["env-0.json", "inference", "pool"] and found["processes"] == 2
-    assert found["root user"] and not (folder / "x").exists()
+    assert found["root user"] and (folder / "spy.py").read_text() == ENVIRONMENT
 
 
 def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):

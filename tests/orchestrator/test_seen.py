@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.orchestrator.isolation import sandbox_of
+from rl.orchestrator.isolation import sandbox_of, view
 from rl.system import sandbox
 from rl.system.errors import RunError
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
@@ -15,12 +15,13 @@ from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
 
-def box_of(run_dir: Path, python: str = "", model: str = "", **env) -> sandbox.Sandbox:
+def setup_of(python: str = "", model: str = "", **env) -> WorkerSetup:
     place = {"orchestrator": "ipc:///nowhere/pool", "worker_id": "env-0", "max_tokens": 4, "retries": 0}
-    setup = WorkerSetup(env=EnvSpec(name="env", **env), policy=PolicySpec(model_path=model), python=python, sandbox=True, **place)
-    file = Path.home().parent / "setup.json"
-    file.write_text("{}")
-    return sandbox_of(setup, file, run_dir)
+    return WorkerSetup(env=EnvSpec(name="env", **env), policy=PolicySpec(model_path=model), python=python, sandbox=True, **place)
+
+
+def box_of(run_dir: Path, *arguments: str, **given) -> sandbox.Sandbox:
+    return sandbox_of(setup_of(*arguments, **given), write(Path.home().parent / "setup.json"), run_dir)
 
 
 def inside(box: sandbox.Sandbox, script: str) -> str:
@@ -69,6 +70,9 @@ def test_what_a_text_in_the_arguments_opens_is_what_lies_at_its_path_and_nothing
     assert box.read - before.read == {work / "corpus/one", work / "way", work.parent / "data/rows"}
     found = inside(box, f"cat corpus/one way/rows ../data/rows; ls {work} {work.parent} //etc/shadow; echo x > /tmp/mine && echo written")
     assert "text" * 3 in found and "secret" not in found and "shadow" not in found and found.endswith("written\n")
+    told = view(setup_of(args={"separators": ["//", "../"], "data": "corpus/one"}), run)
+    assert f"{work}/corpus/one" in told and str(Path(sys.prefix)) in told
+    assert "of its arguments not '../', '//': what holds the working, home or run directory" in told
 
 
 @needs_bwrap

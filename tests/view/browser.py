@@ -39,11 +39,11 @@ class Tab:
     def go(self, where: str) -> None:
         self.page.goto(f"{self.base}/{where}")
 
-    def until(self, expression: str) -> None:
+    def until(self, expression: str, seconds: float = 10.0) -> None:
         """Waits until an expression is true. Playwright's own way to do so is forbidden by the page's policy."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + seconds
         while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}"
+            assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}: {self.page.inner_text('main')[:500]}"
             self.page.wait_for_timeout(20)
 
     def text(self, selector: str) -> str:

@@ -3,12 +3,14 @@
 import threading
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from rl.models.folder import resolve_model
 from rl.records.run import Run
+from rl.records.tokens import BatchTokens
 from rl.records.tokens import SampleTokens as Sample
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
@@ -36,26 +38,45 @@ SIGNALS = {
 
 def tokens(run: Run, step: int, group: int, rollout: int, offset: int = 0, limit: int | None = None) -> Tokens:
     """The tokens of a trained rollout from `offset` on, all its samples one after the other. Raises RunError if its batch is gone."""
-    samples = run.tokens(step, group, rollout)
+    batch, (tokenizer, note) = run.batch(step), tokenizer_of(run)
+    whole = whole_rollout(batch, group, rollout)
+    part = slice(offset, len(whole.ids) if limit is None else offset + limit)
+    ids = whole.ids[part].tolist()
+    return Tokens(
+        total=len(whole.ids),
+        starts=whole.starts,
+        offset=offset,
+        pieces=[piece(tokenizer, number) for number in ids],
+        ids=ids,
+        trained=whole.trained[part].tolist(),
+        values={name: rounded(values[part]) for name, values in whole.values.items()},
+        signals=whole.signals,
+        note="; ".join(text for text in (note, batch.fault) if text),
+    )
+
+
+class Whole(NamedTuple):
+    """All tokens of a rollout, its samples one after the other: ids and whether they are trained [T], signals by name [T]."""
+
+    starts: list[int]
+    ids: np.ndarray
+    trained: np.ndarray
+    values: dict[str, np.ndarray]
+    signals: dict[str, Signal]
+
+
+@lru_cache(maxsize=2)
+def whole_rollout(batch: BatchTokens, group: int, rollout: int) -> Whole:
+    """Kept, for a long rollout is asked for in many parts. Raises RunError if the batch has no sample of it."""
+    samples = list(batch.of(group, rollout))
     if not samples:
-        raise RunError(f"batch {step} has no sample of rollout {rollout} of group {group}")
-    tokenizer, note = tokenizer_of(run)
+        raise RunError(f"batch {batch.step} has no sample of rollout {rollout} of group {group}")
     ids, trained = (np.concatenate([getattr(sample, name) for sample in samples]) for name in ("token_ids", "loss_mask"))
     by_sample = [signals_of(sample) for sample in samples]
     found = {name: np.concatenate([signals[name] for signals in by_sample]) for name in SIGNALS}
     found = {name: values for name, values in found.items() if np.isfinite(values[trained]).any()}
-    part = slice(offset, len(ids) if limit is None else offset + limit)
-    return Tokens(
-        total=len(ids),
-        starts=[0, *np.cumsum([len(sample.token_ids) for sample in samples])[:-1].tolist()],
-        offset=offset,
-        pieces=[piece(tokenizer, number) for number in ids[part].tolist()],
-        ids=ids[part].tolist(),
-        trained=trained[part].tolist(),
-        values={name: rounded(values[part]) for name, values in found.items()},
-        signals={name: signal(name, values[trained]) for name, values in found.items()},
-        note="; ".join(text for text in (note, run.batch(step).fault) if text),
-    )
+    starts = [0, *np.cumsum([len(sample.token_ids) for sample in samples])[:-1].tolist()]
+    return Whole(starts, ids, trained, found, {name: signal(name, values[trained]) for name, values in found.items()})
 
 
 def signal(name: str, values: np.ndarray) -> Signal:

@@ -15,7 +15,7 @@ export function Compare({ runs, values, live }) {
   return html`<div class="bar"><h1>Compare</h1><span class="faint">${runs.join(" · ")}</span></div>
     ${error && html`<${Fault} text=${error} />`}
     ${(data?.faults ?? []).map((text) => html`<${Fault} text=${text} />`)}
-    <div class="sides">
+    <div class="sides compared">
       <section class="card"><h2>Settings that differ</h2>
         ${data && (data.settings.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Setting</th>${head}</tr></thead><tbody>
           ${data.settings.map((row) => html`<tr key=${row.key}><th scope="row"><code>${row.key}</code></th>

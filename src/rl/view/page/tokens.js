@@ -17,9 +17,9 @@ const STOPPED = ["trained", "clipped", "masked", "stopped in a later epoch"];
 /** Signals that have a middle; the others go from little to much. */
 const TWO_SIDED = ["gap", "advantages", "teacher_gap", "reference_gap", "ratio"];
 /** Tokens of one answer of the server, and of a chunk. */
-const PAGE = 1024, CHUNK = 64;
+const PAGE = 512, CHUNK = 64;
 /** Chunks that are drawn within one frame. */
-const PACE = 2;
+const PACE = 1;
 /** Room above and below the window in which tokens are drawn, and the height of a chunk before one was seen, px. */
 const BEYOND = 300, HEIGHT = 150;
 
@@ -70,8 +70,9 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
   const seen = useRef(/** @type {number | null} */ (null));
   const look = () => {
     if (!box.current) return;
-    const [first, last] = near(chunks.length, heights.current, box.current.getBoundingClientRect().top);
-    setShown((old) => old[0] === first && old[1] === last ? old : [first, last]);
+    const top = box.current.getBoundingClientRect().top, [least, wanted, most] = [BEYOND / 3, BEYOND, 2 * BEYOND].map((room) => near(chunks.length, heights.current, top, room));
+    // What is drawn stays while it is enough and not too much: drawing moves what is below it, and would else be drawn anew for ever.
+    setShown((old) => old[0] <= least[0] && old[1] >= least[1] && old[0] >= most[0] && old[1] <= most[1] ? old : wanted);
   };
   useLayoutEffect(() => {
     addEventListener("scroll", look, { capture: true, passive: true });
@@ -80,7 +81,8 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
   }, [chunks]);
   useLayoutEffect(() => {
     for (const one of /** @type {NodeListOf<HTMLElement>} */ (box.current?.querySelectorAll(".chunk") ?? [])) heights.current[Number(one.dataset.n)] = one.offsetHeight;
-    look();
+    const frame = requestAnimationFrame(look);
+    return () => cancelAnimationFrame(frame);
   });
   const drawn = usePaced(from, to, (n) => !!pages.get(Math.floor(chunks[n].begin / PAGE)));
   useEffect(() => { for (let n = from; n < to; n++) pages.need(Math.floor(chunks[n].begin / PAGE)); }, [from, to, chunks]);
@@ -131,13 +133,13 @@ function chunksOf(data) {
   return begins.map((begin, i) => ({ begin, end: begins[i + 1] ?? data.total, sample: many && data.starts.includes(begin) ? data.starts.indexOf(begin) : null }));
 }
 
-/** Which chunks are near the window: the first, and the one behind the last. @param {number} count @param {number[]} heights @param {number} top of the first one @returns {[number, number]} */
-function near(count, heights, top) {
+/** Which chunks are near the window: the first, and the one behind the last. @param {number} count @param {number[]} heights @param {number} top of the first one @param {number} room above and below the window @returns {[number, number]} */
+function near(count, heights, top, room) {
   const guess = typical(heights);
   let first = 0;
-  while (first < count - 1 && top + (heights[first] ?? guess) < -BEYOND) top += heights[first++] ?? guess;
+  while (first < count - 1 && top + (heights[first] ?? guess) < -room) top += heights[first++] ?? guess;
   let last = first;
-  while (last < count && top < innerHeight + BEYOND) top += heights[last++] ?? guess;
+  while (last < count && top < innerHeight + room) top += heights[last++] ?? guess;
   return [first, Math.max(last, Math.min(first + 1, count))];
 }
 
