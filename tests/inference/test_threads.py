@@ -27,9 +27,9 @@ def test_one_thread_gets_the_steps_that_it_computes_faster(faster_up_to, most):
     assert len(set(tried)) == len(tried) and not set(tried) & set(SIZES), "no size keeps a kernel made for the other number of threads"
 
 
-def runner(seen: list[int], num_layers: int = 1) -> SimpleNamespace:
-    layer = torch.nn.Linear(64, 64)
-    layer.cpu_linear, layer.input_size_per_partition = torch.nn.functional.linear, 64
+def runner(seen: list[int], num_layers: int = 1, width: int = 64) -> SimpleNamespace:
+    layer = torch.nn.Linear(width, 64)
+    layer.cpu_linear, layer.input_size_per_partition = torch.nn.functional.linear, width
     model = torch.nn.ModuleList([layer] * num_layers)
 
     def execute_model(scheduled, more):
@@ -50,10 +50,10 @@ def test_small_steps_run_on_one_thread_and_the_others_on_all_again(monkeypatch):
 
 
 def test_nothing_is_changed_where_there_is_nothing_to_choose():
-    """A model without packed layers, or a single thread."""
-    for number, num_layers in ((2, 0), (1, 1)):
+    """A model without packed layers, or of odd widths, which vLLM's norm does not take, or a single thread."""
+    for number, num_layers, width in ((2, 0, 64), (2, 1, 63), (1, 1, 64)):
         with threads(number):
-            engine = runner([], num_layers)
+            engine = runner([], num_layers, width)
             before = engine.execute_model
             choose_threads(engine)
             assert engine.execute_model is before

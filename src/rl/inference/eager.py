@@ -15,12 +15,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from rl.inference.draw import draw
-from rl.inference.threads import choose_threads
+from rl.inference.threads import VECTOR, choose_threads
 
 KERNEL = "vllm_c_cpu"
 """vLLM's kernels in C++ of the norms, under a name of their own: it has them for CPUs and takes them on GPUs alone."""
-VECTOR = 16
-"""Values that a kernel computes at once; a row is a whole number of these."""
 
 
 def can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:

@@ -22,7 +22,7 @@ PRODUCTS, ROUNDS = 8, 3
 BETWEEN_S = 20e-6
 """What Python takes between two operations."""
 VECTOR = 16
-"""Of which the width of what vLLM's norm takes is a multiple."""
+"""Values that vLLM's norm in C++ computes at once; a row is a whole number of these."""
 NORMS = 2
 """Behind each product, for all small operations of a layer."""
 
@@ -53,9 +53,9 @@ def largest_for_one(seconds: Callable[[int, int], float]) -> int:
 
 def products_of(model: nn.Module) -> list[nn.Module]:
     """The first of a model's linear layers, packed as vLLM does on CPUs; none where it keeps them otherwise (quantized ones)."""
-    return [module for module in model.modules() if hasattr(module, "cpu_linear") and hasattr(module, "input_size_per_partition")][
-        :PRODUCTS
-    ]
+    wanted = ("cpu_linear", "input_size_per_partition")
+    layers = [module for module in model.modules() if all(hasattr(module, name) for name in wanted)]
+    return [layer for layer in layers if layer.input_size_per_partition % VECTOR == 0][:PRODUCTS]
 
 
 def try_products(layers: list[nn.Module], dtype: torch.dtype) -> Callable[[int, int], float]:
