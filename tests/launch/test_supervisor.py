@@ -315,6 +315,13 @@ def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make,
     run.ready("trainer", 2)  # a later attempt waits for nobody
 
 
+def test_a_role_starts_when_the_one_before_it_has_ended(make):
+    run = make()
+    run.begin({"trainer": "orchestrator"}, orchestrator="")
+    run.until(lambda: run.child("trainer"))
+    assert run.supervisor.states["orchestrator"].done
+
+
 def test_temporary_files_go_with_their_process_and_all_with_the_run(make):
     run = make(backoff_s=0.3)
     code = "names = map(os.environ.get, ('TMPDIR', 'VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR'))\n"

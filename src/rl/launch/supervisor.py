@@ -111,6 +111,12 @@ class Supervisor:
         if state.died is not None:
             self.event("restart", state.name, attempt=state.child.attempt, seconds=round(self.clock - state.died, 1))
 
+    def _start_followers(self, state: RoleState) -> None:
+        """Lets those start that were to start after this one, which is up, or has come to its end."""
+        for other in self.states.values():
+            if other.role.after == state.name and not other.child and other.died is None and not other.done:
+                other.start_at = self.clock
+
     def _take_in(self, lines: list[dict[str, Any]]) -> None:
         """Notes what the processes have got done since the last poll."""
         for line in lines:
@@ -138,9 +144,7 @@ class Supervisor:
         self._read_statuses(state, gap)
         if not state.ready and state.is_up():
             state.ready = True
-            for other in self.states.values():
-                if other.role.after == state.name and not other.child and other.died is None:
-                    other.start_at = self.clock
+            self._start_followers(state)
             seconds = round(self.clock - (state.began if state.died is None else state.died), 1)
             self.event("ready", state.name, attempt=child.attempt, seconds=seconds)
             if state.died is not None:
@@ -190,6 +194,7 @@ class Supervisor:
         self.children.kill_tree(child)
         if code == 0 and state.name != "inference":
             state.child, state.done = None, True
+            self._start_followers(state)
             if state.name == "orchestrator" and (trainer := self.states.get("trainer")) and trainer.is_down:
                 self._wake("orchestrator")  # it has taken a trainer that died at the very end for one that had ended
         elif code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
