@@ -163,7 +163,7 @@ def test_reward_rises_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     named = {name for line in metrics.values() for name in line} - {"step", "time", "source"}
     assert len(named) > 60 and not [name for name in named if not in_the_table(name)]
     lags = [metrics[step, "orchestrator"]["lag/mean"] for step in range(1, STEPS + 1)]
-    assert sum(lags) / STEPS <= 1 and max(lags) < 1.5  # a group that newer ones overtake lags more than max_lag
+    assert sum(lags) / STEPS <= 1 and max(lags) <= 2  # groups that newer ones overtake lag more than max_lag: all, after a hiccup
     assert (run / "curves.png").stat().st_size > 10_000
 
     config = from_toml(run / "config.toml")
