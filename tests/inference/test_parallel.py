@@ -26,7 +26,7 @@ def test_a_fault_of_any_engine_is_seen_before_any_of_them_swaps():
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.engine_core = SimpleNamespace(core_engines=["first", "second"], _call_utility_async=call)
     with pytest.raises(RunError, match="weights/000003: OSError: it is gone"):
-        asyncio.run(engine.stage("weights/000003"))
+        asyncio.run(engine.stage(3, "weights/000003"))
     methods = [call[1:] for call in calls if call[0] == "first"]
     assert methods == [call[1:] for call in calls if call[0] == "second"]
     assert methods == [("stage_weights", "weights/000003"), ("staging_state",), ("forget_weights",)]
