@@ -65,16 +65,15 @@ class WeightLoader:
 
         if server_place == place():
             self.die_with(server_pid)
-        if current_platform.is_cpu():
-            count_uncompiled()
-        if current_platform.is_cpu() and self.vllm_config.speculative_config is None:
-            from rl.inference.seeds import Generators
+        if not current_platform.is_cpu():
+            return
+        from rl.inference.eager import speed_up
+        from rl.inference.seeds import Generators
 
+        count_uncompiled()
+        if self.vllm_config.speculative_config is None:
             self.model_runner.input_batch.generators = Generators()
-        if current_platform.is_cpu():
-            from rl.inference.eager import speed_up
-
-            speed_up(self.model_runner)
+        speed_up(self.model_runner)
 
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.
