@@ -63,7 +63,7 @@ def logits_of(model):
 
 
 def publish(model, path, base, world, dtype="float32"):
-    versions.snapshot(model, base, DTYPES[dtype], {}, world).write(path, path.parent / "digests.json")
+    versions.snapshot(model, base, DTYPES[dtype], {}, world).write(path)
     return path
 
 

@@ -212,7 +212,7 @@ def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
     model = policy(model_folder, world)
-    versions.snapshot(model, model_folder, torch.float32, {}, world).write(tmp_path / "000001", tmp_path / "digests" / "000001.json")
+    versions.snapshot(model, model_folder, torch.float32, {}, world).write(tmp_path / "000001")
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     published, base = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "000001", model_folder))
     assert torch.equal(published(ids).logits, base(ids).logits)
