@@ -58,8 +58,9 @@ class Version:
 
     @cached_property
     def in_memory(self) -> InMemory | None:
-        """The version as a file in memory, as long as this object lives; None where its tensors have to be converted for a file."""
-        return self.arena.seal(self.named) if self.arena else None
+        """The version as a file in memory, as long as this object lives; None for adapters, whose folder says what they are of, and where
+        tensors have to be converted for a file."""
+        return self.arena.seal(self.named) if self.arena and not lora.has_adapters(self.model) else None
 
     def write_record(self, record: Path, fence: Fence = None) -> None:
         """Writes the digests. Comes before anybody hears of the version: what is trained again can be compared with it, and it stays when
