@@ -24,6 +24,7 @@ import zmq.asyncio
 from rl.orchestrator.elastic import Load
 from rl.orchestrator.isolation import Isolation
 from rl.orchestrator.nursery import Nursery
+from rl.orchestrator.plausible import fault
 from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, inherit, read_answer, verdict, wait_ready
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
@@ -274,15 +275,17 @@ class WorkerPool:
             try:
                 message = read_answer(frames)
             except UNREADABLE as error:
-                self.rejected.note(worker.setup.worker_id, error)
-                worker.verdict = worker.verdict or f"it sent what is no message ({error})"
-                worker.child.signal_group(signal.SIGKILL)
+                self._end_liar(worker, f"it sent what is no message ({error})")
                 continue
             match message:
                 case Played(play_id, _, unfinished) as played:
-                    self.barren[worker.setup.env.name] = 0
                     if (play := worker.sent.get(play_id)) and not play.done.done():
+                        newest = self.fleet.newest if self.fleet else None
+                        if why := fault(played, play.order, set(play.again().done), worker.setup.policy, newest):
+                            self._end_liar(worker, f"it sent what it cannot have played ({why})")
+                            continue
                         play.take(played)
+                    self.barren[worker.setup.env.name] = 0
                     if not unfinished:
                         worker.sent.pop(play_id, None)
                         await self._pump(worker)
@@ -299,6 +302,12 @@ class WorkerPool:
                         answer.set_result(description)
                 case Heartbeat():
                     pass
+
+    def _end_liar(self, worker: Worker, why: str) -> None:
+        """Ends a worker that sent what cannot be, and takes nothing more from it."""
+        self.rejected.note(worker.setup.worker_id, why)
+        worker.verdict = worker.verdict or why
+        worker.child.signal_group(signal.SIGKILL)
 
     async def play(
         self,
