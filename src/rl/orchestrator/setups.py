@@ -61,7 +61,7 @@ async def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
 
 
 def vocab_size(model: Path) -> int:
-    """Number of token ids of the model in a folder, by its config.json, in which one for more than text has a part for text; 0: not said."""
+    """Number of token ids of the model in a folder, by its config.json, where a model for more than text has a part for it; 0: not said."""
     fields = json.loads((model / "config.json").read_bytes())
     return int(fields.get("text_config", fields).get("vocab_size", 0))
 
