@@ -30,8 +30,8 @@ async def work(setup: WorkerSetup) -> None:
     """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once; with
     `args.lies` it says that -1 are left.
 
-    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is. With `args.address` the reward is
-    what that answers, 0 for nothing, and the message which variables there are.
+    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is. With `args.address` the
+    reward is what that answers, 0 for nothing, and the message which variables there are.
     """
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)

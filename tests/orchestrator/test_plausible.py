@@ -6,11 +6,11 @@ import math
 import msgspec
 import pytest
 
-from rl.orchestrator.plausible import fault
+from rl.orchestrator.plausible import check
 from rl.orchestrator.pool import WorkerPool
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import MAX_NAME, Rollout, Turn, unfit
-from rl.wire.worker_messages import Played, PlayGroup, PolicySpec
+from rl.wire.worker_messages import Fleet, Played, PlayGroup, PolicySpec
 from tests.orchestrator import light_worker
 
 POLICY = PolicySpec(max_model_len=8, vocab_size=10)
@@ -27,8 +27,14 @@ def rollouts(count: int = 3, **changes: object) -> list[Rollout]:
     ]
 
 
-def judged(played: list[Rollout], unfinished: int = 0, finished: set[int] = frozenset(), newest: int | None = 4) -> str:
-    return fault(Played(7, played, unfinished), PlayGroup(7, "train", 0, 3, {}, 0), finished, POLICY, newest)
+def judged(played: list[Rollout], unfinished: int = 0, finished: set[int] = frozenset(), newest: int = 4) -> str:
+    """Why it is not taken."""
+    order, fleet = PlayGroup(7, "train", 0, 3, {}, 0, sorted(finished)), Fleet([], [], 0, newest)
+    try:
+        check(Played(7, played, unfinished), order, POLICY, fleet)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
 
 
 def test_what_workers_send_is_taken():
@@ -79,7 +85,7 @@ def test_nothing_gets_in_that_the_served_model_cannot_have_made(changes, why):
 def test_an_unknown_vocabulary_and_unknown_versions_are_no_limit():
     policy = PolicySpec(max_model_len=8)
     played = Played(7, rollouts(turns=[turn(completion_ids=[3, 10**6])]))
-    assert fault(played, PlayGroup(7, "train", 0, 3, {}, 0), set(), policy, None) == ""
+    check(played, PlayGroup(7, "train", 0, 3, {}, 0), policy, None)
 
 
 def test_a_worker_of_ours_fails_such_a_rollout_itself():
@@ -109,4 +115,4 @@ def test_a_worker_that_lies_is_ended_and_its_group_given_up_after_three(tmp_path
 
     played, count = asyncio.run(main())
     assert [rollout.cause for rollout in played] == ["worker"] * 3 and count >= 3
-    assert "it sent what it cannot have played (-1 unfinished episodes" in played[0].error
+    assert "it sent what cannot be taken (-1 unfinished episodes" in played[0].error

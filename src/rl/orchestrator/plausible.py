@@ -8,31 +8,31 @@ from array import array
 from collections.abc import Iterator
 
 import numpy as np
+from msgspec import ValidationError
 
 from rl.wire.rollouts import Rollout, unfit
 from rl.wire.turns import Answer, Turns
-from rl.wire.worker_messages import Played, PlayGroup, PolicySpec
+from rl.wire.worker_messages import Fleet, Played, PlayGroup, PolicySpec
 
 MOST_LIKELY = 1e-3
 """Nats. A log-probability above 0 by more than rounding is none."""
 
 
-def fault(played: Played, order: PlayGroup, finished: set[int], policy: PolicySpec, newest: int | None) -> str:
-    """Why a worker cannot have played this; empty if it can.
-
-    `finished`: the episodes of the group that are there already; `newest`: the newest policy version that there is, None if unknown.
-    """
-    episodes = {rollout.episode for rollout in played.rollouts}
+def check(played: Played, order: PlayGroup, policy: PolicySpec, fleet: Fleet | None) -> None:
+    """Raises msgspec.ValidationError if a worker cannot have played this. `order`: for what was left of the group."""
+    episodes, finished = {rollout.episode for rollout in played.rollouts}, set(order.done)
     if wrong := episodes & finished or episodes - set(range(order.num_episodes)):
-        return f"episode {min(wrong)} of a group of {order.num_episodes}, of which {len(finished)} were finished"
+        raise ValidationError(f"episode {min(wrong)} of a group of {order.num_episodes}, of which {len(finished)} were finished")
     left = order.num_episodes - len(finished) - len(episodes)
     if played.unfinished != left:
-        return f"{played.unfinished} unfinished episodes of a group of {order.num_episodes}, of which {left} are left"
-    return next((f"rollout {i}: {why}" for i, rollout in enumerate(played.rollouts) for why in faults_of(rollout, policy, newest)), "")
+        raise ValidationError(f"{played.unfinished} unfinished episodes of a group of {order.num_episodes}, of which {left} are left")
+    for i, rollout in enumerate(played.rollouts):
+        if why := next(faults_of(rollout, policy, fleet.newest if fleet else None), ""):
+            raise ValidationError(f"rollout {i}: {why}")
 
 
 def faults_of(rollout: Rollout, policy: PolicySpec, newest: int | None) -> Iterator[str]:
-    """What cannot be in one rollout."""
+    """What cannot be in one rollout. `newest`: the newest policy version that there is; None: unknown."""
     if why := unfit(rollout):
         yield why
     if not rollout.error:

@@ -24,7 +24,7 @@ import zmq.asyncio
 from rl.orchestrator.elastic import Load
 from rl.orchestrator.isolation import Isolation
 from rl.orchestrator.nursery import Nursery
-from rl.orchestrator.plausible import fault
+from rl.orchestrator.plausible import check
 from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, inherit, read_answer, verdict, wait_ready
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
@@ -64,8 +64,7 @@ class WorkerPool:
     def __init__(self, log_dir: Path, *, memory_gib: float = float("inf"), silence_s: float = float("inf")):
         self.log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.memory_gib = memory_gib
-        self.silence_s = silence_s
+        self.memory_gib, self.silence_s = memory_gib, silence_s
         self.loads: dict[str, Load] = {}
         """Of the environments whose number of workers follows the load."""
         self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
@@ -274,18 +273,18 @@ class WorkerPool:
             worker.heard = time.monotonic()
             try:
                 message = read_answer(frames)
+                if isinstance(message, Played) and (play := worker.sent.get(message.play_id)):
+                    check(message, play.again(), worker.setup.policy, self.fleet)
             except UNREADABLE as error:
-                self._end_liar(worker, f"it sent what is no message ({error})")
+                self.rejected.note(worker.setup.worker_id, error)
+                worker.verdict = worker.verdict or f"it sent what cannot be taken ({error})"
+                worker.child.signal_group(signal.SIGKILL)
                 continue
             match message:
                 case Played(play_id, _, unfinished) as played:
-                    if (play := worker.sent.get(play_id)) and not play.done.done():
-                        newest = self.fleet.newest if self.fleet else None
-                        if why := fault(played, play.order, set(play.again().done), worker.setup.policy, newest):
-                            self._end_liar(worker, f"it sent what it cannot have played ({why})")
-                            continue
-                        play.take(played)
                     self.barren[worker.setup.env.name] = 0
+                    if (play := worker.sent.get(play_id)) and not play.done.done():
+                        play.take(played)
                     if not unfinished:
                         worker.sent.pop(play_id, None)
                         await self._pump(worker)
@@ -300,14 +299,6 @@ class WorkerPool:
                 case Description() as description if worker.descriptions:
                     if not (answer := worker.descriptions.popleft()).done():
                         answer.set_result(description)
-                case Heartbeat():
-                    pass
-
-    def _end_liar(self, worker: Worker, why: str) -> None:
-        """Ends a worker that sent what cannot be, and takes nothing more from it."""
-        self.rejected.note(worker.setup.worker_id, why)
-        worker.verdict = worker.verdict or why
-        worker.child.signal_group(signal.SIGKILL)
 
     async def play(
         self,
