@@ -81,6 +81,40 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     assert (attend_flex(*floats[:3], tree, window, 0.7, cap, *floats[3:]) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("sunk", [False, True])
+def test_kept_probabilities_give_the_bits_of_recomputed_ones(monkeypatch, sunk):
+    monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
+    ends, positions = random_row(1, 150)
+    tensors = [x.detach().bfloat16().requires_grad_() for x in qkv(150, 150)]
+    sinks = torch.randn(6, dtype=torch.bfloat16, device=DEVICE).requires_grad_() if sunk else None
+    inputs, grads, saved = [*tensors, *([sinks] if sunk else [])], [], []
+    for keys in (0, 60, 150):
+        monkeypatch.setattr(module, "KEPT_KEYS", keys)
+        tree = TreeMask(ends, positions)
+        out = attend_blocks(*tensors, tree, None, 0.25, None, sinks)
+        kept = sum(block.mask.shape[1] <= keys for block in tree.blocks(None, torch.bfloat16))
+        saved.append((kept, len(out.grad_fn.saved_tensors) - 4))
+        grads.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    assert saved[0][0] == 0 < saved[1][0] < saved[2][0] and all(a == b for a, b in saved)
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*grads, strict=True))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="about the CPU's threads")
+def test_small_blocks_are_one_thread_s_with_the_bits_of_all():
+    tree, calls = TreeMask(*random_row(1, 300)), []
+    tensors = [x.detach().bfloat16().requires_grad_() for x in qkv(300, 300)]
+    for most in (0, module.ONE_THREAD_SCORES):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "ONE_THREAD_SCORES", most)
+            patch.setattr(module, "block_keys", lambda *args, keys=module.block_keys: calls.append(torch.get_num_threads()) or keys(*args))
+            out = attend_blocks(*tensors, tree, None, 0.25)
+            calls.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
+    (*all_threads, many), one_thread = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    *threads, one = one_thread
+    assert set(threads) == {1} and set(all_threads) == {torch.get_num_threads()} and len(threads) > 4
+    assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+
+
 def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     # one chain of 4096, and 8 answers of 128 behind a prompt of 256
     positions = torch.cat([torch.arange(4096), torch.arange(256), torch.arange(256, 384).repeat(8)])

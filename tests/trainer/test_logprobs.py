@@ -41,6 +41,23 @@ def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradien
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU has no such cache")
+@pytest.mark.parametrize("rows", [1, 2, 81, 97])
+def test_the_cache_does_not_decide_about_bits(monkeypatch, rows):
+    """81 and 97 rows are 16 a chunk and one that is left over, which all threads share."""
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 16 * 4099)
+    torch.manual_seed(0)
+    logits, temperatures, grad = (torch.randn(rows, 4099) * 4).bfloat16(), torch.rand(rows) + 0.5, torch.randn(rows)
+    results = []
+    for cached, sizes in ((1 << 62, {16, rows % 16}), (1, {2, rows % 16})):
+        monkeypatch.setattr(logprobs, "CACHED_ELEMENTS", cached)
+        assert {chunk.stop - chunk.start for chunk in logprobs.chunks(logits)} <= sizes
+        ours = logits.clone().requires_grad_()
+        values, entropies = token_logprobs(ours, temperatures, torch.arange(rows), torch.arange(rows), True)
+        results.append((values, entropies, *torch.autograd.grad((values * grad).sum() + entropies.sum(), ours)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("width", [1, 40, 101, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_equals_logits_of_the_same_weight(monkeypatch, width, bias):

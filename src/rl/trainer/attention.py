@@ -10,7 +10,8 @@ Three implementations, all exact:
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,6 +31,13 @@ BLOCK_PAIRS = 1 << 19
 """The most pairs of a block: beyond it the scores of all heads leave the CPU's caches."""
 BLOCK_QUERIES = range(32, 129)
 """A block's least number of queries, whatever it sees, and its largest."""
+ONE_THREAD_SCORES = 1 << 19
+"""Blocks with so many scores over all heads or fewer are computed by one of the CPU's threads: a dozen operations of 10 to 100
+microseconds, at each of which one thread would wait for the other, for milliseconds if something else wants the cores. In bfloat16 that
+does not change a bit; float32 products do depend on the number of threads."""
+KEPT_KEYS = 256
+"""A block with so many keys or fewer keeps its probabilities for the backward pass, at most the memory of four queries of 64 numbers
+for each of its own; larger ones compute them again."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,8 @@ class Block:
 
     queries: slice
     """Places among the queries of this rank."""
-    first_key: int
-    """The keys are this one and those right after it; -1: they are `keys`."""
-    keys: Tensor  # [k] int64, empty if they are consecutive
+    keys: list[tuple[int, int]]
+    """Runs of consecutive keys, ascending, each with its first key and the one behind its last: the stretches of a path to a root."""
     mask: Tensor  # [q, k], 0 where the query sees the key, else -inf
 
 
@@ -92,14 +99,12 @@ class TreeMask:
         triangle = torch.zeros(height, width, dtype=dtype, device=self.ends.device).masked_fill_(hidden, -torch.inf)
         blocks = []
         for span, k, is_plain in zip(spans, keys, plain, strict=True):
-            index = torch.from_numpy(k).to(self.ends.device)
             if is_plain:
                 mask = triangle[height - (span.stop - span.start) :, width - len(k) :]
             else:
-                seen = self._sees(torch.from_numpy(queries[span]).to(index), index, window)
+                seen = self._sees(*(torch.from_numpy(places).to(self.ends.device) for places in (queries[span], k)), window)
                 mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-            consecutive = k[-1] - k[0] + 1 == len(k)
-            blocks.append(Block(span, int(k[0]) if consecutive else -1, index[:0] if consecutive else index, mask))
+            blocks.append(Block(span, runs_of(k), mask))
         return blocks
 
     def flex(self, window: int | None) -> BlockMask:
@@ -121,6 +126,12 @@ def visible_keys(queries: np.ndarray, ends: np.ndarray, positions: np.ndarray, w
     if window is not None:
         seen &= positions[:first] > positions[queries].min() - window
     return np.concatenate([np.flatnonzero(seen), queries])
+
+
+def runs_of(ascending: np.ndarray) -> list[tuple[int, int]]:
+    """The runs of consecutive numbers among some, each as its first and the one behind its last."""
+    edges = np.flatnonzero(np.diff(ascending) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(ascending, edges)]
 
 
 def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
@@ -151,9 +162,21 @@ def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
     return blocks
 
 
-def block_keys(whole: Tensor, first: int, index: Tensor, length: int) -> Tensor:
+def block_keys(whole: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
     """[H, T, D] -> [H, k, D], a view where the keys are consecutive."""
-    return whole[:, first : first + length] if first >= 0 else whole.index_select(1, index)
+    parts = [whole[:, first:end] for first, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def runs_by_block(bounds: Sequence[int], masks: Sequence[Tensor]) -> Iterator[list[tuple[int, int]]]:
+    """The runs of keys of each block: `bounds` has the first key and the one behind the last of every run, block after block."""
+    runs = zip(bounds[::2], bounds[1::2], strict=True)
+    for mask in masks:
+        found, missing = [], mask.shape[1]
+        while missing:
+            found.append(next(runs))
+            missing -= found[-1][1] - found[-1][0]
+        yield found
 
 
 def probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -162,12 +185,12 @@ def probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, cap: f
     With a `cap` the products x are cap * tanh(x / cap); the tanh is returned, too. With `sinks` [H G] each row's softmax has one more
     column, the sink of its head, which is left out of what is returned.
     """
-    tiled, tanh = mask.repeat(query.shape[1] // mask.shape[0], 1), None
+    scores, tanh = query.new_empty(len(query), query.shape[1] // mask.shape[0], *mask.shape).copy_(mask).flatten(1, 2), None
     if cap:
         tanh = (query @ key.transpose(1, 2)).mul_(scale / cap).tanh_()
-        scores = torch.add(tiled, tanh, alpha=cap)
+        scores.add_(tanh, alpha=cap)
     else:
-        scores = torch.baddbmm(tiled, query, key.transpose(1, 2), alpha=scale)
+        scores.baddbmm_(query, key.transpose(1, 2), alpha=scale)
     if sinks is None:
         return scores.softmax(-1), tanh
     column = sinks.view(len(key), -1).repeat_interleave(mask.shape[0], 1)[..., None].to(scores.dtype)
@@ -180,48 +203,78 @@ def block_attention(
     key: Tensor,
     value: Tensor,
     masks: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    first_keys: Sequence[int],
+    bounds: Sequence[int],
     scale: float,
     cap: float,
     sinks: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, list[Tensor]]:
     """Attention block by block. The query heads that share a key's head are rows of the same matrix product: no key is copied for them.
 
     Args:
         query: [1, H, T', D]; H is a multiple of the keys' heads.
         key, value: [1, heads, T, D] and [1, heads, T, D2].
-        masks, keys, first_keys: those of the blocks, in order.
+        masks: those of the blocks, in order.
+        bounds: see `runs_by_block`.
         scale, cap, sinks: see `probabilities`; a cap of 0 is none.
 
-    Returns: [1, T', H, D2].
+    Returns: [1, T', H, D2], and the probabilities of those blocks that keep them, for the backward pass.
     """
     heads, sizes = key.shape[1], [mask.shape[0] for mask in masks]
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     outs = out[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)  # each [heads, G, q, D2]
-    for q, o, mask, index, first in zip(query[0].unflatten(0, (heads, -1)).split(sizes, 2), outs, masks, keys, first_keys, strict=True):
-        k, v = (block_keys(whole[0], first, index, mask.shape[1]) for whole in (key, value))
-        o.copy_((probabilities(q.flatten(1, 2), k, mask, scale, cap, sinks)[0] @ v).view(o.shape))
-    return out
+    queries, kept = query[0].unflatten(0, (heads, -1)).split(sizes, 2), list[Tensor]()
+    with few_threads(query, masks):
+        for q, o, mask, runs in zip(queries, outs, masks, runs_by_block(bounds, masks), strict=True):
+            k, v = (block_keys(whole[0], runs) for whole in (key, value))
+            p = probabilities(q.flatten(1, 2), k, mask, scale, cap, sinks)[0]
+            o.copy_((p @ v).view(o.shape))
+            if is_kept(mask, cap):
+                kept.append(p)
+    return out, kept
+
+
+@contextmanager
+def few_threads(query: Tensor, masks: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which torch computes on the CPU with one thread if all blocks are small, and the bits do not depend on that."""
+    before, scores = torch.get_num_threads(), query.shape[1] * max(mask.numel() for mask in masks)
+    alone = not query.is_cuda and query.dtype == torch.bfloat16 and scores <= ONE_THREAD_SCORES
+    if alone:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if alone:
+            torch.set_num_threads(before)
+
+
+def is_kept(mask: Tensor, cap: float) -> bool:
+    """Whether a block's probabilities are kept. With a cap its scores are computed again in any case, for their tanh."""
+    return mask.shape[1] <= KEPT_KEYS and not cap
 
 
 @block_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+def _(
+    query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], bounds: object, scale: float, cap: float, sinks: object
+) -> tuple[Tensor, list[Tensor]]:
+    group = query.shape[1] // key.shape[1]
+    kept = [query.new_empty(key.shape[1], group * mask.shape[0], mask.shape[1]) for mask in masks if is_kept(mask, cap)]
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), kept
 
 
-def save_inputs(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    query, key, value, ctx.masks, ctx.keys, ctx.first_keys, ctx.scale, ctx.cap, sinks = inputs
-    ctx.save_for_backward(query, key, value, sinks)
+def save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, list[Tensor]]) -> None:
+    query, key, value, ctx.masks, ctx.bounds, ctx.scale, ctx.cap, sinks = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output[1])
+    ctx.set_materialize_grads(False)
 
 
-def block_attention_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
-    """Recomputes each block's probabilities P. With O = P V: dV = P^T dO, dS = P * (dO V^T - rowsum), dQ = scale dS K, dK = scale dS^T Q.
+def block_attention_backward(ctx: FunctionCtx, grad: Tensor, _: list[None]) -> tuple[Tensor | list[None] | None, ...]:
+    """With a block's probabilities P, recomputed where they were not kept, and O = P V: dV = P^T dO, dS = P * (dO V^T - rowsum),
+    dQ = scale dS K, dK = scale dS^T Q.
 
     With a cap dS is multiplied with 1 - tanh^2. A sink's probability, 1 - sum P, multiplies a value of zero: its gradient is that times
     -rowsum. Sums over blocks are kept in float32 or better.
     """
-    query, key, value, sinks = ctx.saved_tensors
+    query, key, value, sinks, *kept = ctx.saved_tensors
     heads, sizes = key.shape[1], [mask.shape[0] for mask in ctx.masks]
     grad_query = query.new_empty(query.shape[2], *query.shape[1::2])  # [T', H, D], as the projections have it
     precise = torch.promote_types(key.dtype, torch.float32)
@@ -230,29 +283,28 @@ def block_attention_backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | l
     grad_queries = grad_query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)
     grads = grad[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).split(sizes, dim=2)
     queries = query[0].unflatten(0, (heads, -1)).split(sizes, 2)
-    for q, g, grad_q, mask, index, first in zip(queries, grads, grad_queries, ctx.masks, ctx.keys, ctx.first_keys, strict=True):
-        k, v = (block_keys(whole[0], first, index, mask.shape[1]) for whole in (key, value))
-        q, g = q.flatten(1, 2), g.flatten(1, 2)
-        p, tanh = probabilities(q, k, mask, ctx.scale, ctx.cap, sinks)
-        grad_p = g @ v.transpose(1, 2)
-        s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-        if grad_sinks is not None:
-            missing, mean = 1.0 - p.sum(-1, dtype=precise), (p * grad_p).sum(-1, dtype=precise)  # [heads, G q]
-            grad_sinks -= (missing * mean).view(len(sinks), -1).sum(-1)
-        if tanh is not None:
-            s *= 1.0 - tanh.square_()
-        grad_q.copy_((s @ k).view(grad_q.shape)).mul_(ctx.scale)
-        for total, part in ((grad_key, (s.transpose(1, 2) @ q).mul_(ctx.scale)), (grad_value, p.transpose(1, 2) @ g)):
-            if first >= 0:
-                total[first : first + mask.shape[1]] += part.transpose(0, 1)
-            else:
-                total.index_add_(0, index, part.transpose(0, 1).to(total.dtype))
+    with few_threads(query, ctx.masks):
+        for q, g, grad_q, mask, runs in zip(queries, grads, grad_queries, ctx.masks, runs_by_block(ctx.bounds, ctx.masks), strict=True):
+            k, v = (block_keys(whole[0], runs) for whole in (key, value))
+            q, g = q.flatten(1, 2), g.flatten(1, 2)
+            p, tanh = (kept.pop(0), None) if is_kept(mask, ctx.cap) else probabilities(q, k, mask, ctx.scale, ctx.cap, sinks)
+            grad_p = g @ v.transpose(1, 2)
+            s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+            if grad_sinks is not None:
+                missing, mean = 1.0 - p.sum(-1, dtype=precise), (p * grad_p).sum(-1, dtype=precise)  # [heads, G q]
+                grad_sinks -= (missing * mean).view(len(sinks), -1).sum(-1)
+            if tanh is not None:
+                s *= 1.0 - tanh.square_()
+            grad_q.copy_((s @ k).mul_(ctx.scale).view(grad_q.shape))
+            for total, part in ((grad_key, (s.transpose(1, 2) @ q).mul_(ctx.scale)), (grad_value, p.transpose(1, 2) @ g)):
+                for (first, end), own in zip(runs, part.transpose(0, 1).split([end - first for first, end in runs]), strict=True):
+                    total[first:end] += own
     grad_key, grad_value = (total.to(key.dtype).transpose(0, 1)[None] for total in (grad_key, grad_value))
     grad_sinks = None if sinks is None else grad_sinks.to(sinks.dtype)
-    return grad_query.transpose(0, 1)[None], grad_key, grad_value, [None] * len(sizes), [None] * len(sizes), None, None, None, grad_sinks
+    return grad_query.transpose(0, 1)[None], grad_key, grad_value, [None] * len(sizes), None, None, None, grad_sinks
 
 
-block_attention.register_autograd(block_attention_backward, setup_context=save_inputs)
+block_attention.register_autograd(block_attention_backward, setup_context=save)
 
 
 def attend_blocks(
@@ -266,8 +318,8 @@ def attend_blocks(
     sinks: Tensor | None = None,
 ) -> Tensor:
     blocks = tree.blocks(window, query.dtype)
-    masks, keys, firsts = [b.mask for b in blocks], [b.keys for b in blocks], [b.first_key for b in blocks]
-    return block_attention(query, key, value, masks, keys, firsts, scale, cap or 0.0, sinks)
+    bounds = [bound for block in blocks for run in block.keys for bound in run]
+    return block_attention(query, key, value, [block.mask for block in blocks], bounds, scale, cap or 0.0, sinks)[0]
 
 
 def attend_flex(

@@ -21,7 +21,9 @@ from rl.trainer.compiled import compiled
 LOWEST = -200.0
 """The lowest logarithm of a probability that is multiplied with it: both are the same 0 from -104 on, and -inf would give nan."""
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits worked on at once in float32, a few such buffers at a time: 16 MiB stay near the CPU's caches, 256 MiB keep a GPU busy."""
+"""The most logits that are worked on in float32 at once, a few such buffers at a time: 256 MiB keep a GPU busy."""
+CACHED_ELEMENTS = 1 << 18
+"""About so many of a CPU's chunk at a time: a buffer of 1 MiB stays in the cache from one operation to the next."""
 SLICE_BYTES = 1 << 28
 """Logits that exist at once, in the model's type: what fits is computed once, the rest again in the backward pass."""
 
@@ -68,9 +70,15 @@ def head_logprobs(
 
 
 def chunks(logits: Tensor) -> list[slice]:
-    """Chunks of the rows of `logits`."""
-    size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    return [slice(start, min(start + size, len(logits))) for start in range(0, len(logits), size)]
+    """Chunks of the rows of `logits`. On CPUs they have two rows or more, but for one that is left over behind a multiple of the largest:
+    a single row is summed by all threads, in another order, so that the chunks decide about the last bit."""
+    rows, size = len(logits), max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
+    bounds = [*range(0, rows, size), rows]
+    if not logits.is_cuda:
+        least = max(2, CACHED_ELEMENTS // logits.shape[1])
+        bounds = [a + (b - a) * part // parts for a, b in pairwise(bounds) for parts in [max(1, (b - a) // least)] for part in range(parts)]
+        bounds.append(rows)
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +93,7 @@ def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor
 
 def statistics_of_rows(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """`log_sums_and_entropies` at once: with x = logits / T - max, s = sum exp x it is max + log s, and log s - sum(x exp x) / s."""
-    x = logits / temperatures[:, None]  # float32, a copy
+    x = divided(logits, temperatures)
     top = x.max(dim=-1, keepdim=True).values.clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf, too
     x.sub_(top)
     weights = x.exp()
@@ -93,11 +101,16 @@ def statistics_of_rows(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Te
     return top[:, 0] + sums.log(), sums.log() - weights.mul_(x.clamp_(min=LOWEST)).sum(dim=-1) / sums
 
 
+def divided(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """logits / T in float32, a copy. Two types in one operation are slow on CPUs."""
+    return logits.to(torch.promote_types(logits.dtype, temperatures.dtype), copy=True).div_(temperatures[:, None])
+
+
 def softmax_gradient(
     logits: Tensor, temperatures: Tensor, log_sums: Tensor, entropies: Tensor, grad_rows: Tensor, grad_entropies: Tensor | None
 ) -> Tensor:
     """What the softmax of each row contributes to the gradient of its logits, times T: [P, v] -> [P, v] float32."""
-    x = (logits / temperatures[:, None]).sub_(log_sums[:, None])
+    x = divided(logits, temperatures).sub_(log_sums[:, None])
     if grad_entropies is None:
         return x.exp_().mul_(-grad_rows[:, None])
     factors = (x.clamp_(min=LOWEST) + entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_rows[:, None])

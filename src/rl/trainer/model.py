@@ -18,6 +18,7 @@ from rl.trainer.compiled import compiled, kept_operations
 from rl.trainer.logprobs import head_logprobs, token_logprobs
 from rl.trainer.lora import add_adapters
 from rl.trainer.modes import Mode, call, is_compiled, turn_off_randomness, widen_windows
+from rl.trainer.norms import exchange_norms
 from rl.trainer.packing import MicroBatch
 from rl.trainer.parallel.loading import load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
@@ -81,6 +82,8 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
     contexts = {}
     if kind == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS + kept_operations())
+    if not compiles:  # the compiler makes its own of the operations
+        exchange_norms(model)
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if compiles:
             layer.forward = compiled(layer.forward, "set trainer.compile = false")

@@ -117,7 +117,8 @@ def test_a_row_is_divided_into_parts_of_equal_cost():
 
 
 def test_a_rank_keeps_its_own_part_for_the_backward_pass(results):
-    """Four ranks that share a long row: a quarter each, keys and values included."""
+    """Four ranks that share a long row: a quarter each, keys and values included; and one has all blocks with so few keys that they keep
+    their probabilities."""
     for rank in range(4):
         whole, part = json.loads((results / f"kept-{rank}.json").read_text())
-        assert whole > 1e7 and part < 0.27 * whole
+        assert whole > 1e7 and part < 0.29 * whole
