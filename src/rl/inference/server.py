@@ -142,6 +142,7 @@ def running_engine(args: Namespace, timeout_s: float):
             raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
     if config.device_config.device_type == "cpu":
         importlib.import_module("rl.inference.eager")  # its kernels have to be there before vLLM chooses among them
+        importlib.import_module("rl.inference.shared_tails").share_tails(config)
         if config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
     engine_process.fork_engine(config, method)
