@@ -15,11 +15,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rl.inference import shared_tails
 from rl.inference.shared_tails import Copies, SharedTails, share_tails
 
 BLOCK = 32
 PROMPT = list(range(100, 144))
 BUDGET = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
+
+
+@pytest.fixture(autouse=True)
+def no_gathering(monkeypatch):
+    monkeypatch.setattr(shared_tails, "GATHER_S", 0.0)
 
 
 def make_scheduler(model, non_causal=False, **settings) -> Scheduler:
@@ -63,12 +69,12 @@ def test_equal_prompts_are_computed_once_also_behind_the_last_whole_block(model)
     for name in ("a", "b", "c"):
         add(scheduler, name, PROMPT)
     add(scheduler, "other", [*PROMPT[:40], 1, 2, 3, 4])
-    add(scheduler, "end", [*PROMPT[:-1], 9])  # its last token is its own
+    add(scheduler, "end", [*PROMPT[:-1], 9])  # a whole block would bring another's last token with it
     add(scheduler, "long", [*PROMPT, 5])
     tokens, copies = step(scheduler)
-    assert tokens == {"a": 44, "b": 1, "c": 1, "other": 12, "end": 1, "long": 13}
-    assert copies.sources == [tail_block(scheduler, "a")] * 3
-    assert copies.targets == [tail_block(scheduler, name) for name in ("b", "c", "end")]
+    assert tokens == {"a": 44, "b": 1, "c": 1, "other": 12, "end": 12, "long": 13}
+    assert copies.sources == [tail_block(scheduler, "a")] * 2
+    assert copies.targets == [tail_block(scheduler, name) for name in ("b", "c")]
     add(scheduler, "later", PROMPT)
     tokens, copies = step(scheduler)
     assert tokens == dict.fromkeys(["a", "b", "c", "other", "end", "long", "later"], 1)
@@ -118,6 +124,31 @@ def test_models_and_settings_for_which_it_is_not_made_share_whole_blocks_alone(m
     for name in ("a", "b"):
         add(scheduler, name, PROMPT[:40])
     assert step(scheduler)[0] == {"a": 40, "b": 8}
+
+
+def test_requests_that_meet_an_idle_engine_wait_for_those_right_behind_them(model, monkeypatch):
+    monkeypatch.setattr(shared_tails, "GATHER_S", 5.0)
+    monkeypatch.setattr(shared_tails, "GATHER_MOST_S", 30.0)
+    scheduler, now = make_scheduler(model), [100.0]
+    monkeypatch.setattr(shared_tails.time, "monotonic", lambda: now[0])
+    for moment, name in ((100.0, "a"), (104.0, "b")):
+        now[0] = moment
+        add(scheduler, name, PROMPT)
+        assert step(scheduler)[0] == {}
+    now[0] = 108.9
+    assert step(scheduler)[0] == {}
+    now[0] = 109.0
+    assert step(scheduler)[0] == {"a": 44, "b": 1}
+    add(scheduler, "late", PROMPT)
+    assert step(scheduler)[0] == {"a": 1, "b": 1, "late": 1}, "who computes waits for nobody"
+    scheduler.finish_requests(["a", "b", "late"], RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler)[0] == {}
+    for moment in range(200, 230, 4):
+        now[0] = moment
+        add(scheduler, f"at-{moment}", PROMPT[:5])
+        assert step(scheduler)[0] == {}
+    now[0] = 230.0
+    assert len(step(scheduler)[0]) == 8, "nor for ever"
 
 
 def test_a_worker_copies_behind_the_writing_of_each_layer(model):

@@ -5,6 +5,7 @@ each, for nothing. Here a prompt gets the block in which it ends as a copy of an
 the layer has written that one's keys and values. To vLLM this is a KV connector, its interface for KV that comes from elsewhere.
 """
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,12 @@ from vllm.v1.request import Request, RequestStatus
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+GATHER_S, GATHER_MOST_S = 0.005, 0.05
+"""How long requests wait for the next one while nothing runs, and how long in all."""
 NOTHING = (0, False)
 """What a connector says that has no tokens for a request."""
+LATER = (None, False)
+"""What it says of a request that it wants to be asked about again."""
 
 
 def share_tails(config: "VllmConfig") -> None:
@@ -49,10 +54,13 @@ class Copies(KVConnectorMetadata):
 class SharedTails(KVConnectorBase_V1, SupportsHMA):
     """Scheduler and worker have one each, and tell each other `Copies` once a step. Does nothing for models whose KV is not of one kind.
 
-    Why a copy is right. The block in which a prompt ends is that of a request with the same tokens up to and including this block, of which
-    the last one may differ, for it is computed. The other request is running, so its block is its own until this step is over, and its
-    tokens are computed, or will be in this step from the first to the last: a prompt is cut only where a step has no room for anybody
-    behind it. What a copied block holds behind the prompt is written before it is read.
+    Why a copy is right. The block in which a prompt ends is that of a request with the same prompt. That one is running, so its block is
+    its own until this step is over, and its prompt is computed, or will be in this step from the first to the last token: a prompt is cut
+    only where a step has no room for anybody behind it. The last token is computed by each, which gives its logits, and its keys and values
+    are then those of the copy. What a copied block holds behind the prompt is written before it is read.
+
+    Requests that meet an idle engine wait until GATHER_S have passed without another one: a first step with the first of them alone, which
+    the others would have to wait for, is as long as one with all.
     """
 
     requires_kv_delivery = False
@@ -70,6 +78,10 @@ class SharedTails(KVConnectorBase_V1, SupportsHMA):
         self.leader: Request | None = None
         """Whose tail the request would get that was asked about last."""
         self.copies = Copies()
+        self.busy = False
+        """Whether the newest step computed anything."""
+        self.begun = self.newest = 0.0
+        """When the first and the newest request came that meet an idle engine, by the monotonic clock; 0: none has."""
         self.caches: dict[str, Tensor] = {}
 
     # The scheduler's -----------------------------------------------------------------------------------------------------
@@ -81,9 +93,20 @@ class SharedTails(KVConnectorBase_V1, SupportsHMA):
         if not (self.able and plain and (request.num_prompt_tokens - 1) % self.block and len(request.block_hashes) >= before):
             return None
         adapter = request.lora_request.lora_name if request.lora_request else None
-        return before and request.block_hashes[before - 1], tuple(ids[before * self.block : -1]), adapter, request.cache_salt
+        return before and request.block_hashes[before - 1], tuple(ids[before * self.block :]), adapter, request.cache_salt
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def on_new_request(self, request: Request) -> None:
+        self.newest = time.monotonic()
+        self.begun = self.begun or self.newest
+
+    def gathers(self) -> bool:
+        """Whether requests wait for others."""
+        now = time.monotonic()
+        return not self.busy and now - self.newest < GATHER_S and now - self.begun < GATHER_MOST_S
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.gathers():
+            return LATER
         tail = (request.num_prompt_tokens - 1) % self.block
         if request.status != RequestStatus.WAITING or num_computed_tokens + tail != request.num_prompt_tokens - 1:
             return NOTHING
@@ -111,6 +134,9 @@ class SharedTails(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         copies, self.copies = self.copies, Copies()
         self.computed_now.clear()
+        self.busy = scheduler_output.total_num_scheduled_tokens > 0
+        if self.busy:
+            self.begun = 0.0
         return copies
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
