@@ -39,7 +39,7 @@ def share_tails(config: "VllmConfig") -> None:
         and settings.long_prefill_token_threshold == 0
         and not config.model_config.is_encoder_decoder
     ):
-        connector = {"kv_connector": SharedTails.__name__, "kv_connector_module_path": __name__, "kv_role": "kv_both"}
+        connector = {"kv_connector": SharedTails.__name__, "kv_connector_module_path": __name__, "kv_role": "kv_consumer"}
         config.kv_transfer_config = KVTransferConfig(**connector)
 
 
@@ -62,8 +62,6 @@ class SharedTails(KVConnectorBase_V1, SupportsHMA):
     Requests that meet an idle engine wait until GATHER_S have passed without another one: a first step with the first of them alone, which
     the others would have to wait for, is as long as one with all.
     """
-
-    requires_kv_delivery = False
 
     def __init__(self, vllm_config: "VllmConfig", role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
