@@ -116,12 +116,12 @@ def engine_alone(folder: str, load: Load, dtype: str, gpu: bool, rounds: int) ->
 
     from rl.config.run import ModelConfig, RLConfig
     from rl.inference.routes import Sampling, to_sampling_params
-    from rl.inference.server import cpu_kv_cache_bytes, vllm_arguments
+    from rl.inference.server import suit_cpu, vllm_arguments
 
     settings = RLConfig(model=ModelConfig(name=folder, dtype=dtype, max_model_len=load.prompt + load.new + 1))
     config = EngineArgs.from_cli_args(vllm_arguments(settings, folder, not gpu)).create_engine_config()
     if not gpu:
-        config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
+        suit_cpu(config)
     engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     engine.collective_rpc("begin", args=(0, ""))
     core = engine.engine_core.engine_core

@@ -77,6 +77,16 @@ def test_sampled_logprobs_and_stops(servers):
     assert (stopped["token_ids"], stopped["finish_reason"]) == (long["token_ids"][: index + 1], "stop")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_to_equal_prompts_at_the_same_time_are_each_the_models_own(servers, kind):
+    server, prompt = servers[kind], list(range(5, 80))  # two blocks and a part of one, which all share
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda last: server.generate([*prompt, last], max_tokens=40), [3] * 8 + [4] * 4))
+    for last, answer in zip([3] * 8 + [4] * 4, answers, strict=True):
+        assert_logprobs(server, [*prompt, last], answer)
+    assert len({tuple(answer["token_ids"]) for answer in answers}) > 1
+
+
 def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
     server = servers["tied"]
     greedy = server.generate(PROMPT, max_tokens=8, temperature=0.0)

@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from rl.inference.draw import draw
-from rl.inference.threads import VECTOR, choose_threads
+from rl.inference.threads import VECTOR, Threads, choose_threads
 
 KERNEL = "vllm_c_cpu"
 """vLLM's kernels in C++ of the norms, under a name of their own: it has them for CPUs and takes them on GPUs alone."""
@@ -50,6 +50,9 @@ class DrawingSampler(Sampler):
     Its steps up to top_k and top_p are vLLM's own; then `draw`. Nobody who asks for that one log-probability is told a rank: it is 0.
     """
 
+    kept = torch.empty(0)
+    """Memory for logits in float32; fresh memory of that size costs more than the copy."""
+
     def forward(
         self,
         logits: Tensor,
@@ -60,8 +63,9 @@ class DrawingSampler(Sampler):
         wanted = sampling_metadata
         if not wanted.all_random or wanted.max_num_logprobs != 0 or wanted.logprob_token_ids or logprobs_mode_override:
             return super().forward(logits, wanted, predict_bonus_token, logprobs_mode_override)
-        logits = self.apply_logits_processors(logits.to(torch.float32), wanted, predict_bonus_token)
-        logits = self.apply_temperature(logits, wanted.temperature, all_random=True)
+        logits = self.apply_logits_processors(self.in_float32(logits), wanted, predict_bonus_token)
+        if (wanted.temperature != 1).any():
+            logits = self.apply_temperature(logits, wanted.temperature, all_random=True)
         for processor in wanted.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, wanted.top_k, wanted.top_p)
@@ -72,14 +76,23 @@ class DrawingSampler(Sampler):
         tokens = tokens.to(torch.int32)
         return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, torch.zeros(len(tokens), dtype=torch.int64)))
 
+    def in_float32(self, logits: Tensor) -> Tensor:
+        """The logits, or a copy of them that is good until the next step."""
+        if logits.dtype == torch.float32:
+            return logits
+        if self.kept.numel() < logits.numel():
+            self.kept = torch.empty(logits.numel())
+        return self.kept[: logits.numel()].view_as(logits).copy_(logits)
 
-def speed_up(runner: Any) -> None:
-    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model everything else."""
+
+def speed_up(runner: Any) -> Threads | None:
+    """Makes a CPU's model runner compute so, and returns what chooses its threads. With speculative decoding the sampler stays vLLM's, in a
+    compiled model everything else."""
     if type(runner.sampler) is Sampler and runner.speculative_config is None:
         runner.sampler = DrawingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
     if runner.compilation_config.mode != CompilationMode.NONE:
-        return
+        return None
     for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
         op.set_default([KERNEL, "native"])
-    if runner.parallel_config.world_size == 1:  # several workers wait for each other inside of a step anyway
-        choose_threads(runner)
+    # Several workers wait for each other inside of a step anyway.
+    return choose_threads(runner) if runner.parallel_config.world_size == 1 else None

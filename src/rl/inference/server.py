@@ -104,6 +104,16 @@ def cpu_kv_cache_bytes(config: Any) -> int:
     return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory // 6))
 
 
+def suit_cpu(config: Any) -> None:
+    """Completes vLLM's configuration for the CPU: kernels, memory for KV, and prompts whose ends are shared."""
+    from rl.inference.shared_tails import share_tails
+
+    importlib.import_module("rl.inference.eager")  # its kernels have to be there before vLLM chooses among them
+    share_tails(config)
+    if config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
+
+
 def confuses_states(config: Any) -> bool:
     """Whether vLLM would give requests the states of others: its build for CPUs has one of Mamba-2 a request, and, where prefixes are kept,
     looks them up by chunks of prompts (an IndexError, or the wrong one)."""
@@ -141,9 +151,7 @@ def running_engine(args: Namespace, timeout_s: float):
             said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
     if config.device_config.device_type == "cpu":
-        importlib.import_module("rl.inference.eager")  # its kernels have to be there before vLLM chooses among them
-        if config.cache_config.kv_cache_memory_bytes is None:
-            config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
+        suit_cpu(config)
     engine_process.fork_engine(config, method)
     with engine_process.starting(timeout_s):
         engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
