@@ -13,6 +13,7 @@ import pytest
 
 from rl.config.command_line import from_toml
 from rl.launch.run import resume_command
+from rl.run_dir.events import read_events
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -224,6 +225,7 @@ def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, exp
     _, err = process.communicate(timeout=20)
     assert process.returncode == expected
     assert f"{signum.name}: stopping" in err and "resume with: rl " in err
+    assert [(event.event, event.reason) for event in read_events(rl.run_dir.events)[-1:]] == [("stop", signum.name)]
     assert rl.nobody_left()
 
 

@@ -165,6 +165,17 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     assert not run.events("give_up") and not run.events("death", "orchestrator")
 
 
+def test_a_process_says_what_its_user_is_to_know_once_in_each_attempt(make):
+    run = make()
+    first, again = "{'failed e': 'environment e: no'}", "{'failed e': 'environment e: no', 'lost f': 'environment f is out'}"
+    come = f"if attempt > 1: beat('filling_batch', 1, warnings={again})\nbeat('filling_batch', 1, seconds=0.3, warnings={first}); exit(1)"
+    run.begin(orchestrator=come)
+    run.until(lambda: len(run.events("warning", "orchestrator")) == 3)
+    texts = ["environment e: no"] * 2 + ["environment f is out"]
+    assert [event["reason"] for event in run.events("warning")] == texts
+    assert [text for text in run.said if "environment" in text] == [f"warning: {text}" for text in texts]
+
+
 def test_progress_ends_the_doubling(make):
     run = make(backoff_s=0.05)
     run.begin(orchestrator="status('filling_batch', 1, progress=int(attempt != 2))\ntime.sleep(0.1)\nif attempt < 5: sys.exit(1)")

@@ -63,6 +63,8 @@ class RoleState:
     """By process: its own, and of a trainer those of the other ranks."""
     silent_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which each of them has had the same heartbeat."""
+    warned: set[str] = field(default_factory=set)
+    """What this attempt's warnings that were said are about."""
     stopped_s: float = 0.0
     """Seconds for which a signal has held it."""
 

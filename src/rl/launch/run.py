@@ -147,6 +147,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         if fault := nothing_trained(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__)):
             raise RunError(fault)
     except Stopped as stop:
+        watch.supervisor.event("stop", "rl", reason=str(stop))
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
     except RunError as error:
         code, why = 1, f"rl: {error}"

@@ -9,7 +9,7 @@ import msgspec
 
 from rl.run_dir.status import UNREADABLE, Phase
 
-EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up"]
+EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "warning", "stop"]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):

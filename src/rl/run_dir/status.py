@@ -20,9 +20,12 @@ from rl.run_dir.files import clean_leftovers, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
 from rl.system.linux import place
+from rl.system.terminal import clip
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
+MAX_WARNING = 500
+"""Characters of a warning that are kept; a log has all of it."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading a JSON file raises that is missing or damaged; the last for tables nested without end."""
 
@@ -123,6 +126,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
     quarantined: list[str] = []
     """Environments that are given up."""
+    warnings: dict[str, str] = {}
+    """What its user is to know, a sentence each by what it is about. `rl` says each once."""
     playing: int | None = None
     """Rollouts in flight."""
     requests: int | None = None
@@ -163,6 +168,15 @@ class Status:
                 self._note_phase()
             now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
             self.current = msgspec.structs.replace(self.current, **now, **fields)
+        self._write()
+
+    def warn(self, about: str, text: str) -> None:
+        """Has `rl` say a sentence; written at once. Of what was warned about already, nothing."""
+        with self.changing:
+            if about in self.current.warnings:
+                return
+            warnings = self.current.warnings | {about: clip(text, MAX_WARNING)}
+            self.current = msgspec.structs.replace(self.current, warnings=warnings)
         self._write()
 
     def advance(self, count: int = 1) -> None:
