@@ -14,7 +14,7 @@ from rl.config.environment_id import homes_root, read_id
 from rl.homes import hub, make, uv
 from rl.homes.build import outside
 from rl.homes.home import Pointer, home_of, is_of_package, read, write_pointer
-from rl.homes.make import Request, ensure
+from rl.homes.make import Request, ensure, name_of
 from rl.homes.records import Record, difference, read_record, text_of, write_record
 from rl.homes.settle import settled
 from rl.system.errors import RunError
@@ -71,6 +71,9 @@ def test_packages_of_one_name_and_version_are_told_apart_by_what_they_hold(index
     request = Request("hello", read_id("bob/hello@1.0"))
     write_pointer(request.pointer, Pointer(id=request.id, home=homes["ada"].digest, made=0.0))
     assert ensure(request, said.append) == homes["bob"]
+    older = msgspec.structs.replace(homes["bob"], digest=name_of(homes["bob"]))
+    said.clear()
+    assert ensure(request, said.append, recorded=older) == homes["bob"] and not any("warning" in line for line in said)
     text = text_of("hello", Record("k", homes["bob"]))
     assert "# own = hello==1.0\n" in text and "\nhello==1.0" not in text, "uv and pip would ask the usual index for it"
     (tmp_path / "hello.txt").write_text(text)

@@ -330,14 +330,17 @@ def replace_why(found: Found, why: str) -> Home:
     return Home(digest="", id=found.id, module=found.module, api=found.api, version=found.version, why=text, python="", packages=[])
 
 
+def name_of(home: Home, *held: object) -> str:
+    """The digest of a home. `held`: what its other fields do not say; that which is empty does not count."""
+    return digest(FORMAT, home.packages, home.python, home.path, home.module, home.api, home.version, *filter(None, held))
+
+
 def keep(place: Path, described: Home, plan: Plan, own: str = "", fresh: bool = False) -> Home:
     """Gives a virtual environment its final place, named after exactly what is in it, unless that is there already. `own`: see contents.
     `fresh`: one that is there and lacks something is replaced. Raises RunError while that is in use."""
-    lines, python = packages(place), python_version(place)
-    path = str(plan.path or "")
-    held: list[object] = [one for one in (contents(place, own), plan.index) if one]
-    name = digest(FORMAT, lines, python, path, described.module, described.api, described.version, *held)
-    home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
+    found = {"python": python_version(place), "packages": packages(place), "index": plan.index, "path": str(plan.path or "")}
+    home = msgspec.structs.replace(described, **found)
+    home = msgspec.structs.replace(home, digest=(name := name_of(home, contents(place, own), plan.index)))
     if read(name)[0] is None or (fresh and not has_all(homes_root() / name, place)):
         if pids := users(name):
             raise RunError(f"{plan.what}: its home {home.place} lacks files, and processes {', '.join(map(str, pids))} run in it; end them")
@@ -373,7 +376,7 @@ def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
     say(f"{what}: making its home as it was recorded ({recorded.why})")
     with built(plan, log, say, deadline) as place:
         home = keep(place, recorded, plan, request.own_package)
-    if home.digest != recorded.digest:
+    if recorded.digest not in (home.digest, name_of(home, contents(home.place))):  # the latter by versions before owners counted
         changes = difference(recorded.packages, home.packages)
         if held := ", ".join(sorted(contents(home.place, request.own_package))):
             changes = changes or f"the content of {held}"
