@@ -88,7 +88,7 @@ def environment_problems(state: RunState) -> list[Problem]:
     for env, one in played(lines_of_orchestrator(state.lines)).items():
         serious = one.left_out or (not one.trained and one.failed.total() > 0)
         if serious or one.failed.total() > MANY * one.finished:
-            about = [event.reason for event in said if event.env == env]
+            about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]
             look = [f"`rl show {state.run_dir.root} --env {env} --why error` shows them"] if one.failed else []
             text = "; ".join([f"environment {env}: {one.fault}", *about, *look])
             found.append(Problem(text, serious, (f"rollouts/{env}/trained",), "error"))

@@ -69,7 +69,7 @@ class GroupWarnings:
         names = sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name})
         if names and self._due("renamed", group.env):
             renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
-            text = f"environment {group.env}: metrics of its own that are called like ours are reported under another name: {renamed}"
+            text = f"metrics of environment {group.env} that are called like ours are reported under another name: {renamed}"
             log.warning(text)
             self.warn(EnvWarning("renamed", group.env, text))
 
