@@ -2,14 +2,24 @@
 
 import json
 import re
+import tempfile
 
 import pytest
 
-from rl.commands.environment import environment_given, messages_text, print_description, task_text
+from rl.commands.environment import environment_given, messages_text, print_description, scratch, task_text
 from rl.wire.worker_messages import Description
 from tests.commands.driver import rl
 from tests.commands.servers import Endpoint
 from tests.web import serving
+
+
+def test_what_failed_calls_have_left_goes_with_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = scratch("e")
+    for left in (tmp_path / "rl-env-e-more-1-x", tmp_path / "rl-env-e-99999999-a", tmp_path / "rl-env-other-99999999-a"):
+        left.mkdir()
+    second = scratch("e")
+    assert sorted(tmp_path.iterdir()) == sorted([first, second, tmp_path / "rl-env-e-more-1-x", tmp_path / "rl-env-other-99999999-a"])
 
 
 def test_the_environment_and_its_arguments(capsys):

@@ -427,6 +427,46 @@ def test_killed_with_all_its_processes(run, gone):
     assert found.lines[1] == "trainer: dead; it was training step 13 5 min ago"
 
 
+def test_stopped_by_its_user_after_a_death_whatever_its_processes_left(run, gone):
+    run.rl(gone)
+    run.metrics(range(1, 13))
+    run.status("trainer", does(Phase.TRAINING, 13), pid=gone, heartbeat=300)
+    run.event("start", "rl", 500)
+    run.event("death", "trainer", 400, reason="ended with exit code 1", exit=1)
+    run.event("stop", "rl", 300, reason="SIGINT")
+    assert run.diagnosis().state == "stopped"
+    assert run.bottleneck() == f"the run was stopped at step 12 of 100; continue it with `rl @ {run.dir.config} --resume`"
+
+
+def counts(env, finished, trained, **failed):
+    more = {f"rollouts/{env}/failed_{cause}": count for cause, count in failed.items()}
+    return {f"rollouts/{env}/finished": finished, f"rollouts/{env}/trained": trained, **more}
+
+
+def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_ended_well(run, gone):
+    run.rl(gone)
+    run.metrics(range(1, 101), **{"time/step": 10.0})
+    lost = {f"rollouts/lost/{name}": [8, 0] for name in ("finished", "trained")} | {"env/lost/quarantined": 1}
+    values = counts("bad", 8, 0, reward=6, worker=2) | counts("doubtful", 8, 6, timeout=2) | counts("good", 80, 8, reward=1)
+    run.metrics([99, 100], "orchestrator", **values, **counts("solved", 8, 0), **lost)
+    run.event("start", "rl", 500)
+    reason = "environment bad: 4 of 4 rollouts failed (reward): ValueError: no"
+    run.event("warning", "orchestrator", 400, env="bad", reason=reason)
+    run.event("warning", "orchestrator", 300, env="lost", reason="environment lost is left out until the next start: its workers died")
+    run.dir.run_end.parent.mkdir(exist_ok=True)
+    run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("100 steps done", run.now)))
+    run.dir.checkpoint(100).mkdir(parents=True)
+    (run.dir.checkpoint(100) / "manifest.json").write_text(manifest())
+    found = run.diagnosis()
+    assert found.state == "ended" and found.bottleneck == "the run ended well: 100 steps done"
+    assert [problem.text for problem in found.problems] == [
+        "environment bad: nothing of it was trained, 16 of 16 rollouts failed (reward 12, worker 4); at first: 4 of 4 rollouts failed "
+        f"(reward): ValueError: no; `rl show {run.dir.root} --env bad --why error` shows them",
+        "environment lost: it is left out; environment lost is left out until the next start: its workers died",
+    ]
+    assert found.lines[-1].startswith("environment doubtful: 4 of 16 rollouts failed (timeout 4); `rl show ")
+
+
 def test_a_number_that_another_process_got_since_is_no_sign_of_life(run):
     run.status("trainer", does(Phase.TRAINING, 13), started=run.now - 10**7, heartbeat=300)
     assert read_state(run.dir, run.config).processes["trainer"].alive is False

@@ -29,6 +29,8 @@ class EchoTask(vf.Task[EchoData, vf.State, EchoTaskConfig]):
     async def right(self, trace: vf.Trace) -> float:
         if self.config.fail == "reward":
             raise ConnectionError("the judge is down")
+        if self.config.fail == "exit":
+            exit("bye")
         if self.config.fail == "nan":
             return float("nan")
         return 2.0 * float(self.data.answer in trace.last_reply)

@@ -32,6 +32,32 @@ def test_what_cannot_be_written_is_a_failed_rollout(content):
     assert broken.cause == "environment" and "cannot be written" in broken.error and whole == rollouts[1]
 
 
+def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
+    rollouts = [Rollout(messages=[{"role": "user", "content": "x" * size}], reward=1.0) for size in (17 << 20, 15 << 20)]
+    long, kept = msgspec.msgpack.decode(encode_result(ORDER, rollouts), type=FromWorker).rollouts
+    assert (long.cause, long.error) == (
+        "environment",
+        "its messages or metrics cannot be written: ValueError: the messages have 17 MiB, 16 are allowed",
+    )
+    assert kept.error is None and len(kept.messages[0]["content"]) == 15 << 20
+
+
+def test_the_error_of_an_environment_that_does_not_load_has_a_bound(monkeypatch):
+    sent = []
+
+    class Socket:
+        def __getattr__(self, name):
+            return lambda *arguments, **more: None
+
+        async def send(self, data):
+            sent.append(msgspec.msgpack.decode(data, type=FromWorker))
+
+    monkeypatch.setattr(worker.zmq.asyncio.Context, "instance", lambda: SimpleNamespace(socket=lambda kind: Socket(), term=lambda: None))
+    with pytest.raises(SystemExit):
+        asyncio.run(worker.serve(SimpleNamespace(worker_id="e-0", orchestrator="ipc://x"), None, "no: " + "x" * 5_000_000))
+    assert len(sent[0].message) == MAX_ERROR and sent[0].message.startswith("no: xxx")
+
+
 def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
     played = msgspec.msgpack.decode(encode_result(ORDER, [Rollout(metrics={1: 2.0})]), type=FromWorker)
     assert "cannot be written" in played.rollouts[0].error

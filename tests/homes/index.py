@@ -101,6 +101,7 @@ class Index(WebServer):
         return web.Response(text=f"<!DOCTYPE html><html><body>{''.join(lines)}</body></html>", content_type="text/html")
 
     async def file(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
         path = self.folder / request.match_info["owner"] / request.match_info["file"]
         return web.FileResponse(path) if path.is_file() else web.Response(status=404)
 

@@ -4,6 +4,7 @@ import subprocess
 from contextlib import asynccontextmanager
 
 from rl.commands import environment, evaluate
+from rl.commands.homes import several
 from rl.config.command_line import build, parse_args, write_config
 from rl.homes.settle import homes_of, record
 from rl.system.errors import RunError
@@ -26,6 +27,10 @@ def played_in(monkeypatch):
     return versions
 
 
+def test_requirements_have_commas_of_their_own():
+    assert several("sympy>=1.13,<2 , nltk[all,more]>=3,") == ("sympy>=1.13,<2", "nltk[all,more]>=3")
+
+
 def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
@@ -44,7 +49,7 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     config.run_dir.status_dir.mkdir()
     record(config, found)
     code, frozen, _ = called(capsys, "env", "freeze", run)
-    assert code == 0 and frozen.splitlines()[-3:] == ["hello==1.0", "helper==1.0", "verifiers==0.3.1"]
+    assert code == 0 and frozen.splitlines()[-3:] == ["# own = hello==1.0", "helper==1.0", "verifiers==0.3.1"]
 
     make_wheel(index.folder / "ada", "hello", "1.1", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     assert called(capsys, "env", "install", "ada/hello")[1].startswith("ada/hello 1.1: ")
@@ -70,7 +75,7 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     assert code == 1 and err == f"rl env: {old.digest}: processes {sleeping.pid} run in it; end them first\n"
     sleeping.kill()
     sleeping.wait()
-    assert called(capsys, "env", "remove", old.digest)[:2] == (0, f"removed {old.digest}\n")
+    assert earlier.endswith(" KiB)") and called(capsys, "env", "remove", "earlier")[:2] == (0, f"removed {old.digest}\n")
     code, out, _ = called(capsys, "env", "install", f"{run}/environments/hello.txt")
     assert code == 0 and out.startswith("ada/hello 1.0: ") and old.place.is_dir()  # and from now on it is what the id means
     assert homes_of(config, said.append, recorded=False) == found

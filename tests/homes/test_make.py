@@ -13,9 +13,9 @@ import pytest
 from rl.config.environment_id import homes_root, read_id
 from rl.homes import hub, make, uv
 from rl.homes.build import outside
-from rl.homes.home import home_of, is_of_package, read
-from rl.homes.make import Request, ensure
-from rl.homes.records import Record, difference, read_record, write_record
+from rl.homes.home import Pointer, home_of, is_of_package, read, write_pointer
+from rl.homes.make import Request, ensure, name_of
+from rl.homes.records import Record, difference, read_record, text_of, write_record
 from rl.homes.settle import settled
 from rl.system.errors import RunError
 from tests.homes.index import CLASSIC, V1, make_source, make_wheel
@@ -49,10 +49,8 @@ def test_a_package_of_the_hub(index, said):
     assert prints(home, "import say_hello, helper, sys; print(helper.VALUE, sys.prefix)") == f"7 {home.place}"
     assert len(said) == 2 and said[0].startswith("environment say-hello: ada/say-hello@0.3.0 from the Environments Hub (http://127.0.0.1:")
     reason = "for 0.4.0, the newest that it allows, has no classic API"
-    assert (
-        f"ada/say-hello@0.3.0: classic, verifiers 0.3.1 ({reason}), Python {sys.version.split()[0]}; its home {home.place} was made"
-        in said[1]
-    )
+    text = f"ada/say-hello@0.3.0: classic, verifiers 0.3.1 ({reason}), Python {sys.version.split()[0]}; made in "
+    assert text in said[1] and said[1].endswith(f" s ({home.place})")
 
     asked, said[:] = len(index.asked), []
     start = time.monotonic()
@@ -60,6 +58,63 @@ def test_a_package_of_the_hub(index, said):
     assert time.monotonic() - start < 0.3
     newest = made("ada/say-hello", said)
     assert newest.version == "0.4.0" and newest.digest != home.digest and home.place.is_dir()
+
+
+def test_packages_of_one_name_and_version_are_told_apart_by_what_they_hold(index, said, tmp_path):
+    """Whoever owns them: a home that earlier versions of rl gave to both is not used for the other one."""
+    for owner in ("ada", "bob"):
+        make_wheel(index.folder / owner, "hello", "1.0", {"hello.py": f"{CLASSIC}OWNER = '{owner}'\n"}, ["verifiers<0.4"])
+    code = "import hello; print(hello.OWNER)"
+    homes = {owner: made(f"{owner}/hello@1.0", said) for owner in ("ada", "bob")}
+    assert {owner: prints(home, code) for owner, home in homes.items()} == {"ada": "ada", "bob": "bob"}
+    assert made("bob/hello", said).digest == homes["bob"].digest, "with a version or without, it is the same package"
+    request = Request("hello", read_id("bob/hello@1.0"))
+    write_pointer(request.pointer, Pointer(id=request.id, home=homes["ada"].digest, made=0.0))
+    assert ensure(request, said.append) == homes["bob"]
+    older = msgspec.structs.replace(homes["bob"], digest=name_of(homes["bob"]))
+    said.clear()
+    assert ensure(request, said.append, recorded=older) == homes["bob"] and not any("warning" in line for line in said)
+    text = text_of("hello", Record("k", homes["bob"]))
+    assert "# own = hello==1.0\n" in text and "\nhello==1.0" not in text, "uv and pip would ask the usual index for it"
+    (tmp_path / "hello.txt").write_text(text)
+    assert read_record(tmp_path / "hello.txt") == Record("k", homes["bob"])
+
+
+def test_what_was_written_into_a_package_is_told_where_it_is_installed_again(index, said):
+    first = ensure(Request("rows", None), said.append)
+    with next(first.place.glob("lib/python3*/site-packages/helper.py")).open("a") as file:
+        file.write("VALUE = 8\n")
+    assert not any("warning" in line for line in said)
+    make_wheel(index.folder / "simple", "sums", "1.0", {"sums.py": "A = 1\n"})
+    second = ensure(Request("more", None, requirements=("sums",)), said.append)
+    assert prints(second, "import helper; print(helper.VALUE)") == "8"
+    remedy = "`uv cache clean helper`, `rl env remove` of this home, then again"
+    text = f"helper.py of helper is not as its package has it: something wrote into uv's cache; {remedy}"
+    assert said[-1] == f"warning: environment more: {text}"
+
+
+def test_installing_again_downloads_only_what_may_have_changed(index, said):
+    make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
+    request = Request("hello", read_id("ada/hello"))
+    ensure(request, said.append)
+    index.asked.clear()
+    make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC + "NEW = 1\n"}, ["verifiers<0.4"])
+    make_wheel(index.folder / "simple", "helper", "2.0", {"helper.py": "VALUE = 8\n"})
+    assert prints(ensure(request, said.append, fresh=True), "import hello, helper; print(hello.NEW, helper.VALUE)") == "1 8"
+    files = {path.rpartition("/")[2] for path in index.asked if path.startswith("/files/") and path.endswith(".whl")}
+    assert files == {"hello-1.0-py3-none-any.whl", "helper-2.0-py3-none-any.whl"}
+
+
+def test_a_package_that_shows_no_environment_is_doubted(index, said):
+    make_wheel(index.folder / "simple", "library", "1.0", {"library.py": "A = 1\n"}, ["verifiers<0.4"])
+    made("pypi:library", said)
+    assert said[-1].startswith("warning: environment pypi:library: its package shows neither a function load_environment nor a v1")
+
+
+def test_requirements_are_looked_at_before_anything_is_made(index, said):
+    with pytest.raises(RunError, match="environment rows: requirements: '<2' is none"):
+        ensure(Request("rows", None, requirements=("<2",)), said.append)
+    assert nothing_half_made()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +272,11 @@ def test_two_that_want_the_same_home(index, said):
     [
         (
             "echo 'error: failed to copy: No space left on device (os error 28)'; exit 2",
-            "no space left for it in .*; make room, or have RL_ENVIRONMENTS",
+            "no space left on the disk of .*/homes, or of uv's own cache; make room: `uv cache clean`",
+        ),
+        (
+            "echo 'error: failed to write to file `/small/c/simple-v28/x.rkyv`: No space left on device (os error 28)'; exit 2",
+            "no space left on the disk of /small/c/simple-v28/x.rkyv; make room: `uv cache clean` .* UV_CACHE_DIR and RL_ENVIRONMENTS",
         ),
         (
             "echo 'error: build failed: this package requires Python>=3.8 and a Fortran compiler'; exit 1",

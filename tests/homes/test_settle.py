@@ -47,9 +47,15 @@ def test_from_a_configuration_to_interpreters_and_back(index, said, tmp_path, mo
     record(config, found)
     written = (config.run_dir.environments / "some-sums.txt").read_text().splitlines()
     assert written[0].startswith("# Environment some-sums was played with") and "# id = ada/some-sums@1.0" in written
-    assert written[-3:] == ["helper==1.0", "some-sums==1.0", "verifiers==0.3.1"]
+    assert written[-3:] == ["# own = some-sums==1.0", "helper==1.0", "verifiers==0.3.1"]
     said.clear()
     assert homes_of(config, said.append, recorded=True) == found and said == []
+    for file in (Path("alone.py"), Path("reward.py")):
+        file.write_text(file.read_text() + "# changed\n")
+    homes_of(config, said.append, recorded=True)
+    assert [line.partition(" has changed")[0] for line in said] == [
+        f"warning: the code of environment {name}" for name in ("alone", "rows", "eval-more")
+    ]
 
 
 def test_ids_that_mean_nothing_are_all_told(tmp_path, monkeypatch):

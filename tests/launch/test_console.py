@@ -211,6 +211,21 @@ def test_a_short_batch_is_said_on_its_line_and_explained_once(tmp_path):
     assert len(lines) == 5
 
 
+def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
+    one = {"reward/mean": 0.5, "reward/e/mean": 0.5, "rollouts/e/finished": 8, "rollouts/e/trained": 4, "rollouts/e/failed_reward": 2}
+    more = {"rollouts/f/finished": 4, "rollouts/f/trained": 0, "rollouts/f/failed_worker": 4, "rollouts/g/finished": 0}
+    more |= {"rollouts/g/trained": 0, "env/g/quarantined": 1}
+    for step, metrics in ((1, one), (2, one | more)):
+        screen.write(step, "orchestrator", metrics)
+        screen.write(step, "trainer", TRAINER)
+    lines = screen.look().splitlines()
+    assert lines[1].endswith("4.1 wait_for_batch  25% failed")
+    assert lines[2].endswith("4.1 wait_for_batch  e 0.50, 25% failed  f -, 100% failed, none trained  g -, left out")
+    screen.write(2, "eval", {"eval/e/reward_mean": 0.25, "eval/e/errored": 0.5})
+    assert screen.look() == "  eval at version 2: e 0.250, 50% failed\n"
+
+
 def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
     def said(*args: str) -> list[str]:
         screen = Screen(tmp_path, *args)

@@ -52,6 +52,25 @@ def test_several_environments_are_told_apart():
     assert report_lines(lines, run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
 
 
+def test_the_report_says_what_failed_and_of_which_environment_nothing_was_trained():
+    run_dir = RunDir(Path("x"), Path("x"))
+    line = {"reward/mean": 0.5, "reward/dropped/mean": 1.0, "rollouts/dropped/finished": 8, "rollouts/dropped/trained": 0}
+    line |= {"rollouts/dropped/failed_reward": 2, "rollouts/all/finished": 4, "rollouts/all/trained": 0, "rollouts/all/failed_worker": 4}
+    lines = {(step, "orchestrator"): dict(line) for step in (1, 2)}
+    for count, name in ((0, "late"), (8, "good")):
+        for each in lines.values():
+            each |= {f"rollouts/{name}/finished": count, f"rollouts/{name}/trained": count}
+    lines[2, "orchestrator"]["env/late/quarantined"] = 1
+    assert report_lines(lines, run_dir)[2:6] == [
+        "          -   all: nothing of it was trained, 8 of 8 rollouts failed (worker 8)",
+        "          1.000 -> 1.000   dropped: nothing of it was trained, 4 of 16 rollouts failed (reward 4)",
+        "          -   good",
+        "          -   late: none of its rollouts was settled, it is left out",
+    ]
+    alone = {(1, "orchestrator"): {"reward/e/mean": 0.5, "rollouts/e/finished": 8, "rollouts/e/trained": 4, "rollouts/e/failed_reward": 1}}
+    assert report_lines(alone, run_dir)[1] == "          0.500   e: 1 of 8 rollouts failed (reward 1)"
+
+
 def test_golden_report(tmp_path):
     run_dir = synthetic(tmp_path)
     run_dir.weights(8).mkdir(parents=True)

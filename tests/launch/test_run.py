@@ -9,10 +9,14 @@ import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from rl.config.command_line import from_toml
-from rl.launch.run import resume_command
+from rl.homes.home import Home
+from rl.homes.records import Record
+from rl.launch.run import home_lines, resume_command
+from rl.run_dir.events import read_events
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -203,6 +207,14 @@ def test_inference_elsewhere_is_not_started(rl):
     assert not list(rl.run_dir.logs.glob("inference*"))
 
 
+def test_a_home_is_told_once_for_all_of_its_environments():
+    one = Home(digest="d", id="./e", module="e", api="classic", version="1.0", why="classic, verifiers 0.3.1", python="3.12.1", packages=[])
+    rows = msgspec.structs.replace(one, id="classic", version="")
+    homes = {name: Record("k", home) for name, home in {"a": one, "b": one, "c": rows}.items()}
+    assert home_lines(homes, []) == ["environments a, b: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1"]
+    assert home_lines(homes, ["environment a: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1; made in 3 s (/x/d)"]) == []
+
+
 def test_a_model_that_cannot_be_found(rl):
     code, _, err = rl(model="sys.exit('model.name: not there')")
     assert code == 1
@@ -224,6 +236,7 @@ def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, exp
     _, err = process.communicate(timeout=20)
     assert process.returncode == expected
     assert f"{signum.name}: stopping" in err and "resume with: rl " in err
+    assert [(event.event, event.reason) for event in read_events(rl.run_dir.events)[-1:]] == [("stop", signum.name)]
     assert rl.nobody_left()
 
 

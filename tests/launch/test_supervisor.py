@@ -165,6 +165,18 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     assert not run.events("give_up") and not run.events("death", "orchestrator")
 
 
+def test_a_process_says_what_its_user_is_to_know_once_in_each_attempt(make):
+    run = make()
+    one, two = ({"about": about, "env": env, "text": f"environment {env}: no"} for about, env in (("failed", "e"), ("lost", "f")))
+    again = f"beat('filling_batch', 1, warnings={[one, two]})"
+    come = f"if attempt > 1: {again}\nbeat('filling_batch', 1, seconds=0.3, warnings={[one]}); exit(1)"
+    run.begin(orchestrator=come)
+    run.until(lambda: len(run.events("warning", "orchestrator")) == 3)
+    texts = ["environment e: no"] * 2 + ["environment f: no"]
+    assert [(event["env"], event["reason"]) for event in run.events("warning")] == [(text[12], text) for text in texts]
+    assert [text for text in run.said if "environment" in text] == [f"warning: {text}" for text in texts]
+
+
 def test_who_made_progress_starts_again_at_once(make):
     run = make(backoff_s=0.05)
     run.begin(orchestrator="status('filling_batch', 1, progress=int(attempt != 2))\ntime.sleep(0.1)\nif attempt < 5: sys.exit(1)")

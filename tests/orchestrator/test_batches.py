@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
+from rl.orchestrator.batch_builder import GroupWarnings
 from rl.orchestrator.batch_metrics import SampleCounts, batch_metrics
 from rl.orchestrator.batches import OrchestratorState, choose, commit, decode_state, form, rollout_line
 from rl.orchestrator.ending import RewardHistory, only_failures
@@ -147,6 +148,31 @@ def test_metrics_count_every_rollout_and_lag_by_token():
     assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 4 / 16)
     assert (metrics["rollouts/errored"], metrics["rollouts/zero_advantage"], metrics["rollouts/trained"]) == (0.25, 0.25, 4)
     assert metrics["rollouts/length_mean"] == (2 * 4 + 6 * 2) / 6
+
+
+def test_each_environment_is_counted_also_one_of_which_nothing_is_left():
+    used, failed = group(0, 1.0, 0.0), group(1, 0.0, 0.0, env="f", error="x")
+    metrics = batch_metrics(SampleCounts(1, group_samples(used)), [used, failed], ["e", "f", "g"])
+    counted = {
+        name: metrics[f"rollouts/{name}"] for name in ("e/finished", "e/trained", "f/finished", "f/trained", "g/finished", "g/trained")
+    }
+    assert counted == {"e/finished": 2, "e/trained": 2, "f/finished": 2, "f/trained": 0, "g/finished": 0, "g/trained": 0}
+
+
+def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
+    some = group(0, 1.0, 0.0)
+    for rollout in some.rollouts:
+        rollout.metrics = {"mean": 1000.0, "length_penalty": 7.0, "agent_agent": 5.0, "errored": 3.0, "means": 2.0}
+    metrics = batch_metrics(SampleCounts(1, group_samples(some)), [some])
+    own = {"own_mean": 1000.0, "own_length_penalty": 7.0, "own_agent_agent": 5.0, "own_errored": 3.0, "means": 2.0}
+    assert {name.removeprefix("reward/e/"): value for name, value in metrics.items() if name.startswith("reward/e/")} == {
+        "mean": 0.5,
+        **own,
+    }
+    said = []
+    GroupWarnings(said.append).renamed(some)
+    assert [(one.about, one.env) for one in said] == [("renamed", "e")]
+    assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
 
 
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():

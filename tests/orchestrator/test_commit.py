@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import RoleStatus
+from rl.run_dir.status import EnvWarning, RoleStatus
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.user_function import UserFunction
@@ -81,6 +82,12 @@ class Nothing:
 
     lost: dict[str, str] = {}
     current = RoleStatus()
+
+    def __init__(self) -> None:
+        self.warned: dict[tuple[str, str], str] = {}
+
+    def warn(self, warning: EnvWarning) -> None:
+        self.warned[warning.about, warning.env] = warning.text
 
     def advance(self, count: int = 1) -> None: ...
 
@@ -160,6 +167,22 @@ class NoTask:
     """Of a group in flight."""
 
     def cancel(self) -> None: ...
+
+
+def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_path):
+    one = World(tmp_path, random.Random(0)).orchestrator()
+    now(one.builder.restore())
+    bad = Group(group_id=0, env="a", task=0, rollouts=[Rollout(episode=i, error=f"no {i}\nmore", cause="reward") for i in range(2)])
+    now(one.builder.add([bad, msgspec.structs.replace(bad, group_id=1)]))
+    one.quarantine("only evaluated", "it died")
+    one.quarantine("b", "its workers died")
+    assert one.status.warned == {
+        ("failed", "a"): "environment a: 2 of 2 rollouts of a group failed for good (reward): no 0",
+        ("lost", "only evaluated"): "environment only evaluated is left out until the next start: it died",
+        ("lost", "b"): "environment b is left out until the next start, its share goes to the others: its workers died",
+    }
+    with pytest.raises(RunError, match="environment a cannot be played: it died, too"):
+        one.quarantine("a", "it died, too")
 
 
 def nonce(group: Group) -> float:

@@ -1,5 +1,6 @@
 """`rl env`: describes an environment, plays a few rollouts of it, exports its tasks as JSONL."""
 
+import os
 import shutil
 import tempfile
 import textwrap
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from rl.commands import homes
 from rl.commands.arena import Arena, Job, arena, run, say
@@ -77,7 +79,7 @@ async def show_environment(config: RLConfig, values: dict[str, Any], children: C
     homes = homes_of(config, say, recorded=recorded)  # before anything is asked of the policy
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"]) if values["rollouts"] else None
     split, timeout_s = values["split"], config.orchestrator.worker_timeout_s
-    work = Path(tempfile.mkdtemp(prefix=f"rl-env-{env.label}-"))  # what fails names a log in it; else nobody needs it
+    work = scratch(env.label)
     async with arena(config, homes, source, work, children) as place:
         ready = place.ready[env.label]
         description = await place.pool.describe(env.label, split, 1, timeout_s)
@@ -89,6 +91,15 @@ async def show_environment(config: RLConfig, values: dict[str, Any], children: C
             await play(place, env.label, split, sizes[split], values)
     shutil.rmtree(work, ignore_errors=True)
     return 0
+
+
+def scratch(label: str) -> Path:
+    """A new directory. Whoever fails names a log in it, else it is deleted at the end; those of failed calls go with the next one."""
+    for old in Path(tempfile.gettempdir()).glob(f"rl-env-{label}-*"):
+        pid = old.name.removeprefix(f"rl-env-{label}-").partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"rl-env-{label}-{os.getpid()}-"))
 
 
 def print_description(label: str, sizes: dict[str, int | None], description: Description, split: str) -> None:

@@ -1,5 +1,6 @@
 """`rl env install | list | remove | freeze`: the homes of environments, and what a run's were played with."""
 
+import re
 import time
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
 from rl.config.options import Option, take
-from rl.homes.home import Pointer, delete, pointers, read, unreferenced, users
+from rl.diagnosis.disk import size
+from rl.homes.home import Pointer, delete, own_bytes, pointers, read, unreferenced, users
 from rl.homes.make import Request, ensure, install_record, summary
 from rl.homes.records import read_record, read_records, text_of
 from rl.launch.children import Children
@@ -21,11 +23,12 @@ REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.en
 DRY = Option("dry-run", "", "say what would be installed, and install nothing")
 TO = Option("to", "FILE", "write it to a file")
 OPTIONS: dict[str, tuple[Option, ...]] = {"install": (KIND, REQUIRE, DRY), "list": (), "remove": (), "freeze": (TO,)}
+EARLIER = "earlier"
 VERBS = {
     "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
     "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
     "list": "rl env list                  shows the homes that are there",
-    "remove": "rl env remove ID|NAME|DIGEST deletes them",
+    "remove": "rl env remove ID|NAME|DIGEST deletes them; `earlier`: those that a newer one took the place of",
     "freeze": "rl env freeze RUN [NAME]     prints what an environment of a run was played with",
 }
 
@@ -46,8 +49,13 @@ def main(verb: str, args: list[str], children: Children) -> int:
     if values["dry_run"]:
         print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it is there")
         return 0
-    requirements = tuple(part.strip() for part in (values["requirements"] or "").split(",") if part.strip())
-    return install(rest[0], values["kind"], requirements)
+    return install(rest[0], values["kind"], several(values["requirements"] or ""))
+
+
+def several(text: str) -> tuple[str, ...]:
+    """The requirements in a text that commas separate: `sympy>=1.13,<2, nltk` has two, for a version has commas of its own."""
+    parts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int:
@@ -70,10 +78,10 @@ def show() -> int:
         home, damage = read(pointer.home)
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(pointer.made))
         text = summary(home) if home else f"{pointer.id}: {damage or 'deleted'}"
-        print(f"{made}  {text}  {homes_root() / pointer.home}")
+        print(f"{made}  {text}  {homes_root() / pointer.home} ({size(own_bytes(pointer.home))})")
     for name in unreferenced():
         home, damage = read(name)
-        print(f"{'earlier':<16}  {summary(home) if home else damage}  {homes_root() / name}")
+        print(f"{'earlier':<16}  {summary(home) if home else damage}  {homes_root() / name} ({size(own_bytes(name))})")
     return 0
 
 
@@ -94,11 +102,13 @@ def meant(name: str) -> dict[Path, Pointer]:
 
 def remove(name: str) -> int:
     """Deletes the pointers that are meant, and the homes that no other one points at. Raises RunError for one that is in use."""
-    if name in unreferenced():
-        if pids := users(name):
-            raise RunError(f"{name}: processes {', '.join(map(str, pids))} run in it; end them first")
-        delete(name)
-        print(f"removed {name}")
+    old = unreferenced()
+    if doomed_homes := old if name == EARLIER else [one for one in old if one == name]:
+        for one in doomed_homes:
+            if pids := users(one):
+                raise RunError(f"{one}: processes {', '.join(map(str, pids))} run in it; end them first")
+            delete(one)
+            print(f"removed {one}")
         return 0
     doomed = meant(name)
     kept = {pointer.home for path, pointer in pointers().items() if path not in doomed}

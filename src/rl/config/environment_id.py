@@ -51,16 +51,24 @@ def module_name(path: str) -> str:
     return path.split("/")[-1].replace("-", "_")
 
 
+def unversioned(env_id: str) -> str:
+    """An id without the version of a package of the Hub or an index."""
+    return env_id if env_id.startswith("/") else re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]
+
+
 def short_name(env_id: str) -> str:
     """`owner/name@version` without owner and version, `pypi:name==1.0` without either; a file's name without its ending."""
     if env_id.startswith(INDEX_PREFIX):
         found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
         return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
-    return Path(env_id.split("@")[0]).stem
+    path = Path(env_id.split("@")[0])
+    return path.stem if path.name not in ("", "..") else path.expanduser().resolve().name
 
 
 def read_id(env_id: str) -> Source:
     """The package that an id means. Raises RunError, which says where it was looked for and what would bring it."""
+    if not env_id.strip():
+        raise RunError("the id of an environment is empty; write owner/name, pypi:name, ./folder, or the name of a module")
     if env_id.startswith((".", "/", "~")):
         return folder(env_id)
     if env_id.startswith(INDEX_PREFIX):

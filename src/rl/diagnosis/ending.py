@@ -46,6 +46,9 @@ def how_it_ended(state: RunState) -> Ending:
         return Ending(f"the run ended well: {reason}", "ended")
     if why := nothing_trained(state.lines):
         return Ending(why, "died")
+    stopped = Ending(f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`", "stopped")
+    if state.recent_events and state.recent_events[-1].event == "stop":
+        return stopped
     fatal = [event for event in state.recent_events if event.event in ("give_up", "death")]
     if fatal:
         last = fatal[-1]
@@ -65,5 +68,4 @@ def how_it_ended(state: RunState) -> Ending:
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
         return Ending(f"the run did not come to its start{why}; `{state.resume}` tries again", "died", log)
-    text = f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`"
-    return Ending(text, "stopped")
+    return stopped

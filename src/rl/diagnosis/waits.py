@@ -7,6 +7,7 @@ from typing import Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.ending import ended_well, how_it_ended
+from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.problems import Problem, log_of, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.state import Process, RunState, read_state, span
@@ -47,7 +48,8 @@ class Diagnosis:
 def diagnose(run_dir: RunDir, config: RLConfig) -> Diagnosis:
     """The diagnosis of a run, alive or dead."""
     state = read_state(run_dir, config)
-    hints = reward_problems(state)
+    hints, environments = reward_problems(state), environment_problems(state)
+    broken, doubtful = ([problem for problem in environments if problem.serious is serious] for serious in (True, False))
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
         bottleneck, how, log = how_it_ended(state)
@@ -64,7 +66,8 @@ def diagnose(run_dir: RunDir, config: RLConfig) -> Diagnosis:
             problems = [replace(first, text=bottleneck), *problems[1:]]
         elif not problems and all_work(state) and (pace := pace_text(state)):
             bottleneck = f"{bottleneck}; {pace}"
-    return Diagnosis(how, bottleneck, [*report(state), *hint_lines(hints)], problems, hints)
+    lines = [*report(state), *hint_lines(hints), *(problem.text for problem in doubtful)]
+    return Diagnosis(how, bottleneck, lines, [*problems, *broken], [*hints, *doubtful])
 
 
 def hint_lines(hints: list[Problem]) -> list[str]:

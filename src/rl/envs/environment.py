@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -32,6 +32,25 @@ async def limited(limit: AbstractAsyncContextManager[Any], timeout_s: float, wha
 def places(count: int) -> AbstractAsyncContextManager[Any]:
     """A semaphore for `count` rollouts at once; -1: no limit."""
     return asyncio.Semaphore(count) if count > 0 else nullcontext()
+
+
+async def without_exit(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has a task of its own, where an exit() of the environment's code would end the event loop."""
+    try:
+        return await work
+    except SystemExit as end:
+        raise RuntimeError(f"the environment's code called exit({'' if end.code is None else repr(end.code)})") from end
+
+
+def exits_are_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """Has every later task of a loop be `without_exit`, also those that a library starts for the environment's code."""
+
+    def make(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> "asyncio.Task[Any]":
+        task = asyncio.Task(without_exit(work), loop=loop, **more)
+        task.add_done_callback(lambda _: work.close())  # of one that is cancelled before it begins
+        return task
+
+    loop.set_task_factory(make)
 
 
 class Environment(Protocol):

@@ -51,6 +51,8 @@ UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 PLAYED = msgspec.msgpack.Decoder(Played)
 MAX_NESTING = 64
 """Levels of a rollout's messages. Decoders go down to several hundred, but fewer from deep inside a call stack."""
+MAX_MESSAGES = 16 << 20
+"""Bytes of a rollout's messages in JSON: they are kept in rollouts/, for every rollout."""
 MAX_ERROR = 8000
 """Characters of a failure's text that are kept; half of them may be the end of a traceback."""
 
@@ -248,8 +250,11 @@ def sendable(rollout: Rollout) -> Rollout:
 
 
 def json_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as they will be in JSON, without secrets. Raises ValueError for those nested too deep for the writer of that JSON."""
-    decoded = msgspec.json.decode(redact_json(msgspec.json.encode(messages)), type=list[dict[str, Any]])
+    """Messages as they will be in JSON, without secrets. Raises ValueError for those that are too long, or nested too deep for the writer
+    of that JSON."""
+    if len(data := msgspec.json.encode(messages)) > MAX_MESSAGES:
+        raise ValueError(f"the messages have {len(data) / 2**20:.0f} MiB, {MAX_MESSAGES / 2**20:g} are allowed")
+    decoded = msgspec.json.decode(redact_json(data), type=list[dict[str, Any]])
     depth, tables = 0, [decoded]
     while tables:
         depth += 1
@@ -272,7 +277,7 @@ async def serve(setup: WorkerSetup, worker: Worker | None, problem: str) -> None
     except RunError as error:
         worker, problem = None, str(error)
     if worker is None:
-        await socket.send(ENCODER.encode(LoadFailed(redact(problem))))
+        await socket.send(ENCODER.encode(LoadFailed(redact(problem)[:MAX_ERROR])))
         socket.close(linger=5000)
         zmq.asyncio.Context.instance().term()
         raise SystemExit(1)

@@ -1,5 +1,6 @@
 """One virtual environment as a plan says, made beside its final place. A failure leaves nothing."""
 
+import base64
 import hashlib
 import importlib.metadata
 import json
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.request import url2pathname
 
 import tomli_w
+from packaging.utils import canonicalize_name
 
 from rl.config.environment_id import homes_root, module_file, module_name
 from rl.homes.uv import Say, run_uv
@@ -43,8 +45,9 @@ class Plan:
     """Interpreter; empty: ours."""
     exact: bool = False
     """The requirements are all packages: nothing else is installed."""
-    fresh: bool = False
-    """Nothing that uv remembers of indexes and folders is believed."""
+    fresh: tuple[str, ...] = ()
+    """Packages of which nothing is believed that uv remembers: the environment's own, and those whose requirement does not say their
+    version. uv asks indexes for all others anyway."""
 
 
 @contextmanager
@@ -78,7 +81,7 @@ def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float) -> No
     for folder in plan.folders:
         arguments += ["--editable", str(folder)]
     arguments += ["--no-deps"] if plan.exact else []
-    arguments += ["--refresh"] if plan.fresh else []
+    arguments += [word for package in plan.fresh for word in ("--refresh-package", package)]
     run_uv(arguments, place, log, plan.what, say, deadline)
     if plan.path and is_package(plan.path):
         (site_packages(place) / module_name(plan.path.name)).symlink_to(plan.path)
@@ -131,18 +134,45 @@ def requirement(found: importlib.metadata.Distribution) -> str:
     return f"{found.name} @ {url}" + (f"#subdirectory={direct['subdirectory']}" if "subdirectory" in direct else "")
 
 
-def contents(place: Path) -> dict[str, str]:
-    """What the packages hold whose requirement does not say it, those of folders and of files at an address: digests, by name."""
+def contents(place: Path, own: str = "") -> dict[str, str]:
+    """What the packages hold whose requirement does not say it, those of folders and of files at an address: digests, by name. Also what
+    the package `own` holds: others may have its name and version, on another index."""
     found = {}
     for one in importlib.metadata.distributions(path=[str(site_packages(place))]):
         direct = direct_url(one)
-        if direct and "vcs_info" not in direct and not direct.get("dir_info", {}).get("editable"):
+        editable, is_own = direct.get("dir_info", {}).get("editable"), bool(own) and canonicalize_name(one.name) == canonicalize_name(own)
+        if (is_own or (direct and "vcs_info" not in direct)) and not editable:
             hashed = hashlib.blake2b(digest_size=8)
             files = [file for file in one.files or [] if "__pycache__" not in file.parts and ".dist-info" not in file.parts[0]]
             for file in sorted(map(str, files)):
                 hashed.update(f"{file}\n".encode() + (site_packages(place) / file).read_bytes())
             found[one.name] = hashed.hexdigest()
     return found
+
+
+def tampered(place: Path) -> str:
+    """Which files are not as the records of their packages say, in a sentence; empty for none. uv's cache has links to the files of all
+    homes: what an environment writes into one of its packages is in whatever is installed from there later."""
+    found, site = [], site_packages(place)
+    for one in importlib.metadata.distributions(path=[str(site)]):
+        files = [file for file in one.files or [] if file.hash and file.parts[0] != ".." and (site / file).is_file()]
+        unpacked = max(((site / file).stat().st_mtime for file in files if file.name == "METADATA"), default=0.0)
+        found += [(one.name, str(file)) for file in files if not as_recorded(site / file, file, unpacked)]
+    if not found:
+        return ""
+    which = f"{found[0][1]} of {found[0][0]}" + (f", and {len(found) - 1} more," if len(found) > 1 else "")
+    remedy = f"`uv cache clean {' '.join(sorted({name for name, _ in found}))}`, `rl env remove` of this home, then again"
+    return f"{which} is not as its package has it: something wrote into uv's cache; {remedy}"
+
+
+def as_recorded(path: Path, file: importlib.metadata.PackagePath, unpacked: float) -> bool:
+    """Whether a file is what the record of its package says. One that was not written to since that was `unpacked` is not read."""
+    state = path.stat()
+    if file.size is not None and state.st_size != file.size:
+        return False
+    if state.st_mtime <= unpacked or not file.hash or file.hash.mode != "sha256":
+        return True
+    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode() == file.hash.value
 
 
 def version_of(place: Path, package: str) -> str:

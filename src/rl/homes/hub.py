@@ -58,7 +58,7 @@ def find(source: Source, work: Path, say: Say) -> Place:
     except ValueError:
         raise HubLostError(f"{what}: the answer of {address} is no JSON; is {HUB_VARIABLE} the Hub's address?") from None
     if answer.status_code >= 500:
-        raise HubLostError(f"{what}: the Environments Hub answered {answer.status_code} ({address})")
+        raise HubLostError(f"{what}: the Environments Hub answered {answer.status_code} ({address}); try again later")
     details = details.get("data", details) if isinstance(details, dict) else {}
     details = details if isinstance(details, dict) else {}
     if index := web_address(details.get("simple_index_url")):

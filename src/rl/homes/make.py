@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
+from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id, unversioned
 from rl.homes import hub
-from rl.homes.build import Plan, built, contents, is_package, packages, python_version, site_packages, version_of
+from rl.homes.build import Plan, built, contents, is_package, packages, python_version, site_packages, tampered, version_of
 from rl.homes.entry import api_of, find_module, project_name
-from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, write_pointer
+from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, users, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
 from rl.homes.probe import lacking, probe
 from rl.homes.records import Record, difference
@@ -63,6 +64,11 @@ class Request:
     def name(self) -> str:
         return module_name(self.source.name if self.source and self.has_package else self.id).lower()
 
+    @property
+    def own_package(self) -> str:
+        """The distribution of an environment that comes from an index or the Hub; empty for others, which say where they lie."""
+        return self.source.name if self.source and self.source.kind in ("hub", "index") else ""
+
     @cached_property
     def known_api(self) -> Api | None:
         """The API as far as it is known before anything is installed. Raises RunError."""
@@ -94,23 +100,23 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     fresh: newer packages are looked for; what is there is kept where nobody answers. Raises RunError with the remedy.
     """
     what = f"environment {request.label}"
-    if recorded and (home := usable(recorded.digest, what, say, recorded.packages)):
+    if recorded and (home := usable(recorded.digest, recorded.id, what, say, recorded.packages)):
         return home
     there = read_pointer(request.pointer)
-    if there and not fresh and not recorded and (home := usable(there.home, what, say)):
+    if there and not fresh and not recorded and (home := usable(there.home, request.id, what, say)):
         return home
     deadline = time.monotonic() + DEADLINE_S
     with building(request, what, say, deadline):
         if recorded:
-            return usable(recorded.digest, what, say, recorded.packages) or again(request, recorded, say, deadline)
+            return usable(recorded.digest, recorded.id, what, say, recorded.packages) or again(request, recorded, say, deadline)
         now = read_pointer(request.pointer)
-        if now and now != there and (home := usable(now.home, what, say)):
+        if now and now != there and (home := usable(now.home, request.id, what, say)):
             return home  # another process has made it meanwhile
         try:
             home = make(request, say, deadline, fresh=fresh)
         except (hub.HubLostError, UvError) as error:
             lost = isinstance(error, hub.HubLostError) or error.offline
-            if not (lost and there and (home := usable(there.home, what, say))):
+            if not (lost and there and (home := usable(there.home, request.id, what, say))):
                 raise
             say(f"{error}\n{what}: the home of {time.strftime('%Y-%m-%d', time.localtime(there.made))} is used ({home.place})")
             return home
@@ -118,11 +124,11 @@ def ensure(request: Request, say: Say, *, recorded: Home | None = None, fresh: b
     return home
 
 
-def usable(name: str, what: str, say: Say, wanted: list[str] | None = None) -> Home | None:
-    """A home that is there and whole, and has the packages that are `wanted`: a record may have been edited. One that is damaged is told;
-    what takes its place deletes it."""
+def usable(name: str, id: str, what: str, say: Say, wanted: list[str] | None = None) -> Home | None:
+    """A home that is there and whole, was made for the package that `id` means, and has the packages that are `wanted`: a record may have
+    been edited. One that is damaged is told; what takes its place deletes it."""
     home, damage = read(name)
-    if home and wanted not in (None, home.packages):
+    if home and (wanted not in (None, home.packages) or unversioned(home.id) != unversioned(id)):
         return None
     if damage:
         say(f"{what}: its home is damaged: {damage}; it is made anew")
@@ -175,7 +181,7 @@ def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
     verifiers, why, forced = VERIFIERS[api] if api else ANY_VERIFIERS, "", False
     scratch = homes_root() / "sources" / f"{request.name}-{request.key}"
     plan, origin = plan_of(request, scratch, say)
-    plan = replace(plan, fresh=fresh)
+    plan = replace(plan, fresh=remembered(request) if fresh else ())
     if request.python:
         plan = replace(plan, python=other_python(request.python, log, what, say, deadline))
     say(f"{what}: {origin}: making its home in {homes_root()}")
@@ -186,8 +192,11 @@ def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
                 found = look(request, place)
                 reason = unfit(found, place, request)
                 if not reason:
-                    home = keep(place, replace_why(found, why), plan)
-                    say(f"{what}: {summary(home)}; its home {home.place} was made in {time.monotonic() - began:.0f} s")
+                    doubtful = doubts(found, place, request)
+                    home = keep(place, replace_why(found, why), plan, request.own_package, fresh)
+                    say(f"{what}: {summary(home)}; made in {time.monotonic() - began:.0f} s ({home.place})")
+                    for text in doubtful:
+                        say(f"warning: {what}: {text}")
                     return home
                 verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], why if forced else reason
         except UvError as error:
@@ -198,6 +207,14 @@ def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
             else:
                 raise
     raise RunError(f"{what}: no version of verifiers suits it: {why}; see {log}")
+
+
+def remembered(request: Request) -> tuple[str, ...]:
+    """See Plan.fresh: as the home that was made for the request before shows them."""
+    pointer = read_pointer(request.pointer)
+    before = read(pointer.home)[0] if pointer else None
+    named = [line.partition(" @ ")[0] for line in (before.packages if before else ()) if " @ " in line]
+    return tuple(filter(None, dict.fromkeys([request.own_package, *named])))
 
 
 def declarations(folder: Path) -> str:
@@ -222,6 +239,12 @@ def place_of(folder: Path) -> Path:
 def plan_of(request: Request, scratch: Path, say: Say) -> tuple[Plan, str]:
     """What is to be installed for a request, without verifiers, and where it comes from in words. Raises RunError and HubLostError."""
     what, source = f"environment {request.label}", request.source
+    for text in request.requirements:
+        try:
+            Requirement(text)
+        except InvalidRequirement as error:
+            fault = str(error).splitlines()[0]
+            raise RunError(f"{what}: requirements: {text!r} is none ({fault}); write name, or name>=1.0 (PEP 508)") from None
     plan = Plan(what, (*WORKER, *request.requirements))
     if source is None or source.kind == "bundled":
         return plan, "rows" if source is None else f"{source.name}, which verifiers brings"
@@ -294,20 +317,33 @@ def unfit(found: Found, place: Path, request: Request) -> str:
     return ""
 
 
+def doubts(found: Found, place: Path, request: Request) -> list[str]:
+    """What is doubtful about a virtual environment that was made, a sentence each."""
+    shows = "its package shows neither a function load_environment nor a v1 Taskset or Env in `__all__`: is it an environment?"
+    unseen = request.own_package and found.file and not probe(found.file).api
+    return list(filter(None, [f"{shows} Check the name; it is taken for a classic one" if unseen else "", tampered(place)]))
+
+
 def replace_why(found: Found, why: str) -> Home:
     """The description of a home without what is read from its place."""
     text = f"{found.api}, verifiers {found.verifiers}" + (f" ({why})" if why else "")
     return Home(digest="", id=found.id, module=found.module, api=found.api, version=found.version, why=text, python="", packages=[])
 
 
-def keep(place: Path, described: Home, plan: Plan) -> Home:
-    """Gives a virtual environment its final place, named after exactly what is in it, unless that is there already."""
-    lines, python = packages(place), python_version(place)
-    path = str(plan.path or "")
-    held = contents(place)
-    name = digest(FORMAT, lines, python, path, described.module, described.api, described.version, *([held] if held else []))
-    home = msgspec.structs.replace(described, digest=name, python=python, packages=lines, index=plan.index, path=path)
-    if read(name)[0] is None or (plan.fresh and not has_all(homes_root() / name, place)):
+def name_of(home: Home, *held: object) -> str:
+    """The digest of a home. `held`: what its other fields do not say; that which is empty does not count."""
+    return digest(FORMAT, home.packages, home.python, home.path, home.module, home.api, home.version, *filter(None, held))
+
+
+def keep(place: Path, described: Home, plan: Plan, own: str = "", fresh: bool = False) -> Home:
+    """Gives a virtual environment its final place, named after exactly what is in it, unless that is there already. `own`: see contents.
+    `fresh`: one that is there and lacks something is replaced. Raises RunError while that is in use."""
+    found = {"python": python_version(place), "packages": packages(place), "index": plan.index, "path": str(plan.path or "")}
+    home = msgspec.structs.replace(described, **found)
+    home = msgspec.structs.replace(home, digest=(name := name_of(home, contents(place, own), plan.index)))
+    if read(name)[0] is None or (fresh and not has_all(homes_root() / name, place)):
+        if pids := users(name):
+            raise RunError(f"{plan.what}: its home {home.place} lacks files, and processes {', '.join(map(str, pids))} run in it; end them")
         delete(name)
         (place / NAMES).write_text("\n".join(os.listdir(site_packages(place))))
         (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
@@ -339,10 +375,10 @@ def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
         plan = replace(plan, python=other_python(f"=={recorded.python}", log, what, say, deadline))
     say(f"{what}: making its home as it was recorded ({recorded.why})")
     with built(plan, log, say, deadline) as place:
-        home = keep(place, recorded, plan)
-    if home.digest != recorded.digest:
+        home = keep(place, recorded, plan, request.own_package)
+    if recorded.digest not in (home.digest, name_of(home, contents(home.place))):  # the latter by versions before owners counted
         changes = difference(recorded.packages, home.packages)
-        if held := ", ".join(sorted(contents(home.place))):
+        if held := ", ".join(sorted(contents(home.place, request.own_package))):
             changes = changes or f"the content of {held}"
         if changes:
             say(f"warning: {what} cannot be made exactly as it was recorded: {changes}")

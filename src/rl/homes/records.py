@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import msgspec
+from packaging.utils import canonicalize_name
 
+from rl.config.environment_id import unversioned
 from rl.homes.home import Home
 from rl.run_dir.files import make_directory, write_file
 
@@ -17,6 +19,8 @@ class Record(msgspec.Struct, frozen=True):
 
     key: str
     home: Home
+    code: str = ""
+    """Digest of the environment's own source files, where they lie in the user's folders; empty: not known."""
 
 
 def record_file(folder: Path, name: str) -> Path:
@@ -26,8 +30,21 @@ def record_file(folder: Path, name: str) -> Path:
 def text_of(name: str, record: Record) -> str:
     """The record as text: what uv and pip read as requirements, below comments with the rest."""
     fields = {"key": record.key} | {key: getattr(record.home, key) for key in HEAD}
+    own = owned(record.home)
+    if record.code:
+        fields["code"] = record.code
+    if own:  # its name alone would mean another package to whoever reads requirements
+        fields["own"] = own
     head = [f"# {key} = {value}" for key, value in fields.items()]
-    return "\n".join([f"# Environment {name} was played with these packages.", *head, *record.home.packages]) + "\n"
+    packages = [line for line in record.home.packages if line != own]
+    return "\n".join([f"# Environment {name} was played with these packages.", *head, *packages]) + "\n"
+
+
+def owned(home: Home) -> str:
+    """The requirement of the environment's own package, if it lies in an index of its owner; else empty."""
+    name = canonicalize_name(unversioned(home.id).rpartition("/")[2])
+    found = (line for line in home.packages if canonicalize_name(line.partition("==")[0]) == name)
+    return next(found, "") if home.index else ""
 
 
 def write_record(folder: Path, name: str, record: Record) -> None:
@@ -48,10 +65,10 @@ def read_record(path: Path) -> Record | None:
     head = dict(found)
     if len(head) < len(found):
         return None
-    packages = [line for line in lines if line and not line.startswith("#")]
+    packages = sorted([line for line in lines if line and not line.startswith("#")] + list(filter(None, [head.get("own")])), key=str.lower)
     try:
         home = msgspec.convert({key: head.get(key, "") for key in HEAD} | {"packages": packages}, Home)
-        return Record(head["key"], home)
+        return Record(head["key"], home, head.get("code", ""))
     except (msgspec.ValidationError, KeyError):
         return None
 

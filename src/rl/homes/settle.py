@@ -4,14 +4,17 @@ import re
 import tomllib
 from pathlib import Path
 
+import msgspec
 from packaging.specifiers import SpecifierSet
 
 from rl.config.environment_id import Source, id_faults, read_id
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
-from rl.homes.home import Home, read, read_pointer
+from rl.homes.entry import find_module
+from rl.homes.home import Home, digest, read, read_pointer
 from rl.homes.make import Request, ensure
 from rl.homes.needs import VERIFIERS
+from rl.homes.probe import files_of
 from rl.homes.records import Record, difference, read_records, write_record
 from rl.homes.uv import Say
 from rl.system.errors import RunError
@@ -87,8 +90,20 @@ def homes_of(config: RLConfig, say: Say, *, recorded: bool) -> Homes:
             request = request_of(entry, records.get(name))
             # by what it was made for: an evaluation alone has another name for what a run trained on
             record = next((one for one in records.values() if one.key == request.key), records.get(name))
-            found[name] = settled(request, record, say)
+            code = code_of(request, entry)
+            if record and record.code and record.code != code:
+                say(f"warning: the code of environment {name} has changed since this run was last played; rewards may mean another thing")
+            found[name] = msgspec.structs.replace(settled(request, record, say), code=code)
     return found
+
+
+def code_of(request: Request, entry: EnvSource) -> str:
+    """A digest of the source files that an environment is, or that its rewards are in; empty for one that is installed as it is."""
+    path = Path((entry.reward or "").rpartition(":")[0]).expanduser()
+    files = [path] if path.suffix == ".py" and path.is_file() else []
+    if request.source and request.source.kind in ("folder", "module"):
+        files += files_of(find_module(request.source, Path())[1])
+    return digest([(file.name, file.read_bytes()) for file in files]) if files else ""
 
 
 def unmade(config: RLConfig) -> list[str]:
@@ -99,7 +114,8 @@ def unmade(config: RLConfig) -> list[str]:
         pointer = request and read_pointer(request.pointer)
         if request and not (pointer and read(pointer.home)[0]):
             command = f"; `rl env install {entry.id}` makes it now" if entry.id and request.has_package else ""
-            lines.append(f"environment {entry.label}: its home is not there; a start makes it, with {request.id}{command}")
+            what = request.id if request.has_package else VERIFIERS[request.known_api or "classic"]
+            lines.append(f"environment {entry.label}: its home is not there; a start makes it, with {what}{command}")
     return lines
 
 

@@ -24,6 +24,7 @@ NO_SPACE, OTHER_PYTHON = (
     re.compile(r"os error (28|122)\b|No space left|quota"),
     re.compile(r"(?:does not satisfy|requires) Python *((?:[<>=!~]=?[\d.*]+,?\s*)+)"),
 )
+NO_SPACE_AT = re.compile(r"(?:file|directory|folder|path|to|from|in|at) [`'\"]?(/[^\s`'\":]+)")
 OFFLINE = re.compile(r"error sending request|Failed to fetch|[Nn]etwork|dns error|Connection refused|timed out|Could not connect")
 
 
@@ -85,7 +86,10 @@ def run_uv(arguments: list[str], folder: Path, log: Path, what: str, say: Say, d
 def reason(output: str, folder: Path) -> str:
     """Why uv failed, and the remedy."""
     if NO_SPACE.search(output):
-        return f"no space left for it in {folder.parent}; make room, or have RL_ENVIRONMENTS name a folder elsewhere"
+        found = NO_SPACE_AT.search(output)
+        place = found[1] if found else f"{folder}, or of uv's own cache"
+        ways = "`uv cache clean` empties uv's cache, UV_CACHE_DIR and RL_ENVIRONMENTS name folders elsewhere"
+        return f"no space left on the disk of {place}; make room: {ways}"
     if "was not found in the package registry" in output:
         return "a package is not in the index; check the name"
     if OFFLINE.search(output):

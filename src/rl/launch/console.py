@@ -12,10 +12,11 @@ import time
 from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
+from rl.diagnosis.environments import step_texts
 from rl.diagnosis.rollouts import heading, read_rollouts, short_messages_text
 from rl.diagnosis.state import span
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metrics import NEWEST_BYTES, environment_rewards, merge_lines, read_metrics
+from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe, read_status
 from rl.system.terminal import clip, visible
@@ -139,14 +140,13 @@ def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
 
 
 def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
-    """What else there is to say about a step: its longest wait, that its batch was short, the rewards of several environments."""
+    """What else there is to say about a step: its longest wait, that its batch was short, rewards and failures of its environments."""
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
     notes = [f"{seconds:.1f} {longest.removeprefix('time/')}"] if seconds >= 0.05 else []
     if missing := orchestrator.get("rollouts/missing"):
         notes.append(f"short: {batch_size - missing:g} of {batch_size}")
-    rewards = environment_rewards(orchestrator)
-    return notes + ([f"{env} {number(reward, '.2f')}" for env, reward in rewards.items()] if len(rewards) > 1 else [])
+    return notes + step_texts(orchestrator)
 
 
 def with_notes(line: str, notes: list[str], width: int | None) -> str:
@@ -168,7 +168,8 @@ def eval_text(step: int, line: Line) -> str:
             label = key.removeprefix("eval/").removesuffix("/reward_mean")
             passed = {name.rsplit("/", 1)[1]: rate for name, rate in line.items() if name.startswith(f"eval/{label}/pass@")}
             more = ", ".join(f"{name} {number(rate, '.3f')}" for name, rate in passed.items() if not name.endswith("_stderr"))
-            parts.append(f"{label} {number(value, '.3f')}" + (f" ({more})" if more else ""))
+            failed = f", {errored:.0%} failed" if (errored := line.get(f"eval/{label}/errored")) else ""
+            parts.append(f"{label} {number(value, '.3f')}" + (f" ({more})" if more else "") + failed)
     return f"  eval at version {step}: {', '.join(parts)}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rl.diagnosis.environments import is_count, lines_of_orchestrator, played
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import Curve, Lines, MetricsReader, curve, environment_rewards
 from rl.run_dir.origin import first_step
@@ -47,7 +48,7 @@ REPORTED = {metric for panels in (PANELS, SFT_PANELS) for _, series in panels fo
 @functools.cache
 def is_reported(metric: str) -> bool:
     """Whether the report and the picture need a metric."""
-    return metric in REPORTED or metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr"))
+    return metric in REPORTED or metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr")) or is_count(metric)
 
 
 def eval_curves(lines: Lines) -> dict[str, Curve]:
@@ -60,6 +61,15 @@ def environment_curves(lines: Lines) -> dict[str, Curve]:
     """Training reward of each environment over steps, if there are several."""
     envs = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
     return {env: curve(lines, "orchestrator", f"reward/{env}/mean") for env in sorted(envs)} if len(envs) > 1 else {}
+
+
+def environment_lines(lines: Lines) -> list[str]:
+    """The reward of each environment, where there are several, and what is the matter with the rollouts of any."""
+    rewarded = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
+    faults = {env: one.fault for env, one in played(lines_of_orchestrator(lines)).items()}
+    envs = sorted({*rewarded, *faults})
+    shown = {env: trend(curve(lines, "orchestrator", f"reward/{env}/mean")[1]) or "-" for env in envs if len(envs) > 1 or faults.get(env)}
+    return [f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "") for env, text in shown.items()]
 
 
 def is_sft(lines: Lines) -> bool:
@@ -108,7 +118,7 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
     report = [took + (f"; {', '.join(shares)} of the time" if shares else "")]
     if reward := trend(curve(lines, "orchestrator", "reward/mean")[1]):
         report.append(f"reward    {reward}   (mean of the first and of the last steps)")
-    report += [f"          {trend(values)}   {env}" for env, (_, values) in environment_curves(lines).items() if values]
+    report += environment_lines(lines)
     if is_sft(lines) and (loss := trend(curve(lines, "trainer", "loss/mean")[1], ".4f")):
         report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")
     at, losses = curve(lines, "trainer", "validation/loss")

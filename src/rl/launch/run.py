@@ -16,8 +16,8 @@ from rl.diagnosis.ending import nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.homes.make import summary
+from rl.homes.settle import Homes, homes_of, record
 from rl.homes.settle import entries as environments
-from rl.homes.settle import homes_of, record
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.page import Page
@@ -147,6 +147,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         if fault := nothing_trained(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__)):
             raise RunError(fault)
     except Stopped as stop:
+        watch.supervisor.event("stop", "rl", reason=str(stop))
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
     except RunError as error:
         code, why = 1, f"rl: {error}"
@@ -182,6 +183,15 @@ def tell(text: str) -> None:
     print(visible(text), file=sys.stderr, flush=True)
 
 
+def home_lines(homes: Homes, told: list[str]) -> list[str]:
+    """What environments are played in, a line for each home, but for those that were told when they were made."""
+    by_home: dict[str, list[str]] = {}
+    for name, one in homes.items():
+        if one.home.version and not any(summary(one.home) in text for text in told):
+            by_home.setdefault(summary(one.home), []).append(name)
+    return [f"environment{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in by_home.items()]
+
+
 def launch(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
     """A run from its configuration to its exit code. Raises RunError, OSError and Stopped."""
     if config.trainer.data.fake:
@@ -190,12 +200,18 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
     if sandboxed and (problem := fault()):
         raise RunError(f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}')
-    homes = {} if config.sft else homes_of(config, tell, recorded=line.resume is not None)
+    told: list[str] = []
+
+    def tell_of_homes(text: str) -> None:
+        told.append(text)
+        tell(text)
+
+    homes = {} if config.sft else homes_of(config, tell_of_homes, recorded=line.resume is not None)
     division = devices.split(config, machine())
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     record(config, homes)
-    prepared.notes += [f"environment {name}: {summary(one.home)}" for name, one in homes.items() if one.home.version]
+    prepared.notes += home_lines(homes, told)
     code = run(config, prepared, division, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:

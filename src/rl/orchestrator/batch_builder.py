@@ -4,14 +4,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from rl.config.run import RLConfig
 from rl.orchestrator import batches
 from rl.orchestrator.admission import Admission
-from rl.orchestrator.batch_metrics import batch_metrics
+from rl.orchestrator.batch_metrics import batch_metrics, own_name
 from rl.orchestrator.batches import OrchestratorState
 from rl.orchestrator.ending import RewardHistory, only_failures
 from rl.orchestrator.judge import Rules, judge
@@ -25,6 +25,7 @@ from rl.run_dir import spans
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
+from rl.run_dir.status import EnvWarning
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
 from rl.wire.rollouts import Group, Members, Rollout
@@ -39,9 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class GroupWarnings:
-    """Warnings, at most one of a kind for an environment every WARN_EVERY_S seconds."""
+    """Warnings in the log, at most one of a kind for an environment every WARN_EVERY_S seconds; the first is for the run's user, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, warn: Callable[[EnvWarning], None]) -> None:
+        """warn: see Status.warn."""
+        self.warn = warn
         self.last: dict[tuple[str, str], float] = {}
 
     def _due(self, kind: str, env: str) -> bool:
@@ -56,8 +59,19 @@ class GroupWarnings:
         errors = [rollout for rollout in group.rollouts if rollout.error]
         if errors and self._due("failed", group.env):
             first = (errors[0].error or "").splitlines()[0]
-            count, cause = len(errors), errors[0].cause
-            log.warning("environment %s: %d rollouts of a group failed for good (%s): %s", group.env, count, cause, first)
+            count = f"{len(errors)} of {len(group.rollouts)}"
+            text = f"environment {group.env}: {count} rollouts of a group failed for good ({errors[0].cause}): {first}"
+            log.warning(text)
+            self.warn(EnvWarning("failed", group.env, text))
+
+    def renamed(self, group: Group) -> None:
+        """Warns of metrics of an environment that have the names of ours."""
+        names = sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name})
+        if names and self._due("renamed", group.env):
+            renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
+            text = f"metrics of environment {group.env} that are called like ours are reported under another name: {renamed}"
+            log.warning(text)
+            self.warn(EnvWarning("renamed", group.env, text))
 
     def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
         """Warns of environments that lose as many groups to staleness as they give to a batch.
@@ -85,6 +99,8 @@ class BatchBuilder:
     clock: StepClock
     lost_envs: Mapping[str, str]
     """The environments that are given up, and why; the pool adds to it."""
+    warn: Callable[[EnvWarning], None]
+    """See Status.warn."""
 
     def __post_init__(self) -> None:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
@@ -92,7 +108,7 @@ class BatchBuilder:
         self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
         self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
-        self.warnings = GroupWarnings()
+        self.warnings = GroupWarnings(self.warn)
         self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
 
@@ -151,6 +167,7 @@ class BatchBuilder:
             self.admission.in_flight.pop(group.group_id, None)
             self._count(group)
             self.warnings.failed(group)
+            self.warnings.renamed(group)
 
     def _keep(self, finished: list[Group | Members]) -> None:
         self.fence()
@@ -226,7 +243,7 @@ class BatchBuilder:
         """Writes a batch, with its metrics in its state, and returns its prompts. In a thread: of a large batch it takes seconds."""
         with spans.span("commit", "batches", step):
             batch = batches.form(step, used, dropped, self.rules)
-            state.metrics = batch_metrics(batch.counts, [*used, *dropped]) | counts
+            state.metrics = batch_metrics(batch.counts, [*used, *dropped], self.rules) | counts
             batches.commit(self.run_dir, batch, state)
         return batch.prompts
 

@@ -1,5 +1,6 @@
 """The numbers of a batch, under their names in metrics.jsonl. Pure."""
 
+import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -7,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from rl.orchestrator.credit import mean
 from rl.wire.messages import TrainingSample
 from rl.wire.rollouts import Group, Rollout
+
+TAKEN = re.compile(r"mean|length_penalty|reward_mean(_stderr)?|length_mean|errored|truncated|(agent_|pass@|avg@).*")
+"""Names that stand beside the metrics of environments and users in metrics.jsonl."""
 
 
 class SampleCounts:
@@ -32,8 +36,9 @@ class SampleCounts:
             self.gaps[sample.env].extend(logprob - teacher for sampled, logprob, teacher in tokens if sampled)
 
 
-def batch_metrics(counts: SampleCounts, groups: list[Group]) -> dict[str, float]:
-    """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens."""
+def batch_metrics(counts: SampleCounts, groups: list[Group], envs: Iterable[str] = ()) -> dict[str, float]:
+    """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens. `envs`: those that are counted
+    even if nothing of them has finished."""
     everything = [rollout for group in groups for rollout in group.rollouts]
     finished = [rollout for rollout in everything if not rollout.error]
     return {
@@ -47,6 +52,7 @@ def batch_metrics(counts: SampleCounts, groups: list[Group]) -> dict[str, float]
         "rollouts/zero_advantage": mean([float(without_signal(group)) for group in groups for _ in group.rollouts]),
         "rollouts/replaced_groups": sum(group.why == "no_signal" for group in groups),
         **outcome_shares(everything),
+        **environment_counts(counts, groups, envs),
         **environment_metrics(groups),
         **teacher_metrics(counts.gaps),
     }
@@ -79,13 +85,28 @@ def outcome_shares(rollouts: list[Rollout]) -> dict[str, float]:
     }
 
 
+def own_name(name: str) -> str:
+    """The name under which a metric of an environment's own is reported: not that of one of ours, which it would replace."""
+    return f"own_{name}" if TAKEN.fullmatch(name) else name
+
+
 def metric_values(rollouts: Iterable[Rollout]) -> dict[str, list[float]]:
-    """The values of each of the environment's own metrics, by name, of the rollouts that did not fail and have it."""
+    """The values of each of the environment's own metrics, by its `own_name`, of the rollouts that did not fail and have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in {} if rollout.error else rollout.metrics.items():
-            values[name].append(value)
+            values[own_name(name)].append(value)
     return dict(sorted(values.items()))
+
+
+def environment_counts(counts: SampleCounts, groups: list[Group], envs: Iterable[str]) -> dict[str, float]:
+    """How many rollouts of each environment were settled and trained, 0 too."""
+    envs_of = {group.group_id: group.env for group in groups}
+    finished, trained = Counter(dict.fromkeys(envs, 0)), Counter(envs_of[group_id] for group_id, _ in counts.trained)
+    for group in groups:
+        finished[group.env] += len(group.rollouts)
+    pairs = {f"rollouts/{env}": (count, trained[env]) for env, count in sorted(finished.items())}
+    return {f"{env}/{name}": count for env, both in pairs.items() for name, count in zip(("finished", "trained"), both, strict=True)}
 
 
 def environment_metrics(groups: list[Group]) -> dict[str, float]:

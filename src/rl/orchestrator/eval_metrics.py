@@ -108,7 +108,7 @@ def eval_metrics(label: str, results: Results) -> dict[str, float]:
     metrics["errored"] = statistics.fmean(play.failed for group in played for play in group)
     metrics["truncated"] = statistics.fmean(rollout.truncated for rollout in rollouts)
     metrics |= agent_rewards(results)
-    own = {name: statistics.fmean(values) for name, values in metric_values(rollouts).items() if name not in metrics}
+    own = {name: statistics.fmean(values) for name, values in metric_values(rollouts).items()}
     return {f"eval/{label}/{name}": float(value) for name, value in (metrics | own).items()}
 
 

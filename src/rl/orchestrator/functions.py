@@ -10,11 +10,9 @@ from rl.config.base import FunctionConfig
 from rl.config.orchestrator import CustomCreditConfig, OrchestratorConfig
 from rl.config.outside import own_functions
 from rl.config.run import RLConfig
+from rl.orchestrator.batch_metrics import TAKEN
 from rl.system.user_function import UserFunction, as_bools, as_number, as_numbers, returned
 from rl.wire.rollouts import Group, Rollout
-
-TAKEN = re.compile(r"mean|length_penalty|reward_mean(_stderr)?|length_mean|errored|truncated|(agent_|pass@|avg@).*")
-"""Names that stand beside the user's metrics in metrics.jsonl."""
 
 
 @cache

@@ -30,7 +30,7 @@ from rl.orchestrator.tasks import TaskRef, TaskSource
 from rl.orchestrator.teacher import Teacher
 from rl.orchestrator.trainer_requests import TrainerRequests
 from rl.run_dir import spans
-from rl.run_dir.status import Phase, Status, last_seen
+from rl.run_dir.status import EnvWarning, Phase, Status, last_seen
 from rl.system.errors import RunError
 from rl.wire.http import RefusedError
 from rl.wire.messages import WeightVersion
@@ -66,7 +66,7 @@ class Orchestrator:
         self.rules = {label: rules_of(config.orchestrator, env, label in self.teachers) for label, env in self.envs.items()}
         self.progress = Progress(config.max_steps)
         self.admission = Admission(config, self.source)
-        self.builder = BatchBuilder(config, self.admission, self.rules, self.progress, self.clock, self.pool.lost)
+        self.builder = BatchBuilder(config, self.admission, self.rules, self.progress, self.clock, self.pool.lost, self.status.warn)
         self.requests = TrainerRequests(config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len)
         self.played: list[Group | Members] = []
         """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
@@ -157,11 +157,14 @@ class Orchestrator:
 
     def quarantine(self, env: str, why: str) -> None:
         """Goes on without an environment whose workers cannot be kept alive. Raises RunError when nothing is left to train on."""
-        if env not in self.source.shares:
-            return  # of an evaluation alone, which is left out
-        if len(self.source.shares) == 1:
+        if self.source.shares.keys() == {env}:
             raise RunError(f"environment {env} cannot be played: {why}")
-        log.error("environment %s is left out until the next start, its share goes to the others: %s", env, why)
+        trained = env in self.source.shares
+        text = f"environment {env} is left out until the next start{', its share goes to the others' if trained else ''}: {why}"
+        log.error(text)
+        self.status.warn(EnvWarning("lost", env, text))
+        if not trained:
+            return  # of an evaluation alone
         self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])
 
     async def fail_with_pool(self) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from rl.run_dir.status import UNREADABLE, Phase
 
-EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up"]
+EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "warning", "stop"]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -20,6 +20,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     event: EventKind
     process: str
     """`rl` for what concerns the whole run."""
+    env: str = ""
+    """The environment that a warning is about."""
     attempt: int | None = None
     exit: int | None = None
     reason: str = ""

@@ -6,13 +6,15 @@
 REWARD = {
     "reward/mean": "Mean reward of all rollouts that finished since the last batch, trained or not; of several agents the trainable ones.",
     "reward/<env>/mean": "The same of one environment.",
-    "reward/<env>/<metric>": "Mean of a reward function or metric of the environment's own over the rollouts that have it.",
+    "reward/<env>/<metric>": "Mean of a metric of the environment's own over the rollouts that have it; `own_mean` of one called mean.",
     "reward/<env>/agent_<agent>": "Mean reward of one agent, where episodes have several.",
     "reward/<env>/length_penalty": "Mean of what orchestrator.credit.length_penalty took off the reward before credit.",
 }
 ROLLOUTS = {
     "rollouts/finished": "Number of rollouts that were settled with this batch: trained, replaced or failed.",
+    "rollouts/<env>/finished": "The same of one environment.",
     "rollouts/trained": "Number of rollouts that this batch trains.",
+    "rollouts/<env>/trained": "The same of one environment.",
     "rollouts/missing": "Number of rollouts that the batch lacks of orchestrator.batch_size, where too many groups had no signal.",
     "rollouts/length_mean": "Mean number of sampled tokens of a rollout that did not fail.",
     "rollouts/turns_mean": "Mean number of turns of a rollout that did not fail.",

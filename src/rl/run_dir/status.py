@@ -20,9 +20,12 @@ from rl.run_dir.files import clean_leftovers, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
 from rl.system.linux import place
+from rl.system.terminal import clip
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
+MAX_WARNING = 500
+"""Characters of a warning that are kept; a log has all of it."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading a JSON file raises that is missing or damaged; the last for tables nested without end."""
 
@@ -88,6 +91,16 @@ TRAINER_STEPS = frozenset(
 """Phases of a trainer that is up: the parts of its steps."""
 
 
+class EnvWarning(msgspec.Struct, frozen=True):
+    """Something about an environment that the run's user is to know."""
+
+    about: Literal["failed", "lost", "renamed"]
+    """Its first rollouts that failed for good; that it is given up; metrics of its own that are called like ours."""
+    env: str
+    text: str
+    """For people."""
+
+
 class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """A status file. None, or an empty string, is what a process does not report. Times are seconds since the epoch."""
 
@@ -123,6 +136,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
     quarantined: list[str] = []
     """Environments that are given up."""
+    warnings: list[EnvWarning] = []
+    """What its user is to know. `rl` says each once."""
     playing: int | None = None
     """Rollouts in flight."""
     requests: int | None = None
@@ -163,6 +178,16 @@ class Status:
                 self._note_phase()
             now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
             self.current = msgspec.structs.replace(self.current, **now, **fields)
+        self._write()
+
+    def warn(self, warning: EnvWarning) -> None:
+        """Has `rl` say it; written at once. The second of a kind about an environment is not."""
+        with self.changing:
+            said = self.current.warnings
+            if any((one.about, one.env) == (warning.about, warning.env) for one in said):
+                return
+            warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
+            self.current = msgspec.structs.replace(self.current, warnings=[*said, warning])
         self._write()
 
     def advance(self, count: int = 1) -> None:

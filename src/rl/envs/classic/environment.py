@@ -32,7 +32,7 @@ from rl.envs.classic.loading import (
 )
 from rl.envs.classic.rewards import Scoring, watch
 from rl.envs.classic.rows import load_rows
-from rl.envs.environment import limited, places
+from rl.envs.environment import limited, places, without_exit
 from rl.envs.policy import SAMPLING_KEYS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.run_dir import spans
@@ -338,14 +338,6 @@ async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def without_exit(play: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has a task of its own, where an exit() of the environment's code would end the event loop."""
-    try:
-        return await play
-    except SystemExit as end:
-        raise RuntimeError(f"the environment's code called exit({'' if end.code is None else repr(end.code)})") from end
 
 
 async def no_teardown() -> None:

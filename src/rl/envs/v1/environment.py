@@ -18,7 +18,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
-from rl.envs.environment import limited, places
+from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Conversation, Policy, RolloutError
 from rl.envs.v1.active import ActiveTrace
 from rl.envs.v1.config import V1Config
@@ -189,6 +189,7 @@ class V1Environment:
 
     async def start(self) -> None:
         """Brings up the interception server and the tool servers that all tasks share."""
+        exits_are_errors(asyncio.get_running_loop())  # verifiers gives reward functions tasks of their own
         if self.seam:
             self.client_config = await self.seam.start()
         up, self.stop_servers = asyncio.Event(), asyncio.Event()

@@ -11,7 +11,7 @@ import { Fault } from "./ui.js";
 
 const ROW = 26, LEFT = 0, WIDTH = 1000;
 const WAITS = /wait|idle|starting/;
-const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
+const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", warning: "!", stop: "■", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
 const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3", training: "k0", publishing: "k2", checkpointing: "k4", copying_state: "k4", filling_batch: "k2", evaluating: "k3", loading_version: "k4", play: "k3", score: "k1",
   fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4", "no process worked": "k6" });
 const QUIET = ["step", "batch", "eval"];

@@ -1,0 +1,95 @@
+"""What became of each environment's rollouts, by the orchestrator's metrics: how many failed and why, and whether any was trained."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import RunState
+from rl.run_dir.metrics import Lines, environment_rewards
+
+MANY = 0.1
+"""Share of failed rollouts above which an environment is told of although it is trained."""
+
+
+@dataclass
+class Played:
+    """An environment's rollouts over some steps."""
+
+    finished: int = 0
+    trained: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """By cause."""
+    left_out: bool = False
+    """Whether the newest of these steps went on without it."""
+
+    @property
+    def fault(self) -> str:
+        """What is the matter with it: `nothing of it was trained, 12 of 60 rollouts failed (reward 12)`; empty if nothing is."""
+        nothing = "" if self.trained else "nothing of it was trained" if self.finished else "none of its rollouts was settled"
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.failed.most_common())
+        failed = f"{self.failed.total()} of {self.finished} rollouts failed ({causes})" if causes else ""
+        return ", ".join(part for part in (nothing, failed, "it is left out" if self.left_out else "") if part)
+
+
+def played(lines: Sequence[dict[str, Any]]) -> dict[str, Played]:
+    """By environment, from lines of the orchestrator in the order of their steps. Those of earlier versions of rl have no counts."""
+    found: dict[str, Played] = {}
+    for key, value in ((key, value) for line in lines for key, value in line.items() if is_count(key)):
+        _, env, name = key.split("/")
+        one = found.setdefault(env, Played())
+        if name == "finished":
+            one.finished += int(value)
+        elif name == "trained":
+            one.trained += int(value)
+        elif name.startswith("failed_"):
+            one.failed[name.removeprefix("failed_")] += int(value)
+    for env, one in found.items():
+        one.left_out = f"env/{env}/quarantined" in lines[-1]
+    counted = {key.split("/")[1] for key in lines[-1] if is_count(key) and key.endswith("/finished")} if lines else set()
+    return {env: one for env, one in sorted(found.items()) if env in counted}
+
+
+def is_count(metric: str) -> bool:
+    """Whether `played` reads a metric."""
+    kind, _, rest = metric.partition("/")
+    name = rest.partition("/")[2]
+    return kind in ("rollouts", "env") and (name in ("finished", "trained", "quarantined") or name.startswith("failed_"))
+
+
+def lines_of_orchestrator(lines: Lines) -> list[dict[str, Any]]:
+    """The orchestrator's lines by step."""
+    return [line for (_, source), line in sorted(lines.items()) if source == "orchestrator"]
+
+
+def step_texts(line: dict[str, Any]) -> list[str]:
+    """Of a step's environments the mean reward and the share of rollouts that failed: `sums 0.25, 12% failed`. One alone has the latter."""
+    rewards, counts = environment_rewards(line), played([line])
+    texts = {env: "-" if value is None else f"{value:.2f}" for env, value in (dict.fromkeys(counts) | rewards).items()}
+    faults = {env: fault for env, one in counts.items() if (fault := step_fault(one))}
+    if len(texts) == 1:
+        return list(faults.values())
+    return [", ".join([f"{env} {text}", *([faults[env]] if env in faults else [])]) for env, text in sorted(texts.items())]
+
+
+def step_fault(one: Played) -> str:
+    """What is the matter with an environment's rollouts of one step, in short; empty if nothing is."""
+    if one.left_out:
+        return "left out"
+    failed = f"{one.failed.total() / one.finished:.0%} failed" if one.failed.total() else ""
+    return f"{failed}, none trained" if failed and not one.trained else failed
+
+
+def environment_problems(state: RunState) -> list[Problem]:
+    """Environments that are left out, or of which only failures came; and, not serious, those of which many rollouts failed."""
+    said = [event for event in state.recent_events if event.event == "warning"]
+    found = []
+    for env, one in played(lines_of_orchestrator(state.lines)).items():
+        serious = one.left_out or (not one.trained and one.failed.total() > 0)
+        if serious or one.failed.total() > MANY * one.finished:
+            about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]
+            look = [f"`rl show {state.run_dir.root} --env {env} --why error` shows them"] if one.failed else []
+            text = "; ".join([f"environment {env}: {one.fault}", *about, *look])
+            found.append(Problem(text, serious, (f"rollouts/{env}/trained",), "error"))
+    return found
