@@ -52,8 +52,8 @@ def module_name(path: str) -> str:
 
 
 def unversioned(env_id: str) -> str:
-    """An id without the version of a package of the Hub or an index."""
-    return env_id if env_id.startswith("/") else re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]
+    """An id without the version of a package of the Hub or an index, in the one spelling of its name that indexes compare."""
+    return env_id if env_id.startswith("/") else re.sub(r"[-_.]+", "-", re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]).lower()
 
 
 def short_name(env_id: str) -> str:
