@@ -62,7 +62,7 @@ def short_name(env_id: str) -> str:
         found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
         return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
     path = Path(env_id.split("@")[0])
-    return path.stem if path.name not in ("", "..") else path.expanduser().resolve().name
+    return (path if path.name not in ("", "..", "~") else path.expanduser().resolve()).stem
 
 
 def read_id(env_id: str) -> Source:
