@@ -450,8 +450,9 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     values = counts("bad", 8, 0, reward=6, worker=2) | counts("doubtful", 8, 6, timeout=2) | counts("good", 80, 8, reward=1)
     run.metrics([99, 100], "orchestrator", **values, **counts("solved", 8, 0), **lost)
     run.event("start", "rl", 500)
-    run.event("warning", "orchestrator", 400, reason="environment bad: 4 of 4 rollouts of a group failed (reward): ValueError: no")
-    run.event("warning", "orchestrator", 300, reason="environment lost is left out until the next start: its workers died")
+    reason = "environment bad: 4 of 4 rollouts failed (reward): ValueError: no"
+    run.event("warning", "orchestrator", 400, env="bad", reason=reason)
+    run.event("warning", "orchestrator", 300, env="lost", reason="environment lost is left out until the next start: its workers died")
     run.dir.run_end.parent.mkdir(exist_ok=True)
     run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("100 steps done", run.now)))
     run.dir.checkpoint(100).mkdir(parents=True)
@@ -459,8 +460,8 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     found = run.diagnosis()
     assert found.state == "ended" and found.bottleneck == "the run ended well: 100 steps done"
     assert [problem.text for problem in found.problems] == [
-        "environment bad: nothing of it was trained, 16 of 16 rollouts failed (reward 12, worker 4); environment bad: 4 of 4 rollouts of "
-        f"a group failed (reward): ValueError: no; `rl show {run.dir.root} --env bad --why error` shows them",
+        "environment bad: nothing of it was trained, 16 of 16 rollouts failed (reward 12, worker 4); at first: 4 of 4 rollouts failed "
+        f"(reward): ValueError: no; `rl show {run.dir.root} --env bad --why error` shows them",
         "environment lost: it is left out; environment lost is left out until the next start: its workers died",
     ]
     assert found.lines[-1].startswith("environment doubtful: 4 of 16 rollouts failed (timeout 4); `rl show ")

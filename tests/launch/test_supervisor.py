@@ -167,12 +167,13 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
 
 def test_a_process_says_what_its_user_is_to_know_once_in_each_attempt(make):
     run = make()
-    first, again = "{'failed e': 'environment e: no'}", "{'failed e': 'environment e: no', 'lost f': 'environment f is out'}"
-    come = f"if attempt > 1: beat('filling_batch', 1, warnings={again})\nbeat('filling_batch', 1, seconds=0.3, warnings={first}); exit(1)"
+    one, two = ({"about": about, "env": env, "text": f"environment {env}: no"} for about, env in (("failed", "e"), ("lost", "f")))
+    again = f"beat('filling_batch', 1, warnings={[one, two]})"
+    come = f"if attempt > 1: {again}\nbeat('filling_batch', 1, seconds=0.3, warnings={[one]}); exit(1)"
     run.begin(orchestrator=come)
     run.until(lambda: len(run.events("warning", "orchestrator")) == 3)
-    texts = ["environment e: no"] * 2 + ["environment f is out"]
-    assert [event["reason"] for event in run.events("warning")] == texts
+    texts = ["environment e: no"] * 2 + ["environment f: no"]
+    assert [(event["env"], event["reason"]) for event in run.events("warning")] == [(text[12], text) for text in texts]
     assert [text for text in run.said if "environment" in text] == [f"warning: {text}" for text in texts]
 
 

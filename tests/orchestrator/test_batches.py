@@ -169,10 +169,10 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
         "mean": 0.5,
         **own,
     }
-    said = {}
-    warnings = GroupWarnings(said.__setitem__)
-    warnings.renamed(some)
-    assert list(said) == ["renamed e"] and "agent_agent as own_agent_agent" in said["renamed e"] and "means" not in said["renamed e"]
+    said = []
+    GroupWarnings(said.append).renamed(some)
+    assert [(one.about, one.env) for one in said] == [("renamed", "e")]
+    assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
 
 
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():

@@ -26,7 +26,7 @@ from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import RoleStatus
+from rl.run_dir.status import EnvWarning, RoleStatus
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.user_function import UserFunction
@@ -84,10 +84,10 @@ class Nothing:
     current = RoleStatus()
 
     def __init__(self) -> None:
-        self.warned: dict[str, str] = {}
+        self.warned: dict[tuple[str, str], str] = {}
 
-    def warn(self, about: str, text: str) -> None:
-        self.warned[about] = text
+    def warn(self, warning: EnvWarning) -> None:
+        self.warned[warning.about, warning.env] = warning.text
 
     def advance(self, count: int = 1) -> None: ...
 
@@ -177,9 +177,9 @@ def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_
     one.quarantine("only evaluated", "it died")
     one.quarantine("b", "its workers died")
     assert one.status.warned == {
-        "failed a": "environment a: 2 of 2 rollouts of a group failed for good (reward): no 0",
-        "lost only evaluated": "environment only evaluated is left out until the next start: it died",
-        "lost b": "environment b is left out until the next start, its share goes to the others: its workers died",
+        ("failed", "a"): "environment a: 2 of 2 rollouts of a group failed for good (reward): no 0",
+        ("lost", "only evaluated"): "environment only evaluated is left out until the next start: it died",
+        ("lost", "b"): "environment b is left out until the next start, its share goes to the others: its workers died",
     }
     with pytest.raises(RunError, match="environment a cannot be played: it died, too"):
         one.quarantine("a", "it died, too")

@@ -48,7 +48,7 @@ def builder(tmp_path, size):
     settings = config(tmp_path, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "8")
     source, clock = TaskSource({"e": EnvTasks(size)}, seed=3), StepClock()
     clock.start()
-    return BatchBuilder(settings, Admission(settings, source), {"e": Rules()}, Progress(9), clock, {}, lambda about, text: None)
+    return BatchBuilder(settings, Admission(settings, source), {"e": Rules()}, Progress(9), clock, {}, lambda warning: None)
 
 
 def long_group(group_id, turns, new):

@@ -83,12 +83,12 @@ def step_fault(one: Played) -> str:
 
 def environment_problems(state: RunState) -> list[Problem]:
     """Environments that are left out, or of which only failures came; and, not serious, those of which many rollouts failed."""
-    said = [event.reason for event in state.recent_events if event.event == "warning"]
+    said = [event for event in state.recent_events if event.event == "warning"]
     found = []
     for env, one in played(lines_of_orchestrator(state.lines)).items():
         serious = one.left_out or (not one.trained and one.failed.total() > 0)
         if serious or one.failed.total() > MANY * one.finished:
-            about = [text for text in said if text.startswith((f"environment {env}:", f"environment {env} "))]
+            about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]
             look = [f"`rl show {state.run_dir.root} --env {env} --why error` shows them"] if one.failed else []
             text = "; ".join([f"environment {env}: {one.fault}", *about, *look])
             found.append(Problem(text, serious, (f"rollouts/{env}/trained",), "error"))

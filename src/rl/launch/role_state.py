@@ -63,8 +63,8 @@ class RoleState:
     """By process: its own, and of a trainer those of the other ranks."""
     silent_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which each of them has had the same heartbeat."""
-    warned: set[str] = field(default_factory=set)
-    """What this attempt's warnings that were said are about."""
+    warned: int = 0
+    """How many of this attempt's warnings were said."""
     stopped_s: float = 0.0
     """Seconds for which a signal has held it."""
 

@@ -107,7 +107,7 @@ class Supervisor:
         warm = (state.died is not None and state.streak <= (1 if state.ready else 0)) if role.leaves_copy else None
         state.child = self.children.start(role.name, role.command, role.env, self.run_dir.logs, role.cores, warm)
         state.began, state.ready, state.progressed, state.stopped_s = self.clock, False, False, 0.0
-        state.statuses, state.silent_s, state.warned = {}, {}, set()
+        state.statuses, state.silent_s, state.warned = {}, {}, 0
         if state.died is not None:
             self.event("restart", state.name, attempt=state.child.attempt, seconds=round(self.clock - state.died, 1))
 
@@ -138,11 +138,10 @@ class Supervisor:
                 state.silent_s[name] = state.silent_s.get(name, 0.0) + gap if same else 0.0
         state.progressed = state.progressed or any(status.progress for status in state.statuses.values())
         state.was_ready = state.was_ready or state.is_up()
-        for about, text in state.status.warnings.items():
-            if about not in state.warned:
-                state.warned.add(about)
-                self.event("warning", state.name, reason=text)
-                self.say(f"warning: {text}")
+        for warning in state.status.warnings[state.warned :]:
+            state.warned += 1
+            self.event("warning", state.name, env=warning.env, reason=warning.text)
+            self.say(f"warning: {warning.text}")
 
     def _watch(self, state: RoleState, child: Child, gap: float, slow_s: float) -> None:
         """Kills a process that is silent, or that does not come up."""

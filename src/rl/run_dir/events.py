@@ -20,6 +20,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     event: EventKind
     process: str
     """`rl` for what concerns the whole run."""
+    env: str = ""
+    """The environment that a warning is about."""
     attempt: int | None = None
     exit: int | None = None
     reason: str = ""

@@ -91,6 +91,16 @@ TRAINER_STEPS = frozenset(
 """Phases of a trainer that is up: the parts of its steps."""
 
 
+class EnvWarning(msgspec.Struct, frozen=True):
+    """Something about an environment that the run's user is to know."""
+
+    about: Literal["failed", "lost", "renamed"]
+    """Its first rollouts that failed for good; that it is given up; metrics of its own that are called like ours."""
+    env: str
+    text: str
+    """For people."""
+
+
 class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """A status file. None, or an empty string, is what a process does not report. Times are seconds since the epoch."""
 
@@ -126,8 +136,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
     quarantined: list[str] = []
     """Environments that are given up."""
-    warnings: dict[str, str] = {}
-    """What its user is to know, a sentence each by what it is about. `rl` says each once."""
+    warnings: list[EnvWarning] = []
+    """What its user is to know. `rl` says each once."""
     playing: int | None = None
     """Rollouts in flight."""
     requests: int | None = None
@@ -170,13 +180,14 @@ class Status:
             self.current = msgspec.structs.replace(self.current, **now, **fields)
         self._write()
 
-    def warn(self, about: str, text: str) -> None:
-        """Has `rl` say a sentence; written at once. Of what was warned about already, nothing."""
+    def warn(self, warning: EnvWarning) -> None:
+        """Has `rl` say it; written at once. The second of a kind about an environment is not."""
         with self.changing:
-            if about in self.current.warnings:
+            said = self.current.warnings
+            if any((one.about, one.env) == (warning.about, warning.env) for one in said):
                 return
-            warnings = self.current.warnings | {about: clip(text, MAX_WARNING)}
-            self.current = msgspec.structs.replace(self.current, warnings=warnings)
+            warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
+            self.current = msgspec.structs.replace(self.current, warnings=[*said, warning])
         self._write()
 
     def advance(self, count: int = 1) -> None:
