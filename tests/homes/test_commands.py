@@ -76,6 +76,7 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     sleeping.kill()
     sleeping.wait()
     assert earlier.endswith(" KiB)") and called(capsys, "env", "remove", "earlier")[:2] == (0, f"removed {old.digest}\n")
+    assert called(capsys, "env", "remove", "earlier") == (0, "", ""), "there are none any more"
     code, out, _ = called(capsys, "env", "install", f"{run}/environments/hello.txt")
     assert code == 0 and out.startswith("ada/hello 1.0: ") and old.place.is_dir()  # and from now on it is what the id means
     assert homes_of(config, said.append, recorded=False) == found

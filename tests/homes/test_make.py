@@ -68,6 +68,11 @@ def test_packages_of_one_name_and_version_are_told_apart_by_what_they_hold(index
     homes = {owner: made(f"{owner}/hello@1.0", said) for owner in ("ada", "bob")}
     assert {owner: prints(home, code) for owner, home in homes.items()} == {"ada": "ada", "bob": "bob"}
     assert made("bob/hello", said).digest == homes["bob"].digest, "with a version or without, it is the same package"
+    make_wheel(index.folder / "simple", "say-it", "1.0", {"say_it.py": CLASSIC}, ["verifiers<0.4"])
+    assert made("pypi:say-it", said).digest == made("pypi:Say_It", said).digest
+    said.clear()
+    made("pypi:Say_It", said)
+    assert said == [], "one that is spelt in another way is not made at each start"
     request = Request("hello", read_id("bob/hello@1.0"))
     write_pointer(request.pointer, Pointer(id=request.id, home=homes["ada"].digest, made=0.0))
     assert ensure(request, said.append) == homes["bob"]
@@ -91,6 +96,9 @@ def test_what_was_written_into_a_package_is_told_where_it_is_installed_again(ind
     remedy = "`uv cache clean helper`, `rl env remove` of this home, then again"
     text = f"helper.py of helper is not as its package has it: something wrote into uv's cache; {remedy}"
     assert said[-1] == f"warning: environment more: {text}"
+    subprocess.run(["rm", "-r", str(first.place)], check=True)
+    settled(Request("rows", None), Record(Request("rows", None).key, first), said.append)
+    assert said[-1] == f"warning: environment rows: {text}"
 
 
 def test_installing_again_downloads_only_what_may_have_changed(index, said):
@@ -251,6 +259,18 @@ def test_a_damaged_home_is_made_anew(index, said):
     assert ensure(Request("rows", None), said.append, fresh=True) == home and lost.exists()  # what `rl env install` does
 
 
+def test_a_home_that_is_gone_under_a_run_is_made_anew(index, said):
+    home = ensure(Request("rows", None), said.append)
+    with subprocess.Popen([home.interpreter, "-c", "import time; time.sleep(60)"]) as running:
+        lost = next(home.place.glob("lib/python3*/site-packages/verifiers/v1/__init__.py"))
+        lost.unlink()
+        with pytest.raises(RunError, match=f"its home {home.place} lacks files, and processes {running.pid} run in it; end them"):
+            ensure(Request("rows", None), said.append, fresh=True)
+        subprocess.run(["rm", "-r", str(home.place)], check=True)
+        assert ensure(Request("rows", None), said.append) == home and lost.exists()
+        running.kill()
+
+
 def test_two_that_want_the_same_home(index, said):
     """One makes it, the other waits for that and says so."""
     with make.building(Request("rows", None), "environment other", said.append, time.monotonic() + 60):
@@ -370,6 +390,7 @@ def test_what_changes_behind_an_address_makes_another_home_and_the_record_means_
     commit("VALUE = 2\n")
     second = ensure(request, said.append, fresh=True)
     (folder / "fromfolder.py").write_text("VALUE = 2\n")
+    request.pointer.unlink()  # `rl env remove`, or a pyproject.toml that was changed as well: no home tells what uv remembers
     third = ensure(request, said.append, fresh=True)
     assert [prints(home, values) for home in (first, second, third)] == ["1 1", "2 1", "2 2"]
     assert len({first.digest, second.digest, third.digest}) == 3

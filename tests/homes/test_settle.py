@@ -58,6 +58,16 @@ def test_from_a_configuration_to_interpreters_and_back(index, said, tmp_path, mo
     ]
 
 
+@pytest.mark.parametrize("env_id", [".", "./", "..", "../my_words"])
+def test_the_folder_that_one_is_in_has_its_name_and_stays_the_same(tmp_path, monkeypatch, env_id):
+    """Also for a resume, which may be typed elsewhere."""
+    inside = tmp_path / "my_words" / "inside"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside.parent if env_id != ".." else inside)
+    env = configured(tmp_path, f'[{{id = "{env_id}"}}]').with_absolute_paths().orchestrator.environment[0]
+    assert (env.id, env.label) == (str(inside.parent), "my_words")
+
+
 def test_ids_that_mean_nothing_are_all_told(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path))
     ids = '[{id = "nope"}, {id = "./nowhere"}, {id = "pypi:-x", name = "x"}, {id = "pypi:two words", name = "y"}, {id = "a/b/c"}]'

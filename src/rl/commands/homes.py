@@ -103,8 +103,8 @@ def meant(name: str) -> dict[Path, Pointer]:
 def remove(name: str) -> int:
     """Deletes the pointers that are meant, and the homes that no other one points at. Raises RunError for one that is in use."""
     old = unreferenced()
-    if doomed_homes := old if name == EARLIER else [one for one in old if one == name]:
-        for one in doomed_homes:
+    if name in (EARLIER, *old):
+        for one in old if name == EARLIER else [name]:
             if pids := users(one):
                 raise RunError(f"{one}: processes {', '.join(map(str, pids))} run in it; end them first")
             delete(one)

@@ -75,8 +75,8 @@ def absolute(path: str) -> str:
 
 
 def absolute_if_written_as_path(value: str) -> str:
-    """./x, ~/x, x.jsonl, x.py:function and .venvs/x/bin/python from the root; a name stays as it is."""
-    if not re.match(r"(\.{0,2}|~)/|\.venv|.*\.(py|jsonl)(:|$)", value):
+    """./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python from the root; a name stays as it is."""
+    if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|.*\.(py|jsonl)(:|$)", value):
         return value
     path, colon, name = value.partition(":")
     return absolute(path) + colon + name

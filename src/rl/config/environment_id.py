@@ -52,8 +52,8 @@ def module_name(path: str) -> str:
 
 
 def unversioned(env_id: str) -> str:
-    """An id without the version of a package of the Hub or an index."""
-    return env_id if env_id.startswith("/") else re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]
+    """An id without the version of a package of the Hub or an index, in the one spelling of its name that indexes compare."""
+    return env_id if env_id.startswith("/") else re.sub(r"[-_.]+", "-", re.split(r"[@\[=<>!~]", env_id, maxsplit=1)[0]).lower()
 
 
 def short_name(env_id: str) -> str:
@@ -62,7 +62,7 @@ def short_name(env_id: str) -> str:
         found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
         return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
     path = Path(env_id.split("@")[0])
-    return path.stem if path.name not in ("", "..") else path.expanduser().resolve().name
+    return (path if path.name not in ("", "..", "~") else path.expanduser().resolve()).stem
 
 
 def read_id(env_id: str) -> Source:

@@ -116,6 +116,11 @@ def packages(place: Path) -> list[str]:
     return sorted(map(requirement, importlib.metadata.distributions(path=[str(site_packages(place))])), key=str.lower)
 
 
+def at_addresses(place: Path) -> set[str]:
+    """The packages that were installed from an address: of a repository, a folder or a file, whatever these hold at the time."""
+    return {line.partition(" @ ")[0] for line in packages(place) if " @ " in line}
+
+
 def direct_url(found: importlib.metadata.Distribution) -> dict[str, Any]:
     """Where a package was installed from that comes from no index (PEP 610); empty for others."""
     return json.loads(found.read_text("direct_url.json") or "{}")

@@ -1,6 +1,6 @@
 """A home: a virtual environment in the cache with what was found out about it, and which home was made for which request.
 
-<root>/<digest>/              a virtual environment; the digest is of exactly what is in it, so nothing in it ever changes
+<root>/<digest>/              a virtual environment; the digest is of what was installed in it, and we change nothing in it afterwards
 <root>/<digest>/home.json     a Home
 <root>/<digest>/names         what lies in its site-packages, a name a line
 <root>/requests/NAME-KEY.json a Pointer: the home that was made for a request, the newest one

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id, unversioned
 from rl.homes import hub
-from rl.homes.build import Plan, built, contents, is_package, packages, python_version, site_packages, tampered, version_of
+from rl.homes.build import Plan, at_addresses, built, contents, is_package, packages, python_version, site_packages, tampered, version_of
 from rl.homes.entry import api_of, find_module, project_name
 from rl.homes.home import FILE, NAMES, Home, Pointer, delete, digest, read, read_pointer, users, write_pointer
 from rl.homes.needs import VERIFIERS, WORKER, Api
@@ -32,8 +32,8 @@ ANY_VERIFIERS = "verifiers>=0.3.1"
 DEADLINE_S = 1800.0
 """For making one home, and for waiting until another process has made it."""
 POLL_S = 0.2
-TRIES = 5
-"""Another Python, an override, another verifiers, and both kinds of these after each other."""
+TRIES = 6
+"""Another Python, an override, another verifiers, both kinds of these after each other, and packages at addresses anew."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
     verifiers, why, forced = VERIFIERS[api] if api else ANY_VERIFIERS, "", False
     scratch = homes_root() / "sources" / f"{request.name}-{request.key}"
     plan, origin = plan_of(request, scratch, say)
-    plan = replace(plan, fresh=remembered(request) if fresh else ())
+    plan = replace(plan, fresh=(request.own_package,) if fresh and request.own_package else ())
     if request.python:
         plan = replace(plan, python=other_python(request.python, log, what, say, deadline))
     say(f"{what}: {origin}: making its home in {homes_root()}")
@@ -191,14 +191,17 @@ def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
             with built(replace(plan, requirements=(*plan.requirements, verifiers), overrides=overrides), log, say, deadline) as place:
                 found = look(request, place)
                 reason = unfit(found, place, request)
-                if not reason:
+                if not reason and fresh and (named := at_addresses(place).difference(plan.fresh)):
+                    plan = replace(plan, fresh=(*plan.fresh, *sorted(named)))  # what they hold may be what uv remembers
+                elif not reason:
                     doubtful = doubts(found, place, request)
                     home = keep(place, replace_why(found, why), plan, request.own_package, fresh)
                     say(f"{what}: {summary(home)}; made in {time.monotonic() - began:.0f} s ({home.place})")
                     for text in doubtful:
                         say(f"warning: {what}: {text}")
                     return home
-                verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], why if forced else reason
+                else:
+                    verifiers, why = VERIFIERS["classic" if "lacks" in reason else found.api], why if forced else reason
         except UvError as error:
             if error.python and not plan.python and (other := other_python(error.python, log, what, say, deadline)):
                 plan = replace(plan, python=other)
@@ -207,14 +210,6 @@ def make(request: Request, say: Say, deadline: float, *, fresh: bool) -> Home:
             else:
                 raise
     raise RunError(f"{what}: no version of verifiers suits it: {why}; see {log}")
-
-
-def remembered(request: Request) -> tuple[str, ...]:
-    """See Plan.fresh: as the home that was made for the request before shows them."""
-    pointer = read_pointer(request.pointer)
-    before = read(pointer.home)[0] if pointer else None
-    named = [line.partition(" @ ")[0] for line in (before.packages if before else ()) if " @ " in line]
-    return tuple(filter(None, dict.fromkeys([request.own_package, *named])))
 
 
 def declarations(folder: Path) -> str:
@@ -341,14 +336,15 @@ def keep(place: Path, described: Home, plan: Plan, own: str = "", fresh: bool = 
     found = {"python": python_version(place), "packages": packages(place), "index": plan.index, "path": str(plan.path or "")}
     home = msgspec.structs.replace(described, **found)
     home = msgspec.structs.replace(home, digest=(name := name_of(home, contents(place, own), plan.index)))
-    if read(name)[0] is None or (fresh and not has_all(homes_root() / name, place)):
-        if pids := users(name):
+    there = homes_root() / name
+    if read(name)[0] is None or (fresh and not has_all(there, place)):
+        if there.exists() and (pids := users(name)):
             raise RunError(f"{plan.what}: its home {home.place} lacks files, and processes {', '.join(map(str, pids))} run in it; end them")
         delete(name)
         (place / NAMES).write_text("\n".join(os.listdir(site_packages(place))))
         (place / FILE).write_bytes(msgspec.json.encode(home) + b"\n")
         try:
-            move(place, homes_root() / name)
+            move(place, there)
         except OSError:  # another request came to the same home, at the same moment
             if read(name)[0] is None:
                 raise
@@ -375,6 +371,8 @@ def again(request: Request, recorded: Home, say: Say, deadline: float) -> Home:
         plan = replace(plan, python=other_python(f"=={recorded.python}", log, what, say, deadline))
     say(f"{what}: making its home as it was recorded ({recorded.why})")
     with built(plan, log, say, deadline) as place:
+        if doubtful := tampered(place):
+            say(f"warning: {what}: {doubtful}")
         home = keep(place, recorded, plan, request.own_package)
     if recorded.digest not in (home.digest, name_of(home, contents(home.place))):  # the latter by versions before owners counted
         changes = difference(recorded.packages, home.packages)

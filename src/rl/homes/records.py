@@ -42,7 +42,7 @@ def text_of(name: str, record: Record) -> str:
 
 def owned(home: Home) -> str:
     """The requirement of the environment's own package, if it lies in an index of its owner; else empty."""
-    name = canonicalize_name(unversioned(home.id).rpartition("/")[2])
+    name = unversioned(home.id).rpartition("/")[2]
     found = (line for line in home.packages if canonicalize_name(line.partition("==")[0]) == name)
     return next(found, "") if home.index else ""
 
