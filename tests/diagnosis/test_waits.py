@@ -18,7 +18,7 @@ import pytest
 
 from rl.config.run import RLConfig
 from rl.diagnosis.rewards import verdict
-from rl.diagnosis.state import inspect_process, read_state
+from rl.diagnosis.state import Heartbeats, inspect_process, read_state
 from rl.diagnosis.waits import chain, diagnose
 from rl.run_dir.lease import LockOwner
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, describe, last_seen, write_status
@@ -416,6 +416,17 @@ def test_ended_by_failure(run, gone):
         f"{run.dir.logs / 'trainer-3.log'}, then `rl @ {run.dir.config} --resume`"
     )
     assert "  | RuntimeError: boom" in found.lines
+
+
+def test_whoever_looks_again_need_not_wait_for_another_clock(run, monkeypatch):
+    """A run that was copied here is dead at once; where a heart beats by another clock, it lives from the next look on."""
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    heartbeats = Heartbeats()
+    for heartbeat, silent in ((400.0, True), (400.0, True), (398.0, False), (396.0, False)):
+        run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=heartbeat)
+        assert read_state(run.dir, run.config, heartbeats).processes["trainer"].silent is silent
+    run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=400.0)
+    assert diagnose(run.dir, run.config, Heartbeats()).state == "died"
 
 
 def test_killed_with_all_its_processes(run, gone):

@@ -285,7 +285,7 @@ def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
     (files.checkpoint(9) / "manifest.json").write_text('{"step": 9, "world_size": 1, "model": {}, "files": {}}')
     state()
     assert [state for state, _ in said] == ["live", "died", "live", "died", "ended"]
-    assert said[3][1].startswith("the run was killed 0 s ago at step 0: the trainer was training step 3; continue it with `rl @ ")
+    assert said[3][1].startswith("the run was killed at step 0: the trainer was training step 3; continue it with `rl @ ")
     assert said[4][1] == "the run ended well: 9 steps done"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import Heartbeats
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import read_json, resolve_model
 from rl.records.cache import cache_file
@@ -21,6 +22,7 @@ from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
+from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
 from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
@@ -59,6 +61,8 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
+        self.heartbeats: Heartbeats | None = None
+        """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
 
     def __repr__(self) -> str:
@@ -79,7 +83,7 @@ class Run:
         """The names of its files. Where its configuration cannot be read, weights are looked for inside of it."""
         try:
             return run_dir_of(self.root, self.config)
-        except RunError:
+        except (RunError, PermissionError):
             return RunDir(self.root, self.root / "weights")
 
     @cached_property
@@ -152,10 +156,10 @@ class Run:
 
     @property
     def damaged(self) -> dict[Path, str]:
-        """Files of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
+        """Files and folders of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
         with self._lock:
             self._index.refresh()
-            return {self._index.path(source): fault for source, fault in self._index.damaged.items()}
+            return {**self._index.denied, **{self._index.path(source): fault for source, fault in self._index.damaged.items()}}
 
     # Tokens -----------------------------------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class Run:
 
     def _best_versions(self) -> dict[str, int]:
         path = self.run_dir.evals / "best.json"
-        entries = read_json(path) if path.exists() else {}
+        entries = read_json(path, "delete it: a resume writes it anew") if path.exists() else {}
         return {name: entry["policy_version"] for name, entry in entries.items() if isinstance(entry, dict) and "policy_version" in entry}
 
     def load_model(self, version: int | str | None = None, **options: Any) -> "PreTrainedModel":
@@ -258,7 +262,7 @@ class Run:
     @property
     def status(self) -> dict[str, RoleStatus]:
         """The last word of each process: what it does or did, its heartbeat."""
-        found = {path.stem: read_status(path) for path in sorted(self.run_dir.status_dir.glob("*.json"))}
+        found = {path.stem: read_status(path) for path in files_in(self.run_dir.status_dir, ".json")}
         return {name: status for name, status in found.items() if status and status.pid is not None}
 
     @property
@@ -295,7 +299,7 @@ class Run:
 
         Raises RunError without its configuration.
         """
-        found = diagnose(self.run_dir, self.config)
+        found = diagnose(self.run_dir, self.config, self.heartbeats)
         return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property

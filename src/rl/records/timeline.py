@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.records.metrics import Metrics
 from rl.run_dir.events import Event
-from rl.run_dir.files import LineReader
+from rl.run_dir.files import LineReader, files_in, is_time
 from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
 from rl.wire.messages import UNREADABLE
 
@@ -118,7 +118,7 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
 def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: float | None, end: float | None) -> Timeline:
     """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
     found = Timeline()
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in files_in(folder, ".jsonl"):
         for part in (old(path), path):
             for entry in entries(part, path.stem):
                 if isinstance(entry, Done):
@@ -144,9 +144,9 @@ def entries(path: Path, process: str) -> Iterator[Done | Counted]:
                 offset = line.time - line.monotonic
             elif offset is None:
                 continue
-            elif isinstance(line, Span):
+            elif isinstance(line, Span) and line.begin <= line.end and is_time(line.begin + offset) and is_time(line.end + offset):
                 yield Done(process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
-            elif isinstance(line, Gauges):
+            elif isinstance(line, Gauges) and is_time(line.at + offset):
                 yield Counted(process, line.at + offset, line.values)
 
 

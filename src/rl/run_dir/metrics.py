@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, with_path, write_all, write_file
+from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, files_in, is_time, with_path, write_all, write_file
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
 from rl.system.errors import RunError
@@ -36,6 +36,8 @@ NEWEST_BYTES = 1 << 22
 """The end of a metrics file that has the newest steps for sure: a line has some kilobytes."""
 WHOLE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')
 MERGE_S = 1.0
+LIMIT = 1 << 63
+"""Above it an integer does not fit into 64 bits."""
 
 
 def sources_dir(path: Path) -> Path:
@@ -44,8 +46,8 @@ def sources_dir(path: Path) -> Path:
 
 
 def source_files(path: Path) -> list[Path]:
-    """The sources that are merged into the file `path`."""
-    return sorted(sources_dir(path).glob("*.jsonl"))
+    """The sources that are merged into the file `path`. Raises PermissionError."""
+    return files_in(sources_dir(path), ".jsonl")
 
 
 def open_lines(path: Path) -> int:
@@ -189,9 +191,19 @@ def parse_line(line: bytes, wanted: Callable[[str], bool] | None = None) -> dict
         return parse_line(line[whole:], wanted) if whole > 0 else None
     if not (isinstance(content, dict) and type(content.get("step")) is int and isinstance(content.get("source"), str)):
         return None
+    if not is_number(content["step"]):
+        return None
     if wanted is not None:
         content = {name: value for name, value in content.items() if name in ALWAYS or wanted(name)}
-    return {key: value for key, value in content.items() if key == "source" or value is None or isinstance(value, (int, float))}
+    found = {key: value for key, value in content.items() if key == "source" or value is None or is_number(value)}
+    if not is_time(found.get("time", 0.0)):
+        del found["time"]
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is a number that fits into 64 bits."""
+    return isinstance(value, float) or (isinstance(value, int) and -LIMIT <= value < LIMIT)
 
 
 def merge_lines(into: Lines, lines: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rl.run_dir import spans
-from rl.run_dir.files import clean_leftovers, temporary_name
+from rl.run_dir.files import clean_leftovers, is_time, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
 from rl.system.linux import place
@@ -129,6 +129,9 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Inference's open requests."""
 
 
+TIMES = ("started", "since", "heartbeat", "progressed")
+
+
 def describe(status: RoleStatus | None) -> str:
     """What a process does, as a sentence for people: `waiting for batch 13: filling batch 13`."""
     if status is None or status.phase is None:
@@ -235,7 +238,7 @@ def read_status(path: Path) -> RoleStatus | None:
         if field.name in content:
             with contextlib.suppress(msgspec.ValidationError):
                 found[field.name] = msgspec.convert(content[field.name], field.type)
-    return RoleStatus(**found)
+    return RoleStatus(**{name: value for name, value in found.items() if name not in TIMES or is_time(value)})
 
 
 class Beats:

@@ -16,11 +16,15 @@ MOST_LINES = 2000
 
 
 def health(run: Run) -> Health:
-    """What `rl doctor RUN` says. A run whose configuration cannot be read has that as its only finding."""
+    """What `rl doctor RUN` says; of a run of which a file may not be read, or whose configuration says nothing, that alone."""
     try:
         found = run.diagnosis()
-    except RunError as error:
-        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=processes(run), now=time.time())
+    except (RunError, OSError) as error:
+        try:
+            there = processes(run)
+        except OSError:
+            there = []
+        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there, now=time.time())
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),

@@ -118,7 +118,7 @@ class Desk:
 
     def runs(self, _: NoParameters) -> answers.Runs:
         with self.reading:
-            return answers.Runs(runs=self.list.all(), place=", ".join(map(str, self.library.places)))
+            return answers.Runs(runs=self.list.all(), place=self.library.place)
 
     def compare(self, given: OfRuns) -> answers.Comparison:
         with self.reading:

@@ -21,6 +21,7 @@ export interface RunRow {
   lag: number | null;
   tokens_per_s: number | null;
   seconds: number;
+  heard: number;
   changed: number;
   bytes: number;
 }
