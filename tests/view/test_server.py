@@ -1,6 +1,7 @@
 """The server of `rl view`: who is let in, and what it answers, over real HTTP where that matters."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -285,7 +286,7 @@ def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
     (files.checkpoint(9) / "manifest.json").write_text('{"step": 9, "world_size": 1, "model": {}, "files": {}}')
     state()
     assert [state for state, _ in said] == ["live", "died", "live", "died", "ended"]
-    assert said[3][1].startswith("the run was killed 0 s ago at step 0: the trainer was training step 3; continue it with `rl @ ")
+    assert said[3][1].startswith("the run was killed at step 0: the trainer was training step 3; continue it with `rl @ ")
     assert said[4][1] == "the run ended well: 9 steps done"
 
 
@@ -356,6 +357,35 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
     ):
         answer = client.get(f"/api/{path}")
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_a_run_with_an_odd_file_hides_no_other(tmp_path):
+    for name, line in {"huge": '"loss/mean": ' + "9" * 400, "late": '"loss/mean": 0.5, "time": 1e300'}.items():
+        files = make_run(tmp_path / name)
+        files.status_dir.mkdir()
+        files.metrics.write_text(
+            f'{{"step": 1, "time": 1000.0, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": "trainer", "loss/mean": 2}}\n'
+        )
+        append_event(files.events, Event(time=1e300, event="death", process="trainer"))
+        files.evals.mkdir()
+        (files.evals / "best.json").write_text("{")
+    for name in (b"bad\xff", "turns\u202eround".encode(), b"evals", b"status"):
+        make_run(tmp_path / "plain").status_dir.mkdir()
+        (tmp_path / "plain").rename(tmp_path / os.fsdecode(name))
+    denied = make_run(tmp_path / "denied")
+    denied.status_dir.mkdir()
+    denied.metrics.mkdir()  # it cannot be read, as one of another user; but for root every file can be
+    desk = Desk(Library([tmp_path]))
+    client = TestClient(PageGate(make_app(desk.library), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
+    client.get(f"/?token={TOKEN}")
+    rows = {row["key"]: row for row in client.get("/api/runs").json()["runs"]}
+    assert rows.keys() == {"huge", "late", "bad\\udcff", "turns\\u202eround", "evals", "status", "denied"}
+    assert (rows["denied"]["state"], "Error" in rows["denied"]["why"]) == ("unreadable", True)
+    assert rows["huge"]["step"] == 1 and rows["late"]["seconds"] == 0
+    for key in rows.keys() - {"denied"}:
+        assert client.get("/api/curves", params={"run": key, "name": "loss/mean"}).status_code == 200
+        assert client.get("/api/timeline", params={"run": key}).json()["last"] < 1e11
+    assert desk.curves(CurveParameters(run=["late"], name=["loss/mean"])).series[0].values == [0.5]
 
 
 # What the page uses -----------------------------------------------------------------------------------------------------

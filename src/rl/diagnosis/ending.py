@@ -17,6 +17,8 @@ class Ending(NamedTuple):
     """Well, by its user before its last step, or of a fault."""
     log: Path | None = None
     """The log that shows it."""
+    age: str = ""
+    """The words of the sentence that say how long ago it was."""
 
 
 def nothing_trained(lines: Lines) -> str:
@@ -46,21 +48,25 @@ def how_it_ended(state: RunState) -> Ending:
         return Ending(f"the run ended well: {reason}", "ended")
     if why := nothing_trained(state.lines):
         return Ending(why, "died")
-    fatal = [event for event in state.recent_events if event.event in ("give_up", "death")]
+    if stop := state.stop:
+        age = f" {span(state.now - stop.time)} ago"
+        where = f"at step {state.step} of {state.config.max_steps}"
+        return Ending(f"the run was stopped by {stop.reason}{age} {where}; continue it with `{state.resume}`", "stopped", age=age)
+    fatal = [event for event in state.recent_events if event.event == "give_up" or event is state.down(event.process)]
     if fatal:
         last = fatal[-1]
         count = len(state.deaths(last.process))
         often = f", the last of its {count} deaths" if count > 1 else ""
         log = newest_log(state.run_dir.logs, last.process)
         quote = f", saying: {words}" if (words := last_words(log)) and words not in last.reason else ""
-        where = f"the run ended {span(state.now - last.time)} ago at step {state.step} with the {last.process}{often}"
-        return Ending(f"{where}: {last.reason}{quote}; see {log or state.run_dir.logs}, then `{state.resume}`", "died", log)
+        age = f" {span(state.now - last.time)} ago"
+        where = f"the run ended{age} at step {state.step} with the {last.process}{often}"
+        return Ending(f"{where}: {last.reason}{quote}; see {log or state.run_dir.logs}, then `{state.resume}`", "died", log, age)
     if left := [process for process in state.processes.values() if process.alive is False]:
         first = left[0]
         doing = ", ".join(f"the {process.name} was {process.doing}" for process in left)
-        return Ending(
-            f"the run was killed {span(first.silent_s)} ago at step {state.step}: {doing}; continue it with `{state.resume}`", "died"
-        )
+        age = f" {span(first.silent_s)} ago"
+        return Ending(f"the run was killed{age} at step {state.step}: {doing}; continue it with `{state.resume}`", "died", age=age)
     if not state.lines and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))

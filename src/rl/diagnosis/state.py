@@ -180,8 +180,13 @@ class RunState:
     @property
     def recent_events(self) -> list[Event]:
         """Events since `rl` was last started."""
-        starts = [i for i, event in enumerate(self.events) if event.event == "start"]
+        starts = [i for i, event in enumerate(self.events) if event.event == "start" and event.process == "rl"]
         return self.events[starts[-1] :] if starts else self.events
+
+    @property
+    def stop(self) -> Event | None:
+        """The signal by which its user, or what manages the machine, stopped the run since; None: nobody did."""
+        return next((event for event in self.recent_events if event.event == "stop"), None)
 
     def down(self, name: str) -> Event | None:
         """The death of a process that has not been started again since."""
@@ -189,13 +194,37 @@ class RunState:
         return mine[-1] if mine and mine[-1].event == "death" else None
 
 
-def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
-    """The state of a run. Only `other_clocks` waits, and a file that is missing or half written counts as not there."""
+class Heartbeats:
+    """Heartbeats from hosts with other clocks, as whoever looks again and again has seen them: so it need not wait for them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[float, float, bool]] = {}
+        """Process -> its heartbeat, when that was first seen (time.monotonic), and whether another one was seen before."""
+
+    def clock(self, name: str, heartbeat: float, now: float) -> float:
+        """What the clock of a process's host shows. While its heartbeat was not seen to change, it is at least as old as it looks."""
+        known, moment = self.seen.get(name), time.monotonic()
+        if known is None or known[0] != heartbeat:
+            self.seen[name] = heartbeat, moment, known is not None
+        _, since, moves = self.seen[name]
+        return heartbeat + moment - since if moves else max(now, heartbeat + moment - since)
+
+
+def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None) -> RunState:
+    """The state of a run. A file that is missing or half written counts as not there.
+
+    heartbeats: what was seen by earlier looks; without it `other_clocks` waits where a clock may be another one.
+    """
     now = time.time()
     evals = reversed(numbered(run_dir.evals).items())
     paths = sorted(run_dir.status_dir.glob("*.json"))
     statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
-    clocks = other_clocks(run_dir, statuses, now)
+    doubtful = [name for name, status in statuses.items() if is_doubtful(status, now)]
+    clocks = (
+        other_clocks(run_dir, statuses, doubtful, now)
+        if heartbeats is None
+        else {name: heartbeats.clock(name, statuses[name].heartbeat or now, now) for name in doubtful}
+    )
     processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
     return RunState(
         run_dir=run_dir,
@@ -214,14 +243,20 @@ def read_state(run_dir: RunDir, config: RLConfig) -> RunState:
     )
 
 
-def other_clocks(run_dir: RunDir, statuses: dict[str, RoleStatus], now: float) -> dict[str, float]:
-    """What the clocks of other hosts show, by process, for those there whose heartbeat looks old, or ahead of time, by this host's clock.
+def is_doubtful(status: RoleStatus, now: float) -> bool:
+    """Whether a process is on another host, and its heartbeat looks old, or ahead of time, by this host's clock."""
+    elsewhere = bool(status.phase and status.heartbeat and not is_here(status))
+    return elsewhere and not -HEARTBEAT_S <= now - (status.heartbeat or now) <= SILENT_S
+
+
+def other_clocks(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], now: float) -> dict[str, float]:
+    """What the clocks of other hosts show, by process, for those whose heartbeat is doubtful.
 
     It is watched for up to SILENT_S: one that changes meanwhile is new, whatever time it names, and one that does not is at least so old.
     `statuses` gets the newer ones.
     """
-    ages = {name: now - status.heartbeat for name, status in statuses.items() if status.phase and status.heartbeat and not is_here(status)}
-    doubtful = [name for name, age in ages.items() if not -HEARTBEAT_S <= age <= SILENT_S]
+    ages = {name: now - (statuses[name].heartbeat or now) for name in doubtful}
+    doubtful = [*doubtful]
     if doubtful:
         text = f"watching for up to {SILENT_S:.0f} s whether there are new heartbeats of {', '.join(doubtful)}, on other hosts"
         print(text, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import Heartbeats
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import read_json, resolve_model
 from rl.records.cache import cache_file
@@ -18,7 +19,7 @@ from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
-from rl.records.timeline import Timeline, read_timeline
+from rl.records.timeline import LATEST, Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.logs import attempts, last_lines
@@ -59,6 +60,8 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
+        self.heartbeats: Heartbeats | None = None
+        """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
 
     def __repr__(self) -> str:
@@ -249,11 +252,12 @@ class Run:
     @property
     def events(self) -> list[Event]:
         """Starts, deaths, restarts and repairs, oldest first."""
-        return read_events(self.run_dir.events)
+        return [event for event in read_events(self.run_dir.events) if 0 < event.time < LATEST]
 
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two moments, seconds since the epoch; None: all that is kept."""
-        return read_timeline(self.run_dir.spans, self.numbers, self.events, begin, end)
+        statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
+        return read_timeline(self.run_dir.spans, self.numbers, self.events, statuses, begin, end)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
@@ -295,7 +299,7 @@ class Run:
 
         Raises RunError without its configuration.
         """
-        found = diagnose(self.run_dir, self.config)
+        found = diagnose(self.run_dir, self.config, self.heartbeats)
         return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property

@@ -2,9 +2,10 @@
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ from rl.records.metrics import Metrics
 from rl.run_dir.events import Event
 from rl.run_dir.files import LineReader
 from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
+from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
 from rl.wire.messages import UNREADABLE
 
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
 """Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
 MICROSECONDS = 1e6
+LATEST = 1e11
+"""Times beyond it, in some thousand years, are damage."""
+SLACK_S = 5 * HEARTBEAT_S
+"""Who had a heartbeat so shortly before the newest of all still lives, as far as its run knows."""
+STARTING, RL = Phase.STARTING.value, "rl"
 START = b'{"kind":"start"'
 """A line may begin with half of another one, whose process was killed."""
 
@@ -115,8 +122,13 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
         yield done, done.lane if number == 0 else f"{done.lane} {number + 1}"
 
 
-def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: float | None, end: float | None) -> Timeline:
-    """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
+def read_timeline(
+    folder: Path, metrics: Metrics, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float | None, end: float | None
+) -> Timeline:
+    """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all.
+
+    A span is written when it ends. What a process is in, or was in when it was killed, its status tells, which is to be read before.
+    """
     found = Timeline()
     for path in sorted(folder.glob("*.jsonl")):
         for part in (old(path), path):
@@ -125,7 +137,9 @@ def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: fl
                     found.spans.append(entry)
                 else:
                     found.gauges.append(entry)
-    found.spans.sort(key=lambda done: (done.begin, -done.end))
+    found.spans += open_spans(statuses)
+    found.spans += starts(events, found.spans, max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0))
+    found.spans = [*one_by_one(sorted(found.spans, key=lambda done: (done.begin, -done.end)))]
     found.gauges.sort(key=lambda counted: counted.time)
     found.marks = sorted(marks(metrics, events), key=lambda mark: mark.time)
     return found.between(-math.inf if begin is None else begin, math.inf if end is None else end)
@@ -144,10 +158,54 @@ def entries(path: Path, process: str) -> Iterator[Done | Counted]:
                 offset = line.time - line.monotonic
             elif offset is None:
                 continue
-            elif isinstance(line, Span):
+            elif isinstance(line, Span) and 0 < line.begin + offset <= line.end + offset < LATEST:
                 yield Done(process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
-            elif isinstance(line, Gauges):
+            elif isinstance(line, Gauges) and 0 < line.at + offset < LATEST:
                 yield Counted(process, line.at + offset, line.values)
+
+
+def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
+    """What each process is in since its last phase began: if it lives until the newest heartbeat of all, else until its own last."""
+    newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
+    for name, status in statuses.items():
+        if status.phase and status.since is not None and status.heartbeat is not None and 0 < status.since < LATEST:
+            end = newest if newest - status.heartbeat <= SLACK_S else status.heartbeat
+            yield Done(name, PHASE_LANE, status.phase.value, status.since, max(status.since, end), status.step, {})
+
+
+def starts(events: list[Event], spans: list[Done], newest: float) -> Iterator[Done]:
+    """From the start of each process to the first that it wrote, it makes its imports; of `rl` to the start of the first of them.
+
+    newest: the newest heartbeat, until which one that has written nothing yet is starting.
+    """
+    begins = defaultdict[str, list[float]](list)
+    for done in spans:
+        begins[done.process].append(done.begin)
+        begins[RL].append(done.begin)
+    for times in begins.values():
+        times.sort()
+    ends = [event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")]
+    for event in events:
+        if event.event not in ("start", "restart"):
+            continue
+        own = begins[event.process]
+        first = own[bisect_left(own, event.time) :][:1]
+        over = [other.time for other in ends if other.time > event.time and (event.process == RL or other.process in (RL, event.process))]
+        if (end := min([*first, *over], default=newest)) > event.time:
+            yield Done(event.process, PHASE_LANE, STARTING, event.time, end, None, {})
+
+
+def one_by_one(spans: list[Done]) -> Iterator[Done]:
+    """Spans in the order of their begins, of which the phases of one process do not overlap: some of their times are of two clocks."""
+    until = dict[str, float]()
+    for done in spans:
+        if done.lane == PHASE_LANE:
+            begin = max(done.begin, until.get(done.process, done.begin))
+            if begin >= done.end:
+                continue
+            until[done.process] = done.end
+            done = done if begin == done.begin else replace(done, begin=begin)
+        yield done
 
 
 def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
@@ -155,6 +213,9 @@ def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
     for source, name in MARKS.items():
         table = metrics.tables.get(source)
         for step, row in table.rows.items() if table else ():
-            yield Mark("orchestrator" if source == "eval" else source, name, float(table.times[row]), step)
+            if 0 < (time := float(table.times[row])) < LATEST:
+                yield Mark("orchestrator" if source == "eval" else source, name, time, step)
     for event in events:
+        if event.event == "start" and event.process != "rl":
+            continue  # of each process one at every start: its lane shows it
         yield Mark(event.process, event.event, event.time, event.step, event.reason)

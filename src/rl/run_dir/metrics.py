@@ -36,6 +36,8 @@ NEWEST_BYTES = 1 << 22
 """The end of a metrics file that has the newest steps for sure: a line has some kilobytes."""
 WHOLE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')
 MERGE_S = 1.0
+LIMIT = 1 << 63
+"""Above it an integer does not fit into 64 bits."""
 
 
 def sources_dir(path: Path) -> Path:
@@ -189,9 +191,16 @@ def parse_line(line: bytes, wanted: Callable[[str], bool] | None = None) -> dict
         return parse_line(line[whole:], wanted) if whole > 0 else None
     if not (isinstance(content, dict) and type(content.get("step")) is int and isinstance(content.get("source"), str)):
         return None
+    if not is_number(content["step"]):
+        return None
     if wanted is not None:
         content = {name: value for name, value in content.items() if name in ALWAYS or wanted(name)}
-    return {key: value for key, value in content.items() if key == "source" or value is None or isinstance(value, (int, float))}
+    return {key: value for key, value in content.items() if key == "source" or value is None or is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is a number that fits into 64 bits."""
+    return isinstance(value, float) or (isinstance(value, int) and -LIMIT <= value < LIMIT)
 
 
 def merge_lines(into: Lines, lines: list[dict[str, Any]]) -> None:

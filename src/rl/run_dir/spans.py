@@ -115,6 +115,14 @@ def old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
 
 
+def note_last(path: Path, start: Start, last: Span) -> None:
+    """Appends what a dead process was in, which it could not note itself, if that can be written. `start` has the clock of `last`."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in (start, last)))
+
+
 recorder: Recorder | None = None
 """This process's; None: it notes nothing."""
 

@@ -23,6 +23,8 @@ from rl.system.linux import place
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
+PHASE_LANE = "phase"
+"""Where the phases of a process stand among its spans."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading a JSON file raises that is missing or damaged; the last for tables nested without end."""
 
@@ -182,7 +184,7 @@ class Status:
         """Notes the phase that ends."""
         before, self.entered = self.entered, time.monotonic()
         if self.current.phase:
-            spans.note(self.current.phase.value, before, self.entered, "phase", self.current.step)
+            spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
 
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT_S):
@@ -236,6 +238,17 @@ def read_status(path: Path) -> RoleStatus | None:
             with contextlib.suppress(msgspec.ValidationError):
                 found[field.name] = msgspec.convert(content[field.name], field.type)
     return RoleStatus(**found)
+
+
+def bury(path: Path, folder: Path) -> None:
+    """Removes the status of a process that is dead, and notes among its spans, in `folder`, what it was in until its last heartbeat."""
+    status = read_status(path)
+    path.unlink(missing_ok=True)
+    if status and status.phase and status.since is not None and status.heartbeat is not None:
+        now, end = time.time(), max(status.since, status.heartbeat)
+        clock = spans.Start(process=path.stem, pid=status.pid or 0, host=status.host, place=status.place, time=now, monotonic=now)
+        last = spans.Span(name=status.phase.value, begin=status.since, end=end, lane=PHASE_LANE, step=status.step)
+        spans.note_last(folder / f"{path.stem}.jsonl", clock, last)
 
 
 class Beats:

@@ -50,6 +50,8 @@ class RunRow(Answer):
     tokens_per_s: float | None
     seconds: float
     """From the first sign of life to the last."""
+    heard: float
+    """When the run last gave a sign of life; 0 if it never did."""
     changed: float
     """When anything of it was last written."""
     bytes: int

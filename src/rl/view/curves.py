@@ -10,6 +10,7 @@ import numpy as np
 
 from rl.records.run import Run
 from rl.run_dir.metric_names import SECTIONS
+from rl.run_dir.paths import numbers
 from rl.view.answers import Curves, Mark, Metric, Metrics, Series
 
 Axis = Literal["step", "samples", "tokens", "time"]
@@ -36,8 +37,7 @@ def metrics(runs: Sequence[Run]) -> Metrics:
     """All metrics of the runs, by section, in the order of docs/metrics.md."""
     sections, found = [*SECTIONS, OWN], dict[str, str]()
     for run in runs:
-        numbers = run.numbers
-        for source, table in sorted(numbers.tables.items()):
+        for source, table in sorted(run.numbers.tables.items()):
             for name, values in table.arrays.items():
                 if np.isfinite(values).any():
                     found.setdefault(name, source)
@@ -121,7 +121,7 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
 def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> list[Mark]:
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
     found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
-    found += [("checkpoint", version.number, f"checkpoint {version.number}") for version in run.versions if version.checkpoint]
+    found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
     for event in run.events:
         if event.event in ("death", "restart") and len(steps):

@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.diagnosis.state import Heartbeats
 from rl.records.run import Run
 from rl.run_dir.paths import is_run
 from rl.system.errors import RunError
+from rl.system.terminal import visible
 
 LOOK_S = 2.0
 """For so long a list of the runs is believed."""
 DEPTH = 3
 """How many folders below a place a run may lie, as `outputs/sweep/x` does below `outputs`."""
-PASSED_OVER = ("batches", "rollouts", "weights", "checkpoints", "logs", "status", "discarded", "evals", "node_modules")
 
 
 class UnknownRunError(RunError):
@@ -23,13 +24,11 @@ class UnknownRunError(RunError):
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """The runs in a folder: itself, or those below it; none within a run."""
-    if is_run(folder):
-        return [folder]
+    """The runs in a folder: itself, or those below it; none within a run, nor in what may not be looked into."""
     try:
-        below = sorted(
-            entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "." and entry.name not in PASSED_OVER
-        )
+        if is_run(folder):
+            return [folder]
+        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
     except OSError:
         return []
     return [run for path in below for run in find_runs(Path(path), depth - 1)] if depth else []
@@ -61,12 +60,14 @@ class Library:
         with self.lock:
             if key not in self.opened:
                 self.opened[key] = Run(root)
+                self.opened[key].heartbeats = Heartbeats()
             return self.opened[key]
 
     def _by_key(self, runs: list[Path]) -> dict[str, Path]:
-        """The runs by their keys; of those that would have the same one each has its whole path."""
+        """The runs by their keys; of those that would have the same one each has its whole path. What would act on a page, or is no
+        UTF-8, is escaped."""
         keys = Counter(self._key(run) for run in set(runs))
-        return {(key if keys[key] == 1 else str(run)): run for run in runs for key in [self._key(run)]}
+        return {visible(key if keys[key] == 1 else str(run)): run for run in runs for key in [self._key(run)]}
 
     def _key(self, root: Path) -> str:
         """`x` for outputs/x; of several places the folder's name stands before it."""

@@ -15,6 +15,7 @@ from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
 from rl.system.errors import RunError
+from rl.system.terminal import visible
 from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
 from rl.view.curves import Places
 from rl.view.library import Library
@@ -28,6 +29,8 @@ DISK_S = 60.0
 """For so long the size of a run that changes is believed: counting it looks at every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
 """Where several runs' rewards are compared, as parts of the shortest run, and over which part of it each is a mean."""
+DAMAGE = (RunError, OSError, ValueError, TypeError, LookupError, ArithmeticError)
+"""What reading files raises that hold something else than a run wrote: one such run must not hide the others."""
 PLACE_KEYS = ("name", "output_dir")
 """Settings that say where a run is, not what it does."""
 
@@ -47,13 +50,21 @@ class RunList:
         return sorted(rows, key=lambda row: (row.state != "live", -row.changed))
 
     def _row(self, key: str) -> RunRow:
-        run, now = self.library.run(key), time.monotonic()
-        looks = fingerprint(run)
+        now = time.monotonic()
+        try:
+            run = self.library.run(key)
+            looks = fingerprint(run)
+        except DAMAGE as error:
+            return unreadable(key, f"{type(error).__name__}: {error}")
         if key in self.rows:
             known, made, row = self.rows[key]
             if known == looks and (row.state != "live" or now - made < LIVE_S):
                 return row
-        row = run_row(key, run, self._bytes(key, run, now), max(looks))
+        size = self._bytes(key, run, now)
+        try:
+            row = run_row(key, run, size, max(looks))
+        except DAMAGE as error:
+            row = unreadable(key, f"{type(error).__name__}: {error}", size, max(looks))
         self.rows[key] = (looks, now, row)
         return row
 
@@ -98,11 +109,11 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     values = run.curve(measure)[1]
     return RunRow(
         key=key,
-        name=run.root.name,
+        name=visible(run.root.name),
         model=Path(config.model.name).name if config else "",
         environments=[env.label for env in config.orchestrator.environment] if config and not config.sft else [],
         state=state,
-        why=why,
+        why=visible(why),
         step=run.step,
         max_steps=config.max_steps if config else 0,
         reward=last_mean(values),
@@ -112,15 +123,40 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         lag=last_mean(run.curve("lag/mean")[1]),
         tokens_per_s=last_mean(run.curve("perf/tokens_per_s")[1]),
         seconds=last - first,
+        heard=last,
+        changed=changed,
+        bytes=size,
+    )
+
+
+def unreadable(key: str, why: str, size: int = 0, changed: float = 0.0) -> RunRow:
+    """The row of a run of which nothing can be told."""
+    return RunRow(
+        key=key,
+        name=Path(key).name,
+        model="",
+        environments=[],
+        state="unreadable",
+        why=visible(" ".join(why.split())),
+        step=0,
+        max_steps=0,
+        reward=None,
+        rewards=[],
+        measure="reward/mean",
+        evals=[],
+        lag=None,
+        tokens_per_s=None,
+        seconds=0.0,
+        heard=0.0,
         changed=changed,
         bytes=size,
     )
 
 
 def state_of(run: Run, config: RLConfig) -> tuple[State, str]:
-    """Whether a run lives, and what it waits for or how it ended, in a sentence."""
-    found = diagnose(run.run_dir, config)
-    return found.state, found.bottleneck
+    """Whether a run lives, and what it waits for or how it ended, in a sentence, without how long ago: that does not stay true."""
+    found = diagnose(run.run_dir, config, run.heartbeats)
+    return found.state, found.bottleneck.replace(found.age, "", 1) if found.age else found.bottleneck
 
 
 def last_mean(values: np.ndarray) -> float | None:

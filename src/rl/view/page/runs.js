@@ -41,7 +41,7 @@ function Row({ run, chosen, toggle }) {
     <td class="check"><input type="checkbox" aria-label=${`Compare ${run.key}`} checked=${chosen} onChange=${toggle} /></td>
     <td class="name"><a href=${link("curves", { run: [run.key] })}>${run.key}</a>
       <div class="faint">${[run.model, run.environments.join(", ")].filter(Boolean).join(" · ")}</div></td>
-    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${run.state === "ended" ? ago(run.changed) : run.why}</a></td>
+    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${said(run)}</a></td>
     <td class="right" data-label="Step"><span>${run.step}<span class="faint">/${run.max_steps}</span></span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
@@ -51,6 +51,12 @@ function Row({ run, chosen, toggle }) {
     <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>
     <td class="right" data-label="Took">${duration(run.seconds)}</td>
     <td class="right" data-label="Disk">${bytes(run.bytes)}</td></tr>`;
+}
+
+/** What a run does, or how long ago and how it ended. @param {RunRow} run */
+function said(run) {
+  if (run.state === "live" || !run.heard) return run.why;
+  return run.state === "ended" ? ago(run.heard) : `${ago(run.heard)}: ${run.why}`;
 }
 
 /** @param {{one: import("./types").EvalChange, alone: boolean}} props */
