@@ -127,6 +127,9 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
         if event.event in ("death", "restart") and len(steps):
             step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
             found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
+    for event in [event for event in run.events if event.event == "start" and event.process == "rl"][1:]:
+        if len(steps):
+            found.append(("restart", int(np.interp(event.time, times, steps)), "rl: started again"))
     found += [("change", step, text) for step, text in changes(run)]
     places = place(np.array([step for _, step, _ in found], np.int64))
     marks = zip(found, places.tolist(), strict=True)

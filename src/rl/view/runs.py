@@ -214,9 +214,9 @@ def learned(runs: Sequence[Run]) -> list[Learned]:
 
 
 def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
-    """The mean of the values that lie within `span` before a place."""
-    inside = values[(at > place - span) & (at <= place)]
-    return float(inside.mean()) if len(inside) else None
+    """The mean of the values that lie within `span` before a place, of the newest one before it at least; None where none is."""
+    before = values[at <= place]
+    return float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean()) if len(before) else None
 
 
 def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:

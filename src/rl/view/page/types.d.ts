@@ -21,6 +21,7 @@ export interface RunRow {
   lag: number | null;
   tokens_per_s: number | null;
   seconds: number;
+  heard: number;
   changed: number;
   bytes: number;
 }
@@ -195,6 +196,7 @@ export interface Task {
   prompt: Message[];
   versions: TaskVersion[];
   without_version: number;
+  note: string;
 }
 
 export interface TaskVersion {
