@@ -1,13 +1,16 @@
 """What several processes did, on one clock."""
 
+import types
+
 import msgspec
 import pytest
 
 from rl.records.run import Run
-from rl.records.timeline import Done, Timeline, spread
+from rl.records.spans import Done
+from rl.records.timeline import Timeline, spread
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.spans import Gauges, Span, Start
+from rl.run_dir.spans import DECODER, Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, bury, write_status
 from tests.records.made import make_run
 
@@ -134,3 +137,24 @@ def test_times_that_no_clock_shows_are_passed_over(tmp_path):
         append_event(run_dir.events, Event(time=time, event="death", process="trainer"))
     found = Run(run_dir.root).timeline()
     assert [done.name for done in found.spans] == ["a"] and [mark.time for mark in found.marks] == [1004.0]
+
+
+def test_span_files_are_read_once_and_followed_when_a_full_one_becomes_the_old_one(tmp_path, monkeypatch):
+    run_dir, decoded = make_run(tmp_path / "x"), []
+    monkeypatch.setattr("rl.records.spans.DECODER", types.SimpleNamespace(decode=lambda text: decoded.append(text) or DECODER.decode(text)))
+    file = run_dir.spans / "trainer.jsonl"
+    write(file, start("trainer", 1000.0, 0.0), Span(name="a", begin=1.0, end=2.0))
+    run = Run(run_dir.root)
+
+    def names():
+        return [done.name for done in run.timeline().spans]
+
+    assert names() == names() == ["a"] and len(decoded) == 2
+    with file.open("ab") as appended:
+        appended.write(msgspec.json.encode(Span(name="b", begin=3.0, end=4.0)) + b"\n")
+    file.rename(file.with_name("trainer.jsonl.old"))
+    write(file, start("trainer", 1000.0, 0.0), Span(name="c", begin=5.0, end=6.0))
+    assert names() == ["a", "b", "c"] and len(decoded) == 5
+    file.rename(file.with_name("trainer.jsonl.old"))
+    write(file, start("trainer", 1000.0, 0.0))
+    assert names() == ["c"] and run.recording.ends == (1005.0, 1006.0) and len(decoded) == 6

@@ -1,5 +1,6 @@
 """One run directory, live or finished, as an object: see rl.records for all that it answers."""
 
+import math
 import re
 import threading
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
-from rl.records.timeline import LATEST, Timeline, read_timeline
+from rl.records.spans import LATEST, Recording
+from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.logs import attempts, last_lines
@@ -254,10 +256,23 @@ class Run:
         """Starts, deaths, restarts and repairs, oldest first."""
         return [event for event in read_events(self.run_dir.events) if 0 < event.time < LATEST]
 
+    @cached_property
+    def _recording(self) -> Recording:
+        return Recording(self.run_dir.spans)
+
+    @property
+    def recording(self) -> Recording:
+        """What the processes wrote of what they did, up to date."""
+        with self._lock:
+            self._recording.refresh()
+            return self._recording
+
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two moments, seconds since the epoch; None: all that is kept."""
         statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
-        return read_timeline(self.run_dir.spans, self.numbers, self.events, statuses, begin, end)
+        with self._lock:
+            ends = -math.inf if begin is None else begin, math.inf if end is None else end
+            return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
     @property
     def status(self) -> dict[str, RoleStatus]:

@@ -1,54 +1,22 @@
 """What all processes of a run did between two moments, on one clock; and as a trace that Perfetto and chrome://tracing open."""
 
 import heapq
-import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rl.records.metrics import Metrics
+from rl.records.spans import LATEST, Counted, Done, Recording
 from rl.run_dir.events import Event
-from rl.run_dir.files import LineReader
-from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
 from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
-from rl.wire.messages import UNREADABLE
 
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
 """Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
 MICROSECONDS = 1e6
-LATEST = 1e11
-"""Times beyond it, in some thousand years, are damage."""
 SLACK_S = 5 * HEARTBEAT_S
 """Who had a heartbeat so shortly before the newest of all still lives, as far as its run knows."""
 STARTING, RL = Phase.STARTING.value, "rl"
-START = b'{"kind":"start"'
-"""A line may begin with half of another one, whose process was killed."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """Something that a process did. Times are seconds since the epoch."""
-
-    process: str
-    lane: str
-    name: str
-    begin: float
-    end: float
-    step: int | None
-    """The step, batch or policy version that it was about."""
-    about: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Numbers of a process at one moment."""
-
-    process: str
-    time: float
-    values: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -123,45 +91,22 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
 
 
 def read_timeline(
-    folder: Path, metrics: Metrics, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float | None, end: float | None
+    recording: Recording, metrics: Metrics, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float, end: float
 ) -> Timeline:
-    """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all.
+    """The spans and gauges of a run, and its marks, that touch the time from `begin` to `end`.
 
     A span is written when it ends. What a process is in, or was in when it was killed, its status tells, which is to be read before.
     """
-    found = Timeline()
-    for path in sorted(folder.glob("*.jsonl")):
-        for part in (old(path), path):
-            for entry in entries(part, path.stem):
-                if isinstance(entry, Done):
-                    found.spans.append(entry)
-                else:
-                    found.gauges.append(entry)
-    found.spans += open_spans(statuses)
-    found.spans += starts(events, found.spans, max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0))
-    found.spans = [*one_by_one(sorted(found.spans, key=lambda done: (done.begin, -done.end)))]
-    found.gauges.sort(key=lambda counted: counted.time)
-    found.marks = sorted(marks(metrics, events), key=lambda mark: mark.time)
-    return found.between(-math.inf if begin is None else begin, math.inf if end is None else end)
-
-
-def entries(path: Path, process: str) -> Iterator[Done | Counted]:
-    """What a file of spans holds, in wall time. Damaged lines are passed over, and those before the first Start."""
-    reader, offset = LineReader(path), None
-    while lines := reader.new():
-        for text in lines:
-            try:
-                line = DECODER.decode(text[max(0, text.rfind(START)) :])
-            except UNREADABLE:
-                continue
-            if isinstance(line, Start):
-                offset = line.time - line.monotonic
-            elif offset is None:
-                continue
-            elif isinstance(line, Span) and 0 < line.begin + offset <= line.end + offset < LATEST:
-                yield Done(process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
-            elif isinstance(line, Gauges) and 0 < line.at + offset < LATEST:
-                yield Counted(process, line.at + offset, line.values)
+    spans, gauges = recording.between(begin, end)
+    under_way = [*open_spans(statuses)]
+    newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
+    spans += [*under_way, *starts(events, recording, under_way, newest)]
+    found = Timeline(
+        [*one_by_one(sorted(spans, key=lambda done: (done.begin, -done.end)))],
+        sorted(gauges, key=lambda counted: counted.time),
+        sorted(marks(metrics, events), key=lambda mark: mark.time),
+    )
+    return found.between(begin, end)
 
 
 def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
@@ -173,24 +118,19 @@ def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
             yield Done(name, PHASE_LANE, status.phase.value, status.since, max(status.since, end), status.step, {})
 
 
-def starts(events: list[Event], spans: list[Done], newest: float) -> Iterator[Done]:
-    """From the start of each process to the first that it wrote, it makes its imports; of `rl` to the start of the first of them.
+def starts(events: list[Event], recording: Recording, under_way: list[Done], newest: float) -> Iterator[Done]:
+    """From the start of each process to the first that it wrote, or is in, it makes its imports; of `rl` to the start of the first of them.
 
     newest: the newest heartbeat, until which one that has written nothing yet is starting.
     """
-    begins = defaultdict[str, list[float]](list)
-    for done in spans:
-        begins[done.process].append(done.begin)
-        begins[RL].append(done.begin)
-    for times in begins.values():
-        times.sort()
     ends = [event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")]
     for event in events:
         if event.event not in ("start", "restart"):
             continue
-        own = begins[event.process]
-        first = own[bisect_left(own, event.time) :][:1]
-        over = [other.time for other in ends if other.time > event.time and (event.process == RL or other.process in (RL, event.process))]
+        own = event.process == RL
+        first = [*recording.first(event.time, None if own else event.process)]
+        first += [done.begin for done in under_way if done.begin >= event.time and (own or done.process == event.process)]
+        over = [other.time for other in ends if other.time > event.time and (own or other.process in (RL, event.process))]
         if (end := min([*first, *over], default=newest)) > event.time:
             yield Done(event.process, PHASE_LANE, STARTING, event.time, end, None, {})
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.timeline import LATEST, SLACK_S, Counted, Done, Mark, spread
+from rl.records.spans import LATEST, Counted, Done
+from rl.records.timeline import SLACK_S, Mark, spread
 from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import Phase, RoleStatus
@@ -51,27 +52,26 @@ STEP_PARTS = (
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     """The lanes between two times; without them the newest WINDOW_S."""
-    everything, (first, last) = run.timeline(), extent(run)
-    first = min([*filter(None, [first]), *(done.begin for done in everything.spans)], default=0.0)
-    last = max([last, *(done.end for done in everything.spans)])
+    first, last = extent(run)
+    written = run.recording.ends or (first, last)
+    first, last = min(first or written[0], written[0]), max(last, written[1])
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
     if not begin <= end:
         raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
-    found = everything.between(begin, end)
+    found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
     lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
     note = "; ".join(text for text in (*notes, hidden) if text)
-    quiet = quiet_times(found, begin, min(end, known_until(everything, run.status)))
+    quiet = quiet_times(found, begin, min(end, known_until(run.recording.counted, run.status)))
     return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
 
 
-def known_until(everything: Recorded, statuses: Mapping[str, RoleStatus]) -> float:
-    """Until when all that was done is written: a process writes its spans, and then numbers, every two seconds."""
-    newest = {counted.process: counted.time for counted in everything.gauges}
+def known_until(newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
+    """Until when all that was done is written. newest: when each process last wrote numbers, which it does behind its spans."""
     last = max(newest.values(), default=math.inf)
     return min((time for name, time in newest.items() if name in statuses and last - time <= SLACK_S), default=math.inf)
 
