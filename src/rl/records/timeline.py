@@ -30,13 +30,16 @@ class Mark:
     text: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class Timeline:
     """Everything between two moments, each list in the order of time."""
 
     spans: list[Done] = field(default_factory=list)
     gauges: list[Counted] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} marks>"
 
     def between(self, begin: float, end: float) -> "Timeline":
         """What touches the time from one moment to another."""

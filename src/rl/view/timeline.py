@@ -55,10 +55,11 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     first, last = extent(run)
     written = run.recording.ends or (first, last)
     first, last = min(first or written[0], written[0]), max(last, written[1])
+    given = f"begin = {begin}, end = {end}"
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
     if not begin <= end:
-        raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
+        raise RunError(f"{given}: nothing is between them; the run lasted from {first} to {last}")
     found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
     lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
