@@ -1,6 +1,7 @@
 """The server of `rl view`: who is let in, and what it answers, over real HTTP where that matters."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rl.orchestrator.judge import Rules, judge
+from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
-from rl.view import answers, runs
+from rl.view import answers, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
 from rl.view.routes import (
@@ -201,11 +206,28 @@ def test_tokens_with_what_sampler_and_trainer_made_of_them(ask):
     whole = ask("tokens", run="first", step=2, group=20, rollout=0)
     assert whole.pieces == ["2", "+", "<script>", "four", "</span>"] and whole.trained == [False, False, True, True, True]
     assert whole.values["gap"] == [None, None, 0.0, 0.25, -1.0] and whole.values["stopped"] == [None, None, 0, 0, 1]
-    assert whole.values["ratio"][2:] == [1.0, 1.284, 0.3679] and whole.values["versions"][2:] == [1, 1, 1]
+    assert whole.values["ratio"][2:] == [1.0, 1.28403, 0.367879] and whole.values["versions"][2:] == [1, 1, 1]
     assert whole.values["advantages"][2:] == [1.0, 1.0, 1.0] and "teacher_gap" not in whole.values.keys() | whole.signals.keys()
     part = ask("tokens", run="first", step=2, group=20, rollout=0, offset=3, limit=1)
     assert (part.total, part.starts, part.offset, part.pieces, part.values["gap"]) == (5, [0], 3, ["four"], [0.25])
     assert part.signals == whole.signals and (part.signals["gap"].most, part.signals["versions"].values) == (1.0, [1.0])
+
+
+def test_the_mismatch_of_a_model_in_float32_is_not_rounded_away():
+    gaps = np.array([-2.0004e-5, 3e-5, np.nan, -12.3456, 0.0], np.float32)
+    assert tokens.rounded(gaps, 4) == [-2e-5, 3e-5, None, -12.35, 0.0]
+    assert tokens.rounded(np.exp(gaps[:2]), tokens.DIGITS["ratio"]) == [0.99998, 1.00003]
+
+
+def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fetched(tmp_path, monkeypatch):
+    files = make_run(tmp_path / "x", model={"name": "owner/big"})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found, note = tokens.tokenizer_of(Run(files.root))
+    assert found is None and note.endswith("neither a version of the run's weights nor tokenizer.json of owner/big")
+    folder = tmp_path / "cache/rl/models/owner--big"
+    folder.mkdir(parents=True)
+    Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    assert tokens.tokenizer_of(Run(files.root))[0].id_to_token(0) == "<unk>"
 
 
 def test_a_task_over_time(ask):
@@ -356,6 +378,35 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
     ):
         answer = client.get(f"/api/{path}")
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_a_run_with_an_odd_file_hides_no_other(tmp_path):
+    for name, line in {"huge": '"loss/mean": ' + "9" * 400, "late": '"loss/mean": 0.5, "time": 1e300'}.items():
+        files = make_run(tmp_path / name)
+        files.status_dir.mkdir()
+        files.metrics.write_text(
+            f'{{"step": 1, "time": 1000.0, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": "trainer", "loss/mean": 2}}\n'
+        )
+        append_event(files.events, Event(time=1e300, event="death", process="trainer"))
+        files.evals.mkdir()
+        (files.evals / "best.json").write_text("{")
+    for name in (b"bad\xff", "turns\u202eround".encode(), b"evals", b"status"):
+        make_run(tmp_path / "plain").status_dir.mkdir()
+        (tmp_path / "plain").rename(tmp_path / os.fsdecode(name))
+    denied = make_run(tmp_path / "denied")
+    denied.status_dir.mkdir()
+    denied.metrics.mkdir()  # it cannot be read, as one of another user; but for root every file can be
+    desk = Desk(Library([tmp_path]))
+    client = TestClient(PageGate(make_app(desk.library), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
+    client.get(f"/?token={TOKEN}")
+    rows = {row["key"]: row for row in client.get("/api/runs").json()["runs"]}
+    assert rows.keys() == {"huge", "late", "bad\\udcff", "turns\\u202eround", "evals", "status", "denied"}
+    assert (rows["denied"]["state"], "Error" in rows["denied"]["why"]) == ("unreadable", True)
+    assert rows["huge"]["step"] == 1 and rows["late"]["seconds"] == 0
+    for key in rows.keys() - {"denied"}:
+        assert client.get("/api/curves", params={"run": key, "name": "loss/mean"}).status_code == 200
+        assert client.get("/api/timeline", params={"run": key}).json()["last"] < 1e11
+    assert desk.curves(CurveParameters(run=["late"], name=["loss/mean"])).series[0].values == [0.5]
 
 
 # What the page uses -----------------------------------------------------------------------------------------------------

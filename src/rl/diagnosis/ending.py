@@ -48,7 +48,11 @@ def how_it_ended(state: RunState) -> Ending:
         return Ending(f"the run ended well: {reason}", "ended")
     if why := nothing_trained(state.lines):
         return Ending(why, "died")
-    fatal = [event for event in state.recent_events if event.event in ("give_up", "death")]
+    if stop := state.stop:
+        age = f" {span(state.now - stop.time)} ago"
+        where = f"at step {state.step} of {state.config.max_steps}"
+        return Ending(f"the run was stopped by {stop.reason}{age} {where}; continue it with `{state.resume}`", "stopped", age=age)
+    fatal = [event for event in state.recent_events if event.event == "give_up" or event is state.down(event.process)]
     if fatal:
         last = fatal[-1]
         count = len(state.deaths(last.process))

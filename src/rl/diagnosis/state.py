@@ -181,8 +181,13 @@ class RunState:
     @property
     def recent_events(self) -> list[Event]:
         """Events since `rl` was last started."""
-        starts = [i for i, event in enumerate(self.events) if event.event == "start"]
+        starts = [i for i, event in enumerate(self.events) if event.event == "start" and event.process == "rl"]
         return self.events[starts[-1] :] if starts else self.events
+
+    @property
+    def stop(self) -> Event | None:
+        """The signal by which its user, or what manages the machine, stopped the run since; None: nobody did."""
+        return next((event for event in self.recent_events if event.event == "stop"), None)
 
     def down(self, name: str) -> Event | None:
         """The death of a process that has not been started again since."""

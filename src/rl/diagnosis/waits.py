@@ -166,6 +166,8 @@ def absent(state: RunState, name: str) -> str:
         return f"the trainer has trained its last step and ended; the orchestrator is {orchestrator.doing_for}"
     if death := state.down(name):
         return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be started again; see {log}"
+    if state.launcher and state.launcher.alive and (reason := ended_well(state)):
+        return f"the run comes to its end ({reason}): `rl` ends what is left of it, and writes its report"
     if state.launcher and state.launcher.alive:
         return f"the {name} has no status yet: it starts, which takes some seconds of imports; see {log}"
     return f"the {name} is not running, and nothing starts it: no `rl` lives; start it, or all with `{state.resume}`"

@@ -148,6 +148,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
             raise RunError(fault)
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
+        watch.supervisor.event("stop", "rl", reason=str(stop))
     except RunError as error:
         code, why = 1, f"rl: {error}"
     finally:
@@ -155,6 +156,8 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     if why:
         print(visible(why), file=sys.stderr, flush=True)  # it may have lines of logs, and those what a model has said
     stuck = children.stop()
+    if code > 1 and not stuck:
+        watch.supervisor.forget()
     if stuck:
         print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)

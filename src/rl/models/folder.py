@@ -168,6 +168,20 @@ def from_hub(model: ModelConfig) -> Path:
     return make_once(converted, lambda folder: convert_gguf(gguf, folder))
 
 
+def folder_here(model: ModelConfig) -> Path | None:
+    """The model's folder as far as this machine has it, perhaps its tokenizer alone; nothing is downloaded or made. None: it has not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    for folder in (Path(model.name).expanduser(), cache_root() / model.name.replace("/", "--")):
+        if folder.is_dir():
+            return folder
+    try:
+        return Path(snapshot_download(model.name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
 if __name__ == "__main__":
     from rl.config.command_line import from_toml
 

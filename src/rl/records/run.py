@@ -1,8 +1,10 @@
 """One run directory, live or finished, as an object: see rl.records for all that it answers."""
 
+import math
 import re
 import threading
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +21,13 @@ from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
+from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
+from rl.run_dir.metric_names import OWN, meaning
 from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import RoleStatus, RunEnd, read_status
@@ -33,6 +37,8 @@ from rl.system.errors import RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+SOURCES = ("trainer", "orchestrator", "eval")
+"""Who writes metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
 KEPT_BATCHES = 4
 """Decoded batches that are in memory at once."""
@@ -101,13 +107,24 @@ class Run:
         """A row for each (step, source), a column for each metric, nan where it has none.
 
         source: `trainer`, `orchestrator` or `eval` alone. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; without it
-        the first of these that is installed.
+        the first of these that is installed. Raises RunError for a source that there is not.
         """
+        self._check_source(source)
         return frame(self.numbers.columns(source), kind)
 
     def curve(self, metric: str, source: str | None = None) -> Curve:
-        """Steps and finite values of a metric; empty where nothing has it."""
-        return self.numbers.curve(metric, source)
+        """Steps and finite values of a metric; empty where nothing has it yet. Raises RunError for a name that no metric of rl's has, nor
+        any of the run, and for a source that there is not."""
+        self._check_source(source)
+        numbers = self.numbers
+        if metric not in numbers.names and meaning(metric)[0] == OWN:
+            near = get_close_matches(metric, numbers.names, n=3)
+            raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
+        return numbers.curve(metric, source)
+
+    def _check_source(self, source: str | None) -> None:
+        if source is not None and source not in SOURCES and source not in self.numbers.tables:
+            raise RunError(f"source = {source!r}: give {', '.join(SOURCES)}, or None for all")
 
     @property
     def step(self) -> int:
@@ -207,7 +224,7 @@ class Run:
         found: dict[int, dict[str, float]] = {}
         for name in self.numbers.names:
             if match := re.fullmatch(r"eval/(.+)/reward_mean", name):
-                for version, reward in zip(*map(list, self.curve(name, "eval")), strict=True):
+                for version, reward in zip(*map(list, self.numbers.curve(name, "eval")), strict=True):
                     found.setdefault(int(version), {})[match[1]] = float(reward)
         return found
 
@@ -255,9 +272,23 @@ class Run:
         """Starts, deaths, restarts and repairs, oldest first."""
         return read_events(self.run_dir.events)
 
+    @cached_property
+    def _recording(self) -> Recording:
+        return Recording(self.run_dir.spans)
+
+    @property
+    def recording(self) -> Recording:
+        """What the processes wrote of what they did, up to date."""
+        with self._lock:
+            self._recording.refresh()
+            return self._recording
+
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two moments, seconds since the epoch; None: all that is kept."""
-        return read_timeline(self.run_dir.spans, self.numbers, self.events, begin, end)
+        statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
+        with self._lock:
+            ends = -math.inf if begin is None else begin, math.inf if end is None else end
+            return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
@@ -292,7 +323,7 @@ class Run:
                 else f"the {process} has no attempt {attempt}; there are {', '.join(map(str, there))}"
             )
             raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {', '.join(self.logs) or 'nobody'}")
-        return last_lines(path, lines)
+        return last_lines(path, lines) if lines > 0 else []
 
     def diagnosis(self) -> Diagnosis:
         """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.

@@ -1,4 +1,4 @@
-"""`events.jsonl`: starts, deaths and repairs of a run's processes, a line each. The supervisor writes it, the diagnosis reads it."""
+"""`events.jsonl`: starts, deaths, repairs and the stop of a run, a line each. The supervisor writes it, the diagnosis reads it."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from rl.run_dir.files import is_time
+from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
-EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up"]
+EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "stop"]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -20,7 +20,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Seconds since the epoch."""
     event: EventKind
     process: str
-    """`rl` for what concerns the whole run."""
+    """`rl` for what concerns the whole run, such as its start and its stop."""
     attempt: int | None = None
     exit: int | None = None
     reason: str = ""

@@ -39,8 +39,6 @@ SERIAL = itertools.count(1)
 Fence = Callable[[], None] | None
 PIECE_BYTES = 1 << 24
 """Of a file of lines, in memory at once."""
-LATEST = 1e11
-"""A time beyond it, in some thousand years, is damage; seconds since the epoch."""
 
 
 class CorruptFileError(RunError):
@@ -154,11 +152,6 @@ def files_in(folder: Path, suffix: str) -> list[Path]:
         return sorted(folder / name for name in os.listdir(folder) if name.endswith(suffix))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def is_time(seconds: float | None) -> bool:
-    """Whether a time of a file, seconds since the epoch, is one that a clock may have shown."""
-    return seconds is None or 0 <= seconds < LATEST
 
 
 class LineReader:

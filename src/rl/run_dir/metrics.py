@@ -20,8 +20,9 @@ from typing import Any
 
 import msgspec
 
-from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, files_in, is_time, with_path, write_all, write_file
+from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, files_in, with_path, write_all, write_file
 from rl.run_dir.hashes import blake2b
+from rl.run_dir.spans import is_time
 from rl.system import faults
 from rl.system.errors import RunError
 
@@ -196,7 +197,7 @@ def parse_line(line: bytes, wanted: Callable[[str], bool] | None = None) -> dict
     if wanted is not None:
         content = {name: value for name, value in content.items() if name in ALWAYS or wanted(name)}
     found = {key: value for key, value in content.items() if key == "source" or value is None or is_number(value)}
-    if not is_time(found.get("time", 0.0)):
+    if not is_time(found.get("time")):
         del found["time"]
     return found
 

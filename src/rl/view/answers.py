@@ -14,9 +14,6 @@ class Answer(msgspec.Struct, kw_only=True, frozen=True):
     """The base of all answers."""
 
 
-# Runs -------------------------------------------------------------------------------------------------------------------
-
-
 class EvalChange(Answer):
     """An evaluation's mean reward at its first and its newest version."""
 
@@ -100,9 +97,6 @@ class Comparison(Answer):
     """Configurations that could not be read."""
 
 
-# Curves -----------------------------------------------------------------------------------------------------------------
-
-
 class Metric(Answer):
     """A metric that the runs have."""
 
@@ -150,9 +144,6 @@ class Curves(Answer):
     axis: Literal["step", "samples", "tokens", "time"]
     series: list[Series]
     marks: list[Mark]
-
-
-# Rollouts ---------------------------------------------------------------------------------------------------------------
 
 
 class RolloutRow(Answer):
@@ -271,9 +262,6 @@ class Tokens(Answer):
     """What is missing, and why."""
 
 
-# Tasks ------------------------------------------------------------------------------------------------------------------
-
-
 class TaskRow(Answer):
     """A task in the list of tasks."""
 
@@ -312,9 +300,8 @@ class Task(Answer):
     versions: list[TaskVersion]
     without_version: int
     """Rollouts that failed before a version had sampled a token, which are not among them."""
-
-
-# Time and health --------------------------------------------------------------------------------------------------------
+    note: str = ""
+    """What is left out."""
 
 
 class Span(Answer):

@@ -1,36 +1,20 @@
 """Curves: which metrics there are, their values over steps, samples, tokens or time, and what happened at which step."""
 
 import json
-import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal
 
 import numpy as np
 
 from rl.records.run import Run
-from rl.run_dir.metric_names import SECTIONS
+from rl.run_dir.metric_names import OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
 from rl.view.answers import Curves, Mark, Metric, Metrics, Series
 
 Axis = Literal["step", "samples", "tokens", "time"]
 MOST_POINTS = 1500
 """Of one curve; a longer one is given as means over stretches of steps."""
-OWN = "Other"
 FIRST = ("reward/mean", "eval/", "rollouts/", "entropy/mean", "loss/mean", "mismatch_kl/mean", "lag/mean")
-
-
-@cache
-def meaning(name: str) -> tuple[str, str]:
-    """(section, what it is in words) of a metric; of one of the user's own the section alone."""
-    for section, metrics in SECTIONS.items():
-        if name in metrics:
-            return section, metrics[name]
-    for section, metrics in SECTIONS.items():
-        for pattern, what in metrics.items():
-            if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", ".+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern)), name):
-                return section, what
-    return OWN, ""
 
 
 def metrics(runs: Sequence[Run]) -> Metrics:
@@ -63,11 +47,11 @@ class Places:
     def __init__(self, run: Run, axis: Axis):
         self.steps, self.at = np.empty(0), np.empty(0)
         if axis == "samples":
-            self.steps, counts = run.curve("rollouts/finished")
+            self.steps, counts = run.numbers.curve("rollouts/finished")
             self.at = np.cumsum(counts)
         elif axis == "tokens":
-            steps, speed = run.curve("perf/tokens_per_s")
-            seconds = dict(zip(*map(list, run.curve("time/step")), strict=True))
+            steps, speed = run.numbers.curve("perf/tokens_per_s")
+            seconds = dict(zip(*map(list, run.numbers.curve("time/step")), strict=True))
             self.steps, self.at = steps, np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()]))
         elif axis == "time":
             self.steps, times = wall_times(run)
@@ -95,8 +79,8 @@ def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, float]) -> Series | None:
     """One metric of one run; None where the run has no value of it."""
-    steps, values = run.curve(name)
-    error_steps, errors = run.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
+    steps, values = run.numbers.curve(name)
+    error_steps, errors = run.numbers.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
     inside = np.flatnonzero((place(steps) >= ends[0]) & (place(steps) <= ends[1]))
     if not len(inside):
         return None
@@ -127,6 +111,9 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
         if event.event in ("death", "restart") and len(steps):
             step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
             found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
+    for event in [event for event in run.events if event.event == "start" and event.process == "rl"][1:]:
+        if len(steps):
+            found.append(("restart", int(np.interp(event.time, times, steps)), "rl: started again"))
     found += [("change", step, text) for step, text in changes(run)]
     places = place(np.array([step for _, step, _ in found], np.int64))
     marks = zip(found, places.tolist(), strict=True)

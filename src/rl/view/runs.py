@@ -106,7 +106,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
     measure = "loss/mean" if config and config.sft else "reward/mean"
-    values = run.curve(measure)[1]
+    values = run.numbers.curve(measure)[1]
     return RunRow(
         key=key,
         name=visible(run.root.name),
@@ -120,8 +120,8 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         rewards=stretches(values),
         measure=measure,
         evals=eval_changes(run),
-        lag=last_mean(run.curve("lag/mean")[1]),
-        tokens_per_s=last_mean(run.curve("perf/tokens_per_s")[1]),
+        lag=last_mean(run.numbers.curve("lag/mean")[1]),
+        tokens_per_s=last_mean(run.numbers.curve("perf/tokens_per_s")[1]),
         seconds=last - first,
         heard=last,
         changed=changed,
@@ -173,7 +173,7 @@ def eval_changes(run: Run) -> list[EvalChange]:
     """Each evaluation's first and newest mean reward."""
     found = []
     for name in eval_names(run):
-        versions, values = run.curve(f"eval/{name}/reward_mean", "eval")
+        versions, values = run.numbers.curve(f"eval/{name}/reward_mean", "eval")
         if len(values):
             first, last = map(float, (values[0], values[-1]))
             found.append(EvalChange(name=name, first=first, last=last, first_version=int(versions[0]), last_version=int(versions[-1])))
@@ -204,7 +204,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The rewards after the same numbers of rollouts, each the mean over the tenth before."""
-    curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.curve("reward/mean")]]
+    curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
     if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
         return []
     return [
@@ -214,9 +214,9 @@ def learned(runs: Sequence[Run]) -> list[Learned]:
 
 
 def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
-    """The mean of the values that lie within `span` before a place."""
-    inside = values[(at > place - span) & (at <= place)]
-    return float(inside.mean()) if len(inside) else None
+    """The mean of the values that lie within `span` before a place, of the newest one before it at least; None where none is."""
+    before = values[at <= place]
+    return float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean()) if len(before) else None
 
 
 def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:
@@ -247,4 +247,4 @@ def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
 
 def curve(run: Run, name: str, metric: str) -> list[tuple[int, float]]:
     """(version, value) of a metric of an evaluation."""
-    return list(zip(*map(list, run.curve(f"eval/{name}/{metric}", "eval")), strict=True))
+    return list(zip(*map(list, run.numbers.curve(f"eval/{name}/{metric}", "eval")), strict=True))

@@ -24,6 +24,13 @@ export async function ask(name, values, signal) {
   return content;
 }
 
+let stamp = "";
+
+/** Has every question asked anew when this text changes: what it says of the runs that are shown. @param {string} text */
+export function asOf(text) {
+  stamp = text;
+}
+
 /** The answer to a question, asked again whenever its values change, and every `every` ms while the page is looked at. What was answered
  * last stays until the next answer is there. `values` null: nothing is asked.
  * @template {keyof Answers} N
@@ -57,6 +64,6 @@ export function useAnswer(name, values, every) {
       abort.abort();
       clearTimeout(timer);
     };
-  }, [name, key, every]);
+  }, [name, key, every, name === "runs" ? "" : stamp]);
   return state;
 }

@@ -32,8 +32,8 @@ export function joined(lines, weight) {
     const x = kept.map(([at]) => at);
     const at = (/** @type {(number | null)[]} */ values) => kept.map(([, i]) => values[/** @type {number} */ (i)] ?? null);
     const smoothed = smooth(at(line.values), weight);
-    const low = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v - 1.96 * (line.errors[i] ?? 0))) : null;
-    const high = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v + 1.96 * (line.errors[i] ?? 0))) : null;
+    const low = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v - (line.errors[i] ?? 0))) : null;
+    const high = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v + (line.errors[i] ?? 0))) : null;
     return [[x, smoothed], [x, weight ? at(line.values) : x.map(() => null)], [x, high ?? x.map(() => null)], [x, low ?? x.map(() => null)]];
   });
   return uPlot.join(tables);
@@ -101,7 +101,7 @@ function reading(lines, at, axis) {
   }).filter(({ i }) => i >= 0);
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
     ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title="Zoom in for single steps">mean of ${found[0].line.each} </span>`}`}
-    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint"> ± ${number(1.96 * /** @type {number} */ (line.errors[i]))}</span>` : ""}</b> `)}`;
+    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
 }
 
 /** @param {Line} line @param {number} i @param {string} axis */

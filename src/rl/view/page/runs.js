@@ -7,8 +7,8 @@ import { Entry, Sparkline, State } from "./ui.js";
 
 /** @typedef {import("./types").RunRow} RunRow */
 
-/** @param {{answer: {data: import("./types").Runs | null}, chosen: string[], values: Record<string, string>}} props */
-export function Runs({ answer, chosen, values }) {
+/** `late`: the list is an old one, for the server does not answer. @param {{answer: {data: import("./types").Runs | null}, late: boolean, chosen: string[], values: Record<string, string>}} props */
+export function Runs({ answer, late, chosen, values }) {
   const text = values.q ?? "";
   const runs = answer.data?.runs;
   if (!runs) return html`<p class="empty">Looking for runs …</p>`;
@@ -26,7 +26,7 @@ export function Runs({ answer, chosen, values }) {
       <button class="primary" disabled=${compared.length < 2} onClick=${() => go(link("compare", { run: compared }))}>
         Compare${compared.length > 1 ? ` ${compared.length}` : ""}</button>
     </div>
-    <div class="tablebox"><table class="runs">
+    <div class=${late ? "tablebox late" : "tablebox"}><table class="runs">
       <thead><tr><th><span class="sr">Compare</span></th><th>Run</th><th>State</th><th class="right">Step</th><th>Reward</th><th>Held out</th>
         <th class="right">Lag</th><th class="right">Tokens/s</th><th class="right">Took</th><th class="right">Disk</th></tr></thead>
       <tbody>${runs.filter(fits).map((run) => html`<${Row} key=${run.key} run=${run} chosen=${chosen.includes(run.key)} toggle=${() => toggle(run.key)} />`)}</tbody>

@@ -196,6 +196,7 @@ export interface Task {
   prompt: Message[];
   versions: TaskVersion[];
   without_version: number;
+  note: string;
 }
 
 export interface TaskVersion {
