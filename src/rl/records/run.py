@@ -67,6 +67,9 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
+        self.reading = threading.RLock()
+        """Held by whoever reads metrics or spans, which another thread may follow. The index of rollouts, which may take a minute the first
+        time, has a lock of its own."""
         self.heartbeats: Heartbeats | None = None
         """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
@@ -99,7 +102,7 @@ class Run:
     @property
     def numbers(self) -> Metrics:
         """All metrics as columns, up to date."""
-        with self._lock:
+        with self.reading:
             self._metrics.refresh()
             return self._metrics
 
@@ -109,18 +112,20 @@ class Run:
         source: `trainer`, `orchestrator` or `eval` alone. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; without it
         the first of these that is installed. Raises RunError for a source that there is not.
         """
-        self._check_source(source)
-        return frame(self.numbers.columns(source), kind)
+        with self.reading:
+            self._check_source(source)
+            return frame(self.numbers.columns(source), kind)
 
     def curve(self, metric: str, source: str | None = None) -> Curve:
         """Steps and finite values of a metric; empty where nothing has it yet. Raises RunError for a name that no metric of rl's has, nor
         any of the run, and for a source that there is not."""
-        self._check_source(source)
-        numbers = self.numbers
-        if metric not in numbers.names and meaning(metric)[0] == OWN:
-            near = get_close_matches(metric, numbers.names, n=3)
-            raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
-        return numbers.curve(metric, source)
+        with self.reading:
+            self._check_source(source)
+            numbers = self.numbers
+            if metric not in numbers.names and meaning(metric)[0] == OWN:
+                near = get_close_matches(metric, numbers.names, n=3)
+                raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
+            return numbers.curve(metric, source)
 
     def _check_source(self, source: str | None) -> None:
         if source is not None and source not in SOURCES and source not in self.numbers.tables:
@@ -279,14 +284,14 @@ class Run:
     @property
     def recording(self) -> Recording:
         """What the processes wrote of what they did, up to date."""
-        with self._lock:
+        with self.reading:
             self._recording.refresh()
             return self._recording
 
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two moments, seconds since the epoch; None: all that is kept."""
         statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
-        with self._lock:
+        with self.reading:
             ends = -math.inf if begin is None else begin, math.inf if end is None else end
             return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
@@ -330,7 +335,8 @@ class Run:
 
         Raises RunError without its configuration.
         """
-        found = diagnose(self.run_dir, self.config, self.heartbeats)
+        with self.reading:
+            found = diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
         return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property

@@ -1,11 +1,12 @@
 """What all processes of a run did between two moments, on one clock; and as a trace that Perfetto and chrome://tracing open."""
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rl.records.metrics import Metrics
 from rl.records.spans import Counted, Done, Recording
@@ -108,7 +109,7 @@ def read_timeline(
     found = Timeline(
         [*one_by_one(sorted(spans, key=lambda done: (done.begin, -done.end)))],
         sorted(gauges, key=lambda counted: counted.time),
-        sorted(marks(metrics, events), key=lambda mark: mark.time),
+        sorted(marks(metrics, events, begin, end), key=lambda mark: mark.time),
     )
     return found.between(begin, end)
 
@@ -152,13 +153,17 @@ def one_by_one(spans: list[Done]) -> Iterator[Done]:
         yield done
 
 
-def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
-    """What happened: lines of metrics say when a batch, a step and an evaluation were done, events when a process died and was back."""
+def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
+    """What happened: lines of metrics say when a batch, a step and an evaluation were done, of which those between two moments are given,
+    events when a process died and was back."""
     for source, name in MARKS.items():
-        table = metrics.tables.get(source)
-        for step, row in table.rows.items() if table else ():
-            if math.isfinite(time := float(table.times[row])):
-                yield Mark("orchestrator" if source == "eval" else source, name, time, step)
+        if not (table := metrics.tables.get(source)):
+            continue
+        steps, rows = table.ordered()
+        times = table.times[rows]
+        inside = (times >= begin) & (times <= end) & np.isfinite(times)
+        for step, time in zip(steps[inside].tolist(), times[inside].tolist(), strict=True):
+            yield Mark("orchestrator" if source == "eval" else source, name, time, step)
     for event in events:
         if event.event == "start" and event.process != "rl":
             continue  # of each process one at every start: its lane shows it

@@ -37,13 +37,20 @@ def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path
     return [run for path in below for run in find_runs(Path(path), denied, depth - 1)]
 
 
+def identity(root: Path) -> tuple[int, ...]:
+    """What tells that a run is not another one of the same name: its directory and its configuration, by inode and time of change."""
+    config = os.stat(root / "config.toml")
+    return os.stat(root).st_ino, config.st_ino, config.st_mtime_ns
+
+
 class Library:
     """The runs in some places, which are runs or folders with runs. Several threads may use it."""
 
     def __init__(self, places: Sequence[Path]):
         self.places = [place.expanduser().absolute() for place in places]
         self.lock = threading.Lock()
-        self.opened: dict[str, Run] = {}
+        self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
+        """Key -> what tells that its directory is the one that was opened, and the run."""
         self.found: dict[str, Path] = {}
         self.denied: list[Path] = []
         """Folders that may not be looked into."""
@@ -70,10 +77,12 @@ class Library:
         if root is None:
             raise UnknownRunError(f"{key}: there is no such run here (any more)")
         with self.lock:
-            if key not in self.opened:
-                self.opened[key] = Run(root)
-                self.opened[key].heartbeats = Heartbeats()
-            return self.opened[key]
+            there = identity(root)
+            if key not in self.opened or self.opened[key][0] != there:
+                run = Run(root)
+                run.heartbeats = Heartbeats()
+                self.opened[key] = there, run
+            return self.opened[key][1]
 
     def _by_key(self, runs: list[Path]) -> dict[str, Path]:
         """The runs by their keys; of those that would have the same one each has its whole path. What would act on a page, or is no

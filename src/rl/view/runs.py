@@ -25,6 +25,8 @@ STRETCHES = 40
 """Points of a small curve."""
 LIVE_S = 3.0
 """For so long what was found of a live run is believed; a finished one's until a file of it changes."""
+PATIENCE_S = 0.2
+"""For so long a row waits for whoever else reads its run."""
 DISK_S = 60.0
 """For so long the size of a run that changes is believed: counting it looks at every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
@@ -36,7 +38,7 @@ PLACE_KEYS = ("name", "output_dir")
 
 
 class RunList:
-    """Rows of runs, kept while nothing changes. One thread at a time."""
+    """Rows of runs, kept while nothing changes. Several threads may ask: a row whose run another one reads is given as it was."""
 
     def __init__(self, library: Library):
         self.library = library
@@ -50,21 +52,23 @@ class RunList:
         return sorted(rows, key=lambda row: (row.state != "live", -row.changed))
 
     def _row(self, key: str) -> RunRow:
-        now = time.monotonic()
+        now, made = time.monotonic(), self.rows.get(key)
         try:
             run = self.library.run(key)
             looks = fingerprint(run)
         except DAMAGE as error:
             return unreadable(key, f"{type(error).__name__}: {error}")
-        if key in self.rows:
-            known, made, row = self.rows[key]
-            if known == looks and (row.state != "live" or now - made < LIVE_S):
-                return row
-        size = self._bytes(key, run, now)
+        if made and made[0] == looks and (made[2].state != "live" or now - made[1] < LIVE_S):
+            return made[2]
+        size, changed = self._bytes(key, run, now), max(looks)
+        if not run.reading.acquire(timeout=PATIENCE_S if made else -1):
+            return made[2]
         try:
-            row = run_row(key, run, size, max(looks))
+            row = run_row(key, run, size, changed)
         except DAMAGE as error:
-            row = unreadable(key, f"{type(error).__name__}: {error}", size, max(looks))
+            row = unreadable(key, f"{type(error).__name__}: {error}", size, changed)
+        finally:
+            run.reading.release()
         self.rows[key] = (looks, now, row)
         return row
 
@@ -155,7 +159,7 @@ def unreadable(key: str, why: str, size: int = 0, changed: float = 0.0) -> RunRo
 
 def state_of(run: Run, config: RLConfig) -> tuple[State, str]:
     """Whether a run lives, and what it waits for or how it ended, in a sentence, without how long ago: that does not stay true."""
-    found = diagnose(run.run_dir, config, run.heartbeats)
+    found = diagnose(run.run_dir, config, run.heartbeats, run.numbers)
     return found.state, found.bottleneck.replace(found.age, "", 1) if found.age else found.bottleneck
 
 

@@ -96,7 +96,7 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
 
 def extent(run: Run) -> tuple[float, float]:
     """When the run began, and when something was last heard of it, by all but its spans."""
-    times = [time for _, some in line_times(run).values() for time in some.tolist()]
+    times = [float(time) for _, some in line_times(run).values() if len(some) for time in (some.min(), some.max())]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
     return (min(times), max(times)) if times else (0.0, 0.0)
