@@ -124,7 +124,7 @@ def held(gauges: list[Counted], process: str, name: str, end: float) -> list[tup
     """(begin, end, value) of a number of a process: each value holds until the next one, for GAUGE_S at most."""
     values = [(one.time, one.values[name]) for one in gauges if one.process == process and name in one.values]
     nexts = [*(time for time, _ in values[1:]), end]
-    return [(at, min(time, at + GAUGE_S), value) for (at, value), time in zip(values, nexts, strict=True)]
+    return [(at, min(time, at + GAUGE_S), value) for (at, value), time in zip(values, nexts, strict=False)]
 
 
 def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
