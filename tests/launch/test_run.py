@@ -15,6 +15,7 @@ from rl.config.command_line import from_toml
 from rl.diagnosis.waits import diagnose
 from rl.launch.run import resume_command
 from rl.run_dir.paths import RunDir
+from rl.run_dir.token import page_token
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from tests.waiting import alive, until
@@ -300,6 +301,9 @@ def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "") and "3 steps in" in out
     assert not (rl.root / "logs/view-1.log").exists() and rl.nobody_left()
+    kept = rl.root / "status/view.token"
+    assert kept.read_text() == address.partition("token=")[2] == page_token(rl.run_dir.status_dir)  # a tab goes on after a resume
+    assert kept.stat().st_mode & 0o777 == 0o600
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)
 

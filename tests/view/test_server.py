@@ -392,7 +392,8 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
     (whole,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
     (part,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
-    assert (len(whole.steps), whole.each, whole.values[0]) == (1500, 2, 0.5)
+    assert (len(whole.steps), whole.each, whole.values[0], part.lows, part.firsts) == (1500, 2, 0.5, [], [])
+    assert (whole.firsts[0], whole.steps[0], {*whole.lows}, {*whole.highs}) == (1, 2, {0.0}, {1.0})
     assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
     (death,) = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind == "death"]
     assert (death.step, death.x) == (3, 2.0)  # though the evaluation of the base model came a quarter of an hour before
