@@ -276,6 +276,7 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
 
     assert status(Phase.TRAINING, 30.0) == []
     assert status(Phase.TRAINING, 60.0) == [(30.0, 60.0)]
+    assert status(Phase.PUBLISHING, 98.5) == []  # the phase before has ended since the last that was written
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 98.0)]  # and what is behind is not written yet
     with (files.spans / "inference.jsonl").open("ab") as file:
         file.writelines(msgspec.json.encode(Gauges(at=at, values={"requests": 61})) + b"\n" for at in (60.0, 62.0, 64.0))
