@@ -6,16 +6,19 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DIGESTS
+from rl.run_dir.in_memory import InMemory, make
 from rl.run_dir.safetensors import tensor_digests
 from tests.zygote import Forked, inference_zygote
 
@@ -42,8 +45,9 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def load(self, policy_version: int, path: Path | None = None) -> httpx.Response:
-        return self.post("/load_weights", policy_version=policy_version, path=str(path or self.weights[policy_version]))
+    def load(self, policy_version: int, path: Path | None = None, memory: InMemory | None = None) -> httpx.Response:
+        where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory)}
+        return self.post("/load_weights", policy_version=policy_version, **where)
 
     def status(self) -> dict:
         return httpx.get(self.url + "/status", timeout=30, headers=self.headers).json()
@@ -73,6 +77,16 @@ class Server:
                 return
             time.sleep(0.1)
         raise TimeoutError((self.root / "log").read_text()[-3000:])
+
+
+@contextmanager
+def in_memory(version: Path) -> Iterator[InMemory]:
+    """The weights of a version as its trainer has them in memory."""
+    data = (version / "model.safetensors").read_bytes()
+    file = make(len(data))
+    os.pwrite(file.fd, data, 0)
+    yield file
+    os.close(file.fd)
 
 
 def write_digests(folder: Path) -> None:

@@ -27,9 +27,12 @@ def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **a
 
 
 async def work(setup: WorkerSetup) -> None:
-    """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once.
-    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is. With `args.address`
-    the reward is what that answers, 0 for nothing, and the message which variables there are."""
+    """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once; with
+    `args.lies` it says that -1 are left.
+
+    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is. With `args.address` the
+    reward is what that answers, 0 for nothing, and the message which variables there are.
+    """
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
@@ -52,7 +55,7 @@ async def work(setup: WorkerSetup) -> None:
             rollout = Rollout(turns=[turn], episode=i, reward=float(order.task + i))
             if "address" in args:
                 rollout.reward, rollout.messages = answer_of(args["address"]), [{"role": "user", "content": " ".join(sorted(os.environ))}]
-            await socket.send(encode(Played(order.play_id, [rollout], len(left))))
+            await socket.send(encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left))))
 
         await asyncio.gather(*map(episode, list(left)))
 

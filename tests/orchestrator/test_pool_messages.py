@@ -62,7 +62,7 @@ def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path,
             await pool.close()
 
     code, verdict, count, others_are_heard = asyncio.run(main())
-    assert code == -9 and verdict.startswith("it sent what is no message (") and count == 3 and others_are_heard
+    assert code == -9 and verdict.startswith("it sent what cannot be taken (") and count == 3 and others_are_heard
 
 
 @pytest.mark.parametrize(

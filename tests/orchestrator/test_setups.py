@@ -53,6 +53,7 @@ def test_a_tokenizer_is_converted_beside_the_event_loop(monkeypatch):
         return f"{model_path}/slim", ""
 
     monkeypatch.setattr(setups, "slim_tokenizer", convert)
+    monkeypatch.setattr(setups, "vocab_size", lambda _: 259)
     config = build(parse_args(["--orchestrator.environment.id", "x"]))
 
     async def main():

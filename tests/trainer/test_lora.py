@@ -63,7 +63,9 @@ def logits_of(model):
 
 
 def publish(model, path, base, world, dtype="float32"):
-    versions.snapshot(model, base, DTYPES[dtype], {}, world).write(path, path.parent / "digests.json")
+    version = versions.snapshot(model, base, DTYPES[dtype], {}, world)
+    assert version.in_memory is None
+    version.write(path)
     return path
 
 

@@ -10,6 +10,8 @@ from rl.config.loss import PolicyGradientConfig
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
+from rl.run_dir.in_memory import opened
+from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RESTART, RunError
 from rl.trainer.attention import TreeMask
 from rl.trainer.balance import Layout
@@ -212,7 +214,10 @@ def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
 
 def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
     model = policy(model_folder, world)
-    versions.snapshot(model, model_folder, torch.float32, {}, world).write(tmp_path / "000001", tmp_path / "digests" / "000001.json")
+    version = versions.snapshot(model, model_folder, torch.float32, {}, world)
+    version.write(tmp_path / "000001")
+    with opened(version.in_memory) as image:  # what servers of this host read before the folder is there
+        assert tensor_digests(image) == tensor_digests(tmp_path / "000001" / "model.safetensors") == version.digests
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     published, base = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "000001", model_folder))
     assert torch.equal(published(ids).logits, base(ids).logits)

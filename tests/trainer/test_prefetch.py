@@ -86,12 +86,18 @@ class Client:
 
 
 class Empty:
-    """A version without tensors."""
+    """A version without tensors, whose folder takes `write_s` to write."""
 
-    def write(self, path, record, **_):
-        path.mkdir(parents=True)
+    def __init__(self, in_memory=None, write_s=0.0):
+        self.in_memory, self.write_s = in_memory, write_s
+
+    def write_record(self, record, fence):
         record.parent.mkdir(exist_ok=True)
         record.touch()
+
+    def write(self, path, **_):
+        time.sleep(self.write_s)
+        path.mkdir(parents=True)
 
 
 def test_versions_are_written_and_announced_one_after_another(tmp_path):
@@ -132,9 +138,26 @@ def test_a_version_is_announced_before_it_is_durable_and_others_wait_for_that(tm
     assert list(numbered(run_dir.weights_dir)) == [2, 3]
 
 
+def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(tmp_path, monkeypatch):
+    client, run_dir, seen = Client(), RunDir(tmp_path, tmp_path / "weights"), []
+    client.release.set()
+    answer = client.published
+
+    def published(version, wait):
+        seen.append((version.memory, run_dir.digests(1).exists(), run_dir.weights(1).exists()))
+        return answer(version, wait)
+
+    monkeypatch.setattr(client, "published", published)
+    publisher = Publisher(run_dir, WeightsConfig(), client, Wait(10, nothing))
+    publisher.start(1, Empty("in memory", write_s=0.5), checkpoints={})
+    publisher.finish()
+    assert seen == [("in memory", True, False), (None, True, True)]
+    assert publisher.metrics()["time/publish_latency"] < 0.5
+
+
 def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
-    class Full:
-        def write(self, path, record, **_):
+    class Full(Empty):
+        def write(self, path, **_):
             raise OSError(28, "No space left on device", str(path))
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
@@ -151,8 +174,8 @@ def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
     hangs = threading.Event()
 
-    class Hangs:
-        def write(self, path, record, **_):
+    class Hangs(Empty):
+        def write(self, path, **_):
             hangs.wait(10)
 
     publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))

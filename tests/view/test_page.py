@@ -148,6 +148,8 @@ def test_j_goes_on_to_the_next_page_and_back(tab, place):
     tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
+    tab.go("#/runs")
+    tab.page.wait_for_load_state("networkidle")
     for step in range(5, 15):
         (place / f"first/rollouts/{step:06d}.jsonl").unlink()
 

@@ -21,7 +21,9 @@ from tokenizers.models import WordLevel
 from rl.orchestrator.judge import Rules, judge
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
+from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
+from rl.system.errors import RunError
 from rl.view import answers, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
@@ -34,6 +36,7 @@ from rl.view.routes import (
     RolloutsParameters,
     TaskParameters,
     TasksParameters,
+    TimelineParameters,
 )
 from rl.view.schema import openapi
 from rl.view.server import PAGE, make_app
@@ -251,6 +254,43 @@ def test_time_health_logs_and_differences(ask):
     assert [(point.version, point.means[1]) for point in compared.evals] == [(0, None), (4, None)]
 
 
+def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
+    """What is under way is in no span yet: the trainer's phase, requests in flight, a process that starts."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path]))
+    now = time.time()
+    for process, lines in {
+        "inference": [Span(name="sampling", begin=20.0, end=30.0, lane="requests"), Gauges(at=30.5, values={"requests": 0})],
+        "trainer": [Span(name="waiting_for_batch", begin=12.0, end=30.0, lane="phase"), Gauges(at=98.0, values={"progress": 3})],
+    }.items():
+        files.spans.mkdir(exist_ok=True)
+        data = [Start(process=process, pid=1, host="h", place="", time=now, monotonic=100.0), *lines]
+        (files.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in data))
+    append_event(files.events, Event(time=now - 99, event="start", process="rl"))
+    append_event(files.events, Event(time=now - 95, event="start", process="inference"))
+
+    def status(phase: Phase, since: float) -> list[tuple[float, float]]:
+        fields = {"pid": 1, "host": "elsewhere", "waiting_for": phase.waits_for, "since": now + since - 100, "heartbeat": now}
+        write_status(files.status("trainer"), RoleStatus(process="trainer", phase=phase, step=1, **fields))
+        quiet = desk.timeline(TimelineParameters(run="x")).quiet
+        return [(round(one.begin - now + 100, 1), round(one.end - now + 100, 1)) for one in quiet]
+
+    assert status(Phase.TRAINING, 30.0) == []
+    assert status(Phase.TRAINING, 60.0) == [(30.0, 60.0)]
+    assert status(Phase.PUBLISHING, 98.5) == []  # the phase before has ended since the last that was written
+    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 98.0)]  # and what is behind is not written yet
+    with (files.spans / "inference.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(Gauges(at=at, values={"requests": 61})) + b"\n" for at in (60.0, 62.0, 64.0))
+    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (68.0, 98.0)]
+    with pytest.raises(RunError, match=r"begin = 5.0, end = 1.0: nothing is between"):
+        desk.timeline(TimelineParameters(run="x", begin=5.0, end=1.0))
+
+
+def test_rewards_after_as_many_rollouts_are_those_of_the_newest_step_at_least():
+    at, values = np.array([100.0, 200.0, 300.0]), np.array([0.1, 0.2, 0.3])
+    assert [runs.mean_before(at, values, place, 48.0) for place in (50.0, 120.0, 290.0, 300.0)] == [None, 0.1, 0.2, 0.3]
+    assert runs.mean_before(at, values, 300.0, 150.0) == pytest.approx(0.25)
+
+
 def test_reading_a_run_leaves_it_as_it_is(ask, place):
     def looks() -> str:
         files = sorted(path for path in (place / "first").rglob("*") if path.is_file())
@@ -353,7 +393,8 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
     (whole,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
     (part,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
-    assert (len(whole.steps), whole.each, whole.values[0]) == (1500, 2, 0.5)
+    assert (len(whole.steps), whole.each, whole.values[0], part.lows, part.firsts) == (1500, 2, 0.5, [], [])
+    assert (whole.firsts[0], whole.steps[0], {*whole.lows}, {*whole.highs}) == (1, 2, {0.0}, {1.0})
     assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
     (death,) = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind == "death"]
     assert (death.step, death.x) == (3, 2.0)  # though the evaluation of the base model came a quarter of an hour before

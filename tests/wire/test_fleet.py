@@ -167,7 +167,7 @@ def test_garbage_of_one_server_is_asked_for_elsewhere():
     [
         ({"served_model": "/models/other"}, "serves /models/other, and this run trains org/m: start it with this run's configuration"),
         ({"max_model_len": 50}, "takes 50 tokens, and model.max_model_len = 100: start it with"),
-        ({"protocol": 1}, r"is a server of another version of rl \(protocol 1, here 2\): start it from the same installation"),
+        ({"protocol": 1}, r"is a server of another version of rl \(protocol 1, here 3\): start it from the same installation"),
     ],
 )
 def test_a_wrong_server_is_left_out_and_named(about, message, caplog):

@@ -23,7 +23,7 @@ from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.warm_start import leave
-from rl.wire.rollouts import Episode, Rollout
+from rl.wire.rollouts import Episode, Rollout, unfit
 from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
     Cancel,
@@ -160,6 +160,7 @@ class Worker:
             episodes = await self.play_once(order, num_episodes)
             for rollout in chain(*episodes):
                 rollout.retries = attempt
+                refuse_unfit(rollout)
                 if order.split == "train":
                     refuse_logprobs(rollout)
             failed = next((rollout for rollout in chain(*episodes) if rollout.error), None)
@@ -196,6 +197,15 @@ def numbered(finished: Iterable[asyncio.Task[list[Episode]]], parts: Mapping[asy
                 rollout.episode = i
             rollouts += episode
     return rollouts
+
+
+def refuse_unfit(rollout: Rollout) -> None:
+    """Fails a rollout whose numbers or names cannot be used; one that has failed loses them."""
+    if why := unfit(rollout):
+        if not rollout.error:
+            rollout.cause, rollout.error, rollout.stop = "reward", why, "error"
+        rollout.reward, rollout.metrics = 0.0, {}
+        rollout.agent = rollout.agent if not unfit(rollout) else "agent"
 
 
 def refuse_logprobs(rollout: Rollout) -> None:

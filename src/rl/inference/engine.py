@@ -19,12 +19,15 @@ from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir import spans
 from rl.run_dir.checksums import check_version
+from rl.run_dir.in_memory import InMemory, opened
 from rl.system.errors import RunError
 from rl.wire.inference_client import Generation, LoadedVersion
 from rl.wire.messages import VersionSpan
 
 SLOT_POLL_S = 0.05
 """Seconds between checks whether the requests of some adapter have all ended."""
+WRITTEN_WITHIN_S, WRITTEN_POLL_S = 60.0, 0.05
+"""For a version that was announced out of its trainer's memory to be on disk, where that memory is not to be reached."""
 STAGING_POLL_S = 0.01
 """Seconds between questions to the workers whether they have read the new weights; each costs the engine less than a millisecond."""
 
@@ -45,6 +48,8 @@ class VersionedEngine(AsyncLLM):
     """Adapters that can be served side by side; 0: they are merged into the base model."""
     adapter: LoRARequest | None = None
     """What new requests are answered with; None is the base model."""
+    all_here: bool = False
+    """Whether all workers are on this host."""
     broken: str = ""
     """Why the engine must not be used any more, although its process lives."""
     swapping: bool = False
@@ -117,8 +122,10 @@ class VersionedEngine(AsyncLLM):
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
         return Generation(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
-    async def load_weights(self, policy_version: int, path: str) -> LoadedVersion:
+    async def load_weights(self, policy_version: int, path: str, memory: InMemory | None = None) -> LoadedVersion:
         """Loads a version under running requests. Raises RunError with the old version still served.
+
+        With `memory` it is read there where that can be reached, and need not be checked; elsewhere it waits for the folder.
 
         Loading what is loaded does nothing.
         """
@@ -127,7 +134,10 @@ class VersionedEngine(AsyncLLM):
                 return LoadedVersion(policy_version)
             self.loading = policy_version
             try:
-                return await self._load_weights(policy_version, path)
+                with opened(memory if self.all_here else None) as image:
+                    if memory and not image:
+                        await until_there(Path(path))
+                    return await self._load_weights(policy_version, str(image or path))
             except RunError as error:
                 if not Path(path).is_dir():  # deleted, or replaced at this moment, while it was read
                     raise WeightsGoneError(f"{path} is not there (any more): {error}") from None
@@ -230,6 +240,15 @@ class VersionedEngine(AsyncLLM):
             self.swapping = False
         self.broken = ""
         return stopped - ordered, time.perf_counter() - stopped
+
+
+async def until_there(folder: Path) -> None:
+    """Returns when a version is there that its trainer has announced and still writes. Raises WeightsGoneError if that takes too long."""
+    deadline = time.monotonic() + WRITTEN_WITHIN_S
+    while not await asyncio.to_thread(folder.is_dir):
+        if time.monotonic() > deadline:
+            raise WeightsGoneError(f"{folder}: announced, and not there after {WRITTEN_WITHIN_S:.0f} s; see logs/trainer*.log")
+        await asyncio.sleep(WRITTEN_POLL_S)
 
 
 async def seconds(work: Awaitable[object]) -> float:

@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.engine import VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
+from rl.run_dir.in_memory import InMemory
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
@@ -46,6 +47,8 @@ class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
 
     policy_version: Annotated[int, Meta(ge=0)]
     path: str
+    memory: InMemory | None = None
+    """Where it can be read before it is at `path`, by processes of the trainer's host."""
 
 
 def reply(status: int, content: Any) -> Response:
@@ -104,7 +107,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         """
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            held = await asyncio.shield(engine.load_weights(body.policy_version, body.path))
+            held = await asyncio.shield(engine.load_weights(body.policy_version, body.path, body.memory))
         except msgspec.DecodeError as error:
             return refusal(400, "bad_request", str(error))
         except WeightsGoneError as error:

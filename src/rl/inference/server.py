@@ -204,7 +204,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     """All that comes between the start of the engine and the first request; returns the app."""
     engine.set_model(served.policy_version, read_tensors(Path(args.model)), served.status.advance)
     served.status.gauges["requests"] = engine.get_num_unfinished_requests
-    await engine.collective_rpc("begin", args=(os.getpid(), place()))
+    engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), place()))
     if served.adapter:
         await engine.load_weights(served.adapter.policy_version, served.adapter.path)
     return await build_app(engine, args)

@@ -21,7 +21,9 @@ class WeightsGoneError(RunError):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model in Hugging Face format."""
+    """The safetensors files of a model in Hugging Face format; a file is its own."""
+    if directory.is_file():
+        return [directory]
     if not directory.is_dir():
         raise WeightsGoneError(f"{directory}: no such directory")
     index = directory / "model.safetensors.index.json"

@@ -59,14 +59,19 @@ class WeightLoader:
 
     _staged: "Future[Staged | Weights] | None" = None
 
-    def begin(self, server_pid: int, server_place: str) -> None:
-        """What has to be done once, before the first request. A worker on another node than the server ends with its engine."""
+    def begin(self, server_pid: int, server_place: str) -> bool:
+        """What has to be done once, before the first request. Returns whether this worker is on the server's host; one on another node ends
+        with its engine."""
         from vllm.platforms import current_platform
 
-        if server_place == place():
+        if is_here := server_place == place():
             self.die_with(server_pid)
-        if not current_platform.is_cpu():
-            return
+        if current_platform.is_cpu():
+            self.prepare_cpu()
+        return is_here
+
+    def prepare_cpu(self) -> None:
+        """Puts our own draws, norms and counts in place of vLLM's."""
         from rl.inference.eager import speed_up
         from rl.inference.seeds import Generators
 

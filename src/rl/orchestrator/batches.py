@@ -107,7 +107,7 @@ def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str
         return "not_trainable"
     if rollout.filtered:
         return "filtered"
-    if not rollout.num_tokens:
+    if not rollout.num_sampled:
         return "overlong" if rollout.overlong else "empty"
     return "truncated" if rollout.truncated and mask_truncated else None
 

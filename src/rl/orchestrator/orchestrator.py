@@ -215,7 +215,7 @@ class Orchestrator:
         """Evaluates versions that an earlier process left unevaluated. Before any rollout: inference goes back to older versions for it."""
         newest, final = self.policy.loaded, self.progress.final
         self.policy.forget(final)
-        for number in [number for number in self.policy.on_disk() if number < newest and self.evaluator.due(number, final)]:
+        for number in [number for number in self.policy.there() if number < newest and self.evaluator.due(number, final)]:
             try:
                 await self.load(self.policy.versions[number])
             except RefusedError as error:

@@ -24,6 +24,7 @@ import zmq.asyncio
 from rl.orchestrator.elastic import Load
 from rl.orchestrator.isolation import Isolation
 from rl.orchestrator.nursery import Nursery
+from rl.orchestrator.plausible import check
 from rl.orchestrator.pool_worker import MAX_KILLS, EnvLostError, Play, Worker, inherit, read_answer, verdict, wait_ready
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
@@ -63,8 +64,7 @@ class WorkerPool:
     def __init__(self, log_dir: Path, *, memory_gib: float = float("inf"), silence_s: float = float("inf")):
         self.log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.memory_gib = memory_gib
-        self.silence_s = silence_s
+        self.memory_gib, self.silence_s = memory_gib, silence_s
         self.loads: dict[str, Load] = {}
         """Of the environments whose number of workers follows the load."""
         self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
@@ -273,9 +273,11 @@ class WorkerPool:
             worker.heard = time.monotonic()
             try:
                 message = read_answer(frames)
+                if isinstance(message, Played) and (play := worker.sent.get(message.play_id)):
+                    check(message, play.again(), worker.setup.policy, self.fleet)
             except UNREADABLE as error:
                 self.rejected.note(worker.setup.worker_id, error)
-                worker.verdict = worker.verdict or f"it sent what is no message ({error})"
+                worker.verdict = worker.verdict or f"it sent what cannot be taken ({error})"
                 worker.child.signal_group(signal.SIGKILL)
                 continue
             match message:
@@ -297,8 +299,6 @@ class WorkerPool:
                 case Description() as description if worker.descriptions:
                     if not (answer := worker.descriptions.popleft()).done():
                         answer.set_result(description)
-                case Heartbeat():
-                    pass
 
     async def play(
         self,

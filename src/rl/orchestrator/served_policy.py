@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rl.orchestrator.evaluator import Evaluator
 from rl.run_dir.checksums import verify_version
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.in_memory import InMemory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Beats, read_status, server_files
 from rl.wire.http import AwayError, RefusedError
@@ -88,9 +89,10 @@ class ServedPolicy:
         for number in numbers(self.run_dir.weights_dir):
             self.note(number)
 
-    def note(self, number: int) -> None:
-        """Takes notice of a version that is complete on disk. Its place is known: a path that comes over the wire is not followed."""
-        self.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)))
+    def note(self, number: int, memory: InMemory | None = None) -> None:
+        """Takes notice of a version that is complete, in memory or else on disk, whose place is known: a path that comes over the wire is
+        not followed."""
+        self.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)), memory)
 
     def forget(self, final: int) -> None:
         """Drops versions before the loaded one that wait for no evaluation: none of them is loaded again."""
@@ -113,13 +115,14 @@ class ServedPolicy:
             await self.load(self.versions[newest])
         await self.settle()
 
-    def on_disk(self, after: int = -1) -> list[int]:
-        """The versions after `after` whose folder exists, ascending."""
-        return sorted(number for number, version in self.versions.items() if number > after and Path(version.path).exists())
+    def there(self, after: int = -1) -> list[int]:
+        """The versions after `after` that are in memory or on disk, ascending."""
+        later = (version for number, version in self.versions.items() if number > after)
+        return sorted(version.policy_version for version in later if version.memory or Path(version.path).exists())
 
     def next_version(self, final: int) -> WeightVersion | None:
         """The version to load next: first every newer version that waits for an eval, in order, else the newest; None for none newer."""
-        newer = self.on_disk(after=self.loaded)
+        newer = self.there(after=self.loaded)
         number = next((number for number in newer if self.evaluator.due(number, final)), max(newer, default=None))
         return None if number is None else self.versions[number]
 
@@ -262,7 +265,7 @@ class ServedPolicy:
         if not self.num_pins and self.loaded < oldest and oldest in self.versions and not self._skips_eval(oldest):
             await self._take_over(oldest)
             log.warning("inference came back with version %d", oldest)
-        elif self.loaded not in self.on_disk(after=self.loaded - 1):
+        elif self.loaded not in self.there(after=self.loaded - 1):
             if not any(map(self._may_answer, held)):
                 await self._follow(held)
         elif any(map(self._may_answer, held)):
@@ -278,7 +281,7 @@ class ServedPolicy:
         none of this run's, with the newest on disk."""
         if ours := [version for version in held if version in self.versions]:
             return await self._take_over(min(ours))
-        newest = max(self.on_disk())
+        newest = max(self.there())
         log.warning("inference holds version %d, which is not there, as version %d: it gets version %d", min(held), self.loaded, newest)
         if await self._load(self.versions[newest]) is not None:
             await self._take_over(newest)
@@ -306,4 +309,4 @@ class ServedPolicy:
 
     def _skips_eval(self, version: int) -> bool:
         """Whether `loaded` or a version between that and this one waits for its eval."""
-        return any(number < version and self.evaluator.due(number, final=-1) for number in self.on_disk(after=self.loaded - 1))
+        return any(number < version and self.evaluator.due(number, final=-1) for number in self.there(after=self.loaded - 1))

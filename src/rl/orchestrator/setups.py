@@ -1,9 +1,11 @@
 """From the configuration to the setup of each environment worker, and to the source of training tasks."""
 
 import asyncio
+import json
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
@@ -49,12 +51,19 @@ async def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
         model_path=model_path,
         tokenizer=tokenizer,
         max_model_len=config.model.max_model_len,
+        vocab_size=vocab_size(Path(model_path)),
         trust_remote_code=config.model.trust_remote_code,
         renderer=config.renderer.model_dump(),
         inference_urls=config.orchestrator.inference_urls,
         inference_status=str(config.run_dir.status("inference").absolute()),
         enforce_monotonicity=config.orchestrator.enforce_monotonicity,
     )
+
+
+def vocab_size(model: Path) -> int:
+    """Number of token ids of the model in a folder, by its config.json, where a model for more than text has a part for it; 0: not said."""
+    fields = json.loads((model / "config.json").read_bytes())
+    return int(fields.get("text_config", fields).get("vocab_size", 0))
 
 
 def worker_setups(config: RLConfig, policy: PolicySpec, address: str) -> list[WorkerSetup]:

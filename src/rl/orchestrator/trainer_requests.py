@@ -61,7 +61,7 @@ class TrainerRequests:
                     group.create_task(self.answer_probe(server, sender, version))
                 case Published(version):
                     self.activity += 1
-                    self.policy.note(version.policy_version)
+                    self.policy.note(version.policy_version, version.memory)
                     self.policy.forget(self.progress.final)
                     needed = self.policy.oldest_needed(self.progress.final)
                     keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})

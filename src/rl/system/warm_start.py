@@ -35,7 +35,6 @@ def leave(imports: Callable[[], None]) -> None:
     if obstacle := fork_obstacle():
         print(f"no copy for a warm start: {obstacle}", file=sys.stderr, flush=True)
     else:
-        gc.collect()
         gc.freeze()  # else the first collection would write to all pages that the copy shares with us
         launcher = os.getppid()
         try:

@@ -126,6 +126,11 @@ class Series(Answer):
     """One standard error, of evaluations; empty for other metrics."""
     each: int
     """Of so many values, or one less, each is the mean; 1: they are as they were written."""
+    firsts: list[int]
+    """Of means, the first step of each, `steps` having the last; empty for values as they were written, as are the next two."""
+    lows: list[float]
+    """The least value of each."""
+    highs: list[float]
 
 
 class Mark(Answer):

@@ -84,15 +84,21 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
         return None
     part = slice(max(0, inside[0] - 1), inside[-1] + 2)
     steps, values = steps[part], values[part]
-    each = -(-len(steps) // MOST_POINTS)
+    each, firsts = -(-len(steps) // MOST_POINTS), steps
+    lows, highs = values[:0], values[:0]
     if each > 1:
-        parts = np.array_split(np.arange(len(steps)), MOST_POINTS)
-        steps, values = steps[[part[-1] for part in parts]], np.array([values[part].mean() for part in parts])
+        starts = np.array([part[0] for part in np.array_split(np.arange(len(steps)), MOST_POINTS)])
+        counts = np.diff([*starts, len(steps)])
+        lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+        firsts, steps, values = steps[starts], steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
     known = dict(zip(error_steps.tolist(), errors.tolist(), strict=True))
     return Series(
         run=key,
         name=name,
         steps=steps.tolist(),
+        firsts=firsts.tolist() if each > 1 else [],
+        lows=lows.tolist(),
+        highs=highs.tolist(),
         x=place(steps).tolist(),
         values=values.tolist(),
         errors=[known.get(step) for step in steps.tolist()] if known else [],

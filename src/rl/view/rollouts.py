@@ -230,7 +230,7 @@ def in_full(run: Run, found: Rollouts) -> RolloutDetail:
         row=number,
         messages=messages_of(row),
         metrics={name: finite(value) for name, value in rollout.metrics.items()},
-        fields={name: value for name, value in row.items() if name not in shown},
+        fields={name: visible(value) if isinstance(value, str) else value for name, value in row.items() if name not in shown},
         error=visible(str(row.get("error") or "")),
         group=group,
         explanation=explanation(number, group, run),

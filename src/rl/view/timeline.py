@@ -11,7 +11,7 @@ from rl.records.spans import Counted, Done
 from rl.records.timeline import SLACK_S, Mark, spread
 from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.status import Phase, RoleStatus
+from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
 from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
@@ -67,14 +67,19 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
     note = "; ".join(text for text in (*notes, hidden) if text)
-    quiet = quiet_times(found, begin, min(end, known_until(run.recording.counted, run.status)))
+    quiet = quiet_times(found, begin, min(end, known_until(found.spans, run.recording.counted, run.status)))
     return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
 
 
-def known_until(newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
-    """Until when all that was done is written. newest: when each process last wrote numbers, which it does behind its spans."""
-    last = max(newest.values(), default=math.inf)
-    return min((time for name, time in newest.items() if name in statuses and last - time <= SLACK_S), default=math.inf)
+def known_until(spans: list[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
+    """Until when all that was done is written. newest: when each process last wrote numbers, which it does behind its spans: a phase that
+    was not over then and is over now is neither written nor in the status."""
+    known, last = math.inf, max(newest.values(), default=math.inf)
+    for name, status in statuses.items():
+        if (time := newest.get(name, -math.inf)) >= last - SLACK_S:
+            ends = [done.end for done in spans if done.process == name and done.lane == PHASE_LANE and done.end <= time]
+            known = min(known, time if (status.since or 0.0) <= time else max(ends, default=time))
+    return known
 
 
 def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
@@ -123,7 +128,7 @@ def held(gauges: list[Counted], process: str, name: str, end: float) -> list[tup
     """(begin, end, value) of a number of a process: each value holds until the next one, for GAUGE_S at most."""
     values = [(one.time, one.values[name]) for one in gauges if one.process == process and name in one.values]
     nexts = [*(time for time, _ in values[1:]), end]
-    return [(at, min(time, at + GAUGE_S), value) for (at, value), time in zip(values, nexts, strict=True)]
+    return [(at, min(time, at + GAUGE_S), value) for (at, value), time in zip(values, nexts, strict=False)]
 
 
 def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:

@@ -25,7 +25,7 @@ from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
 from rl.wire.worker_messages import Fleet
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Counts up when what servers are asked, or what they answer, changes its meaning."""
 STATUS_S = 5.0
 """A server that does not give its version within this time gets no new requests, and after a second time in a row counts as away."""
@@ -299,7 +299,7 @@ class InferenceServers:
 
         Raises AwayError if it dies meanwhile, RefusedError, and InferenceLostError for one that takes too long.
         """
-        body = {"policy_version": version.policy_version, "path": str(Path(version.path).absolute())}
+        body = msgspec.to_builtins(msgspec.structs.replace(version, path=str(Path(version.path).absolute())))
         try:
             async with asyncio.timeout(self.timeout_s + CONNECT_S):
                 status, content = await self._send("POST", url, "/load_weights", body)

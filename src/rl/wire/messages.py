@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from rl.run_dir.in_memory import InMemory
 from rl.run_dir.status import RoleStatus
 
 Version = Annotated[int, msgspec.Meta(ge=0)]
@@ -77,10 +78,13 @@ class TrainBatch(msgspec.Struct, kw_only=True):
 
 
 class WeightVersion(msgspec.Struct, frozen=True):
-    """A complete set of weights on disk."""
+    """A complete set of weights."""
 
     policy_version: Version
     path: Annotated[str, msgspec.Meta(max_length=4096)]
+    """Its folder."""
+    memory: InMemory | None = None
+    """Where processes of the trainer's host can read it before its folder is there."""
 
 
 # Trainer -> orchestrator. Both are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
@@ -100,7 +104,7 @@ class GetBatchPart(msgspec.Struct, tag=True):
 
 
 class Published(msgspec.Struct, tag=True):
-    """Announces that a version is complete on disk; the orchestrator loads it into inference."""
+    """Announces that a version is complete, in memory or, without that, on disk; the orchestrator loads it into inference."""
 
     version: WeightVersion
 

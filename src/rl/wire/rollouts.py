@@ -8,6 +8,12 @@ from rl.wire.turns import Turn, Turns
 
 Split = Literal["train", "eval"]
 
+MAX_NUMBER = 1e18
+"""The largest reward, or metric of a rollout: the square of a larger one is no float32, and a mean of several no number."""
+
+MAX_NAME = 200
+"""Characters in the name of a metric or an agent, which become part of names in metrics.jsonl and of the heads of tables."""
+
 Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher", "logprobs"]
 """Why a rollout failed: the environment's code raised; a reward function raised or gave no finite number (a judge that is down, too);
 the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it;
@@ -47,8 +53,13 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.turns = Turns.of(self.turns)
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens that can be trained: those whose ids and log-probabilities are known."""
+        return sum(answer.num_tokens for answer in self.turns.answers)
+
+    @property
     def num_tokens(self) -> int:
-        return sum(answer.num_tokens for answer in self.turns.answers) or self.completion_tokens
+        return self.num_sampled or self.completion_tokens
 
     @property
     def outcome(self) -> str:
@@ -81,6 +92,20 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
             "versions": self.versions,
             **({"error": self.error} if self.error else {}),
         }
+
+
+def unfit(rollout: Rollout) -> str:
+    """What of a rollout's numbers and names cannot be computed with, or recorded; empty if all can."""
+    for name, value in {
+        "the reward": rollout.reward,
+        **{f"metric {name!r:.100}": value for name, value in rollout.metrics.items()},
+    }.items():
+        if not abs(value) <= MAX_NUMBER:  # nan is not, either
+            return f"{name} is {value}, no number of at most {MAX_NUMBER:g}"
+    for name in (rollout.agent, *rollout.metrics):
+        if not name or len(name) > MAX_NAME or not name.isprintable():
+            return f"{name!r:.100} is no name: printable characters, 1 to {MAX_NAME}"
+    return ""
 
 
 Episode = list[Rollout]

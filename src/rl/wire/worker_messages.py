@@ -45,6 +45,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     tokenizer: str = ""
     """Folder of the model's tokenizer for workers without transformers; empty: transformers loads it."""
     max_model_len: int = 2048
+    vocab_size: int = 0
+    """Of the model; 0: unknown."""
     trust_remote_code: bool = False
     renderer: dict[str, Any] = {}
     """A RendererConfig."""

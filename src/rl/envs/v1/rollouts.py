@@ -23,7 +23,7 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
     lack what the others decide.
     """
     rollouts = [as_rollout(env, trace, active[trace.id]) for trace in episode.traces]
-    if env.complete(episode):
+    if rollouts and env.complete(episode):
         return rollouts
     failure = next(((rollout.cause, rollout.error) for rollout in rollouts if rollout.error), None) or episode_failure(env, episode)
     if not rollouts:
@@ -89,6 +89,8 @@ def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:
 def episode_failure(env: vf.Env, episode: vf.Episode) -> Failure:
     """The failure of the environment's own hooks. `finalize` is where agents are judged together."""
     error = episode.last_error
+    if error is None and not episode.traces:
+        return "environment", "the episode has no trace"
     if error is None:
         return "environment", f"{type(env).__name__}.complete() does not accept the episode"
     if timed_out(error) or getattr(episode, "is_timeout", False):

@@ -1,7 +1,8 @@
-"""The thread that writes, announces and deletes policy versions while the next step trains.
+"""The thread that announces, writes and deletes policy versions while the next step trains.
 
-A version is announced as soon as its files are whole, for others on this machine have them from the kernel's memory, and made durable
-behind that: nothing that a resume begins with depends on it. Older versions stay, and the next one waits, until it is.
+A version is announced as soon as its digests are known, for others on this host read it from this process's memory, and once more when its
+files are whole. They are made durable behind that: nothing that a resume begins with depends on it. Older versions stay, and the next one
+waits, until it is.
 """
 
 import sys
@@ -18,6 +19,7 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase
+from rl.system import faults
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.store.background import Background
 from rl.trainer.store.versions import Version
@@ -38,6 +40,8 @@ class Publisher:
         self.background = Background()
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator knew of the version that was published last."""
+        self.announced = -1
+        """The version that `latency_s` is of."""
 
     def start(self, number: int, version: Version | None, checkpoints: Collection[int]) -> None:
         """Begins to write version `number`, and then to announce it. `version` is None on all ranks but 0.
@@ -51,22 +55,34 @@ class Publisher:
     def _publish(self, number: int, version: Version, checkpoints: Collection[int], since: float) -> None:
         path = self.run_dir.weights(number).absolute()
         self.wait.about(Phase.PUBLISHING, number, "writing it")
-        with spans.span("write_version", "publisher", number):
-            if not self._is_there(number, path, version):
-                fence = partial(check_fence, self.run_dir.lock("trainer"))
+        if not self._is_there(number, path, version):
+            fence, is_new = partial(check_fence, self.run_dir.lock("trainer")), not path.exists()
+            with spans.span("digest_version", "publisher", number):
+                version.write_record(self.run_dir.digests(number), fence)
+            if is_new and version.in_memory:
+                self._announce(WeightVersion(number, str(path), version.in_memory), since)
+                faults.point("weights.in_memory")
+            with spans.span("write_version", "publisher", number):
                 # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
-                version.write(path, self.run_dir.digests(number), new=not path.exists(), fence=fence)
-        needed = Acknowledged(number)
-        if self.client:
-            with spans.span("announce_version", "publisher", number):
-                needed = self.client.published(WeightVersion(number, str(path)), self.wait)
-        self.latency_s = time.monotonic() - since
+                version.write(path, new=is_new, fence=fence)
+        needed = self._announce(WeightVersion(number, str(path)), since)
         # Behind, and before the next version: after a power cut the checkpoint and the batches, which are durable, make it again.
         with spans.span("make_durable", "publisher", number):
             for made in (self.run_dir.digests(number), path):
                 make_durable(made)
         keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
         self.retention.delete_old(number, keep, needed.oldest_needed)
+
+    def _announce(self, version: WeightVersion, since: float) -> Acknowledged:
+        """Tells the orchestrator of a version that was begun to be published at `since`. Returns what it still needs."""
+        number = version.policy_version
+        needed = Acknowledged(number)
+        if self.client:
+            with spans.span("announce_version", "publisher", number):
+                needed = self.client.published(version, self.wait)
+        if self.announced < number:
+            self.announced, self.latency_s = number, time.monotonic() - since
+        return needed
 
     def _is_there(self, number: int, path: Path, version: Version) -> bool:
         """Whether the same version is on disk already, sound: after a kill it is trained again, and need not be written again.

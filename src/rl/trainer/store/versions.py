@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +15,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.files import write_directory, write_file
+from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.hashes import hash_each, sha256, sha256_of_file
+from rl.run_dir.in_memory import InMemory
 from rl.system import faults
 from rl.trainer import lora
+from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
+from rl.trainer.store.arena import Arena
 from rl.trainer.store.space import require_space
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
@@ -39,6 +40,8 @@ class Version:
     dtype: torch.dtype
     made_by: dict[str, Any] = field(default_factory=dict)
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
+    arena: Arena | None = None
+    """What holds the tensors, where others may read them."""
 
     @cached_property
     def named(self) -> dict[str, Tensor]:
@@ -53,17 +56,28 @@ class Version:
         views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
         return dict(zip(self.named, hash_each(sha256, views), strict=True))
 
-    def write(self, path: Path, record: Path, *, new: bool = False, fence: Callable[[], None] | None = None) -> None:
-        """Writes the version's folder, complete by rename. Its digests are in the file `record` before it appears, and after it is gone.
+    @cached_property
+    def in_memory(self) -> InMemory | None:
+        """The version as a file in memory, as long as this object lives; None for adapters, whose folder says what they are of, and where
+        tensors have to be converted for a file."""
+        return self.arena.seal(self.named) if self.arena and not lora.has_adapters(self.model) else None
 
-        Neither is durable before `make_durable`: a version is sampled from at once, for the log can make it again.
+    def write_record(self, record: Path, fence: Fence = None) -> None:
+        """Writes the digests. Comes before anybody hears of the version: what is trained again can be compared with it, and it stays when
+        the version is deleted. Neither is durable before `make_durable`: a version is sampled from at once, for the log can make it again.
+        """
+        content = {"tensors": self.digests, "made_by": self.made_by}
+        write_file(record, json.dumps(content, indent=1).encode(), fence=fence, durable=False)
+
+    def write(self, path: Path, *, new: bool = False, fence: Fence = None) -> None:
+        """Writes the version's folder, complete by rename.
+
         new, fence: see write_file. Without `new` an older folder is replaced. Adapters are written as peft does, without the files of their
         base, which they name.
         """
 
         def fill(folder: Path) -> None:
             require_space(folder, self.named.values())
-            digests = hasher.submit(lambda: self.digests)
             if lora.has_adapters(self.model):
                 lora.write_adapters(folder, self.named, self.model, self.base)
             else:
@@ -72,33 +86,32 @@ class Version:
                 copy_small_files(self.base, folder)
                 write_config(self.base, folder, self.model, self.dtype)
             small = {file.name: sha256_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
-            content = {"tensors": digests.result(), "made_by": self.made_by}
-            (folder / DIGESTS).write_text(json.dumps(content | {"files": small}, indent=1))
-            write_file(record, json.dumps(content, indent=1).encode(), fence=fence, durable=False)
+            content = {"tensors": self.digests, "made_by": self.made_by, "files": small}
+            (folder / DIGESTS).write_text(json.dumps(content, indent=1))
 
-        with ThreadPoolExecutor(1) as hasher:  # beside the writing
-            write_directory(path, fill, new=new, fence=fence, durable=False)
+        write_directory(path, fill, new=new, fence=fence, durable=False)
 
 
 @torch.no_grad()
 def snapshot(model: PreTrainedModel, base: Path, dtype: torch.dtype, made_by: dict[str, Any], world: World) -> Version | None:
     """A copy of the model's weights, to be written while it trains on; None on all ranks but 0. Every rank calls this.
 
-    Tensors are cast before they travel, one at a time; rank 0 keeps them whole, on the CPU. Nothing of the copy is shared with the model.
-    A tied head is named once. Of a model with adapters only these are copied.
+    Tensors are cast before they travel, one at a time; rank 0 keeps them whole, in a file in memory. Nothing of it is shared with
+    the model. A tied head is named once. Of a model with adapters only these are copied.
     """
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent)]
     if lora.has_adapters(model):
         named = [*lora.trainable(model).items()]
-    tensors = {}
+    dtypes = {name: dtype if value.is_floating_point() else value.dtype for name, value in named}
+    arena = Arena({name: (value.shape, dtypes[name]) for name, value in named}) if world.is_main else None
     for name, value in named:
         value = value.detach()
-        value = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if world.is_main:
-            tensors[name] = whole.cpu().contiguous()
-    return Version(tensors, model, base, dtype, made_by) if world.is_main else None
+        if isinstance(value, DTensor) and world.size > 1:
+            value = value.to(dtypes[name]).full_tensor()
+        if arena:
+            arena.tensors[name].copy_(local(value))
+    return Version(arena.tensors, model, base, dtype, made_by, arena) if arena else None
 
 
 def copy_small_files(base: Path, folder: Path) -> None:

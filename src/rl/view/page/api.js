@@ -19,7 +19,10 @@ export async function ask(name, values, signal) {
     if (error.name === "AbortError") throw error;
     throw new Error("rl view does not answer: it has ended, or the connection to it is broken");
   });
-  const content = await response.json().catch(() => ({}));
+  const content = await response.json().catch((error) => {
+    if (error.name === "AbortError" || response.ok) throw error;
+    return {};
+  });
   if (!response.ok) throw new Error(content.error?.message ?? `the server answered ${response.status}`);
   return content;
 }

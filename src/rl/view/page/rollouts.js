@@ -110,7 +110,7 @@ function Facet({ label, name, value, counts }) {
   const most = Math.max(1, ...found.map(([, count]) => count));
   return html`<fieldset class="facet"><legend>${label}</legend>${found.slice(0, 14).map(([word, count]) => html`
     <button key=${word} aria-pressed=${value === word} onClick=${() => change({ [name]: value === word ? null : word, offset: null })}>
-      <span class="word">${word.replaceAll("_", " ")}</span><span class="count">${count.toLocaleString("en")}</span><i style=${{ width: `${(count / most) * 100}%` }}></i></button>`)}</fieldset>`;
+      <span class="word" title=${word === "error" ? "Those that failed, and the others of their groups" : null}>${word.replaceAll("_", " ")}</span><span class="count">${count.toLocaleString("en")}</span><i style=${{ width: `${(count / most) * 100}%` }}></i></button>`)}</fieldset>`;
 }
 
 /** The rewards as bars; one is a filter. @param {{histogram: import("./types").Histogram | null | undefined, values: Record<string, string>}} props */

@@ -84,6 +84,9 @@ export interface Series {
   values: (number | null)[];
   errors: (number | null)[];
   each: number;
+  firsts: number[];
+  lows: number[];
+  highs: number[];
 }
 
 export interface Mark {

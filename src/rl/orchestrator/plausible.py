@@ -1,0 +1,60 @@
+"""Whether what a worker says that it has played can be so. The pool believes no worker: whatever plays in a sandbox can speak in its place.
+
+What it earns stays its own affair (docs/security.md); but nothing that it sends may reach a batch, or the files of the run, that the
+trainer could not have got from the model that is served.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec import ValidationError
+
+from rl.wire.rollouts import Rollout, unfit
+from rl.wire.turns import Answer, Turns
+from rl.wire.worker_messages import Fleet, Played, PlayGroup, PolicySpec
+
+MOST_LIKELY = 1e-3
+"""Nats. A log-probability above 0 by more than rounding is none."""
+
+
+def check(played: Played, order: PlayGroup, policy: PolicySpec, fleet: Fleet | None) -> None:
+    """Raises msgspec.ValidationError if a worker cannot have played this. `order`: for what was left of the group."""
+    episodes, finished = {rollout.episode for rollout in played.rollouts}, set(order.done)
+    if wrong := episodes & finished or episodes - set(range(order.num_episodes)):
+        raise ValidationError(f"episode {min(wrong)} of a group of {order.num_episodes}, of which {len(finished)} were finished")
+    left = order.num_episodes - len(finished) - len(episodes)
+    if played.unfinished != left:
+        raise ValidationError(f"{played.unfinished} unfinished episodes of a group of {order.num_episodes}, of which {left} are left")
+    for i, rollout in enumerate(played.rollouts):
+        if why := next(faults_of(rollout, policy, fleet.newest if fleet else None), ""):
+            raise ValidationError(f"rollout {i}: {why}")
+
+
+def faults_of(rollout: Rollout, policy: PolicySpec, newest: int | None) -> Iterator[str]:
+    """What cannot be in one rollout. `newest`: the newest policy version that there is; None: unknown."""
+    if why := unfit(rollout):
+        yield why
+    if not rollout.error:
+        yield from faults_of_turns(rollout.turns, policy, newest)  # type: ignore[arg-type]
+
+
+def faults_of_turns(turns: Turns, policy: PolicySpec, newest: int | None) -> Iterator[str]:
+    """What the model that is served cannot have sampled, or been asked."""
+    for chain in turns.chains:
+        ids = np.frombuffer(chain.tail, array("i").typecode)
+        if len(ids) and (ids.min() < 0 or (policy.vocab_size and ids.max() >= policy.vocab_size)):
+            yield f"token ids {ids.min()} to {ids.max()}; the model's are 0 to {policy.vocab_size - 1}"
+    for answer in turns.answers:
+        if answer.end > policy.max_model_len:
+            yield f"{answer.end} tokens; model.max_model_len = {policy.max_model_len}"
+        yield from faults_of_answer(answer, newest)
+
+
+def faults_of_answer(answer: Answer, newest: int | None) -> Iterator[str]:
+    logprobs = np.frombuffer(answer.logprobs, array("d").typecode)
+    if not np.all((logprobs > -np.inf) & (logprobs <= MOST_LIKELY)):
+        yield f"the log-probability {next(value for value in logprobs if not -np.inf < value <= MOST_LIKELY)}"
+    versions = [span.policy_version for span in answer.policy_versions]
+    if newest is not None and max(versions, default=0) > newest:
+        yield f"tokens of version {max(versions)}; the newest is {newest}"

@@ -1,0 +1,63 @@
+"""Tensors side by side in a file in memory, which becomes a safetensors file by a header in front of them."""
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rl.run_dir import in_memory
+from rl.run_dir.in_memory import InMemory
+
+HEADER_BYTES, HEADER_BYTES_EACH = 4096, 512
+"""Room for the header, and for each tensor's entry; the format allows spaces behind it. A longer one is not written."""
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Types in the format's own words (https://huggingface.co/docs/safetensors)."""
+
+
+class Arena:
+    """Room for tensors of known sizes, without a hole between them."""
+
+    def __init__(self, like: Mapping[str, tuple[torch.Size, torch.dtype]]):
+        """`like`: shape and type of each tensor."""
+        sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in like.items()}
+        self.start = HEADER_BYTES + HEADER_BYTES_EACH * len(like)
+        self.size = self.start + sum(sizes.values())
+        self.file = in_memory.make(self.size)
+        self.memory = torch.frombuffer(mmap.mmap(self.file.fd, self.size), dtype=torch.uint8)
+        self.tensors: dict[str, Tensor] = {}
+        """By the names of `like`, to be filled."""
+        end = self.start
+        for name in sorted(like, key=lambda name: -like[name][1].itemsize):  # so that each begins at a multiple of its items' size
+            shape, dtype = like[name]
+            self.tensors[name] = self.memory[end : end + sizes[name]].view(dtype).view(shape)
+            end += sizes[name]
+
+    def __del__(self) -> None:
+        os.close(self.file.fd)
+
+    def seal(self, named: Mapping[str, Tensor]) -> InMemory | None:
+        """Writes the header: the file holds `named`. None, and no header, unless these are the arena's own tensors, or parts of them."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        first, end = self.memory.data_ptr() + self.start, 0
+        for name, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
+            if not tensor.is_contiguous() or tensor.data_ptr() != first + end or tensor.dtype not in NAMES:
+                return None
+            entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+            end += tensor.nbytes
+        header = json.dumps(entries).encode()
+        if self.start + end != self.size or len(header) > self.start - 8:
+            return None
+        os.pwrite(self.file.fd, (self.start - 8).to_bytes(8, "little") + header.ljust(self.start - 8), 0)
+        return self.file

@@ -1,0 +1,68 @@
+"""Tensors in a file in memory that others read as safetensors."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from rl.run_dir.in_memory import opened
+from rl.run_dir.safetensors import read_header
+from rl.trainer.store.arena import Arena
+
+LIKE = {
+    "a": (torch.Size([3, 5]), torch.bfloat16),
+    "b": (torch.Size([7]), torch.float32),
+    "c": (torch.Size([]), torch.int64),
+    "d": (torch.Size([4, 2]), torch.bfloat16),
+}
+
+
+@pytest.fixture
+def arena():
+    made = Arena(LIKE)
+    for number, tensor in enumerate(made.tensors.values()):
+        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 100 * number)
+    return made
+
+
+def test_a_sealed_arena_is_a_safetensors_file_for_others(arena):
+    file = arena.seal({f"model.{name}": tensor for name, tensor in arena.tensors.items()})
+    with opened(file) as path:
+        assert read_header(path).keys() == {f"model.{name}" for name in LIKE}
+        expected = {f"model.{name}": tensor.clone() for name, tensor in arena.tensors.items()}
+        os.close(arena.file.fd)  # as its maker does with the last of it; the reader goes on
+        with opened(file) as late:
+            assert late is None
+        with safe_open(path, framework="pt") as weights:
+            found = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in expected)
+    os.open("/dev/null", os.O_RDONLY)  # takes the number, which the arena closes at its end
+
+
+def test_parts_of_its_tensors_are_a_file_and_converted_ones_are_none(arena):
+    parts = dict(arena.tensors)
+    parts |= {f"d.{row}": parts["d"][row] for row in range(4)}
+    del parts["d"]
+    with opened(arena.seal(parts)) as path:
+        assert read_header(path)["d.3"].shape == (2,)
+    whole = arena.tensors
+    assert arena.seal({**whole, "d": whole["d"].clone()}) is None
+    assert arena.seal({**whole, "d": whole["d"].T}) is None
+    assert arena.seal({name: whole[name] for name in "abc"}) is None
+    assert arena.seal({**whole, "e": whole["d"]}) is None
+    assert arena.seal({"x" * 9000 if name == "a" else name: tensor for name, tensor in whole.items()}) is None
+
+
+def test_a_file_of_another_place_process_or_descriptor_is_not_opened(arena):
+    file = arena.seal(arena.tensors)
+    for other in ({"place": "elsewhere"}, {"pid": 2**22 + 1}, {"fd": 0}, {"name": "rl-" + "0" * 32}):
+        changed = type(file)(**{name: getattr(file, name) for name in file.__struct_fields__} | other)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with opened(changed) as path:
+            assert path is None
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with opened(None) as path:
+        assert path is None
