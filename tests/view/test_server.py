@@ -226,7 +226,8 @@ def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fe
     files = make_run(tmp_path / "x", model={"name": "owner/big"})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found, note = tokens.tokenizer_of(Run(files.root))
-    assert found is None and note.endswith("neither a version of the run's weights nor tokenizer.json of owner/big")
+    assert found is None and note.startswith("tokens are shown by their ids: the tokenizer of owner/big is not on this machine, nor in ")
+    assert note.endswith("weights: `hf download owner/big tokenizer.json` gets it")
     folder = tmp_path / "cache/rl/models/owner--big"
     folder.mkdir(parents=True)
     Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))

@@ -14,7 +14,7 @@ from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import Heartbeats
 from rl.diagnosis.waits import Diagnosis, diagnose
-from rl.models.folder import read_json, resolve_model
+from rl.models.folder import folder_here, has_tokenizer, read_json, resolve_model, template_text, with_template
 from rl.records.cache import cache_file
 from rl.records.columns import Kind
 from rl.records.frames import frame
@@ -200,10 +200,26 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer. Imports transformers. Raises RunError if the model is not there any more."""
+        """The model's tokenizer. Imports transformers. Raises as `tokenizer_folder` does."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(resolve_model(self.config.model, needs_template=False))
+        folder, model = self.tokenizer_folder, self.config.model
+        if model.chat_template and not folder.is_relative_to(self.run_dir.weights_dir):  # versions have it
+            folder = with_template(folder, template_text(folder, model.chat_template))
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is: in the newest version that is kept, else in the model as far as this machine has it; nothing is fetched.
+        Raises RunError, which says how to get it."""
+        for folder in reversed(numbered(self.run_dir.weights_dir).values()):
+            if has_tokenizer(folder):
+                return folder
+        base, name = folder_here(self.config.model), self.config.model.name
+        if base is None or not has_tokenizer(base):
+            get = f"`hf download {name} tokenizer.json` gets it" if name.count("/") == 1 else "copy it there"
+            raise RunError(f"the tokenizer of {name} is not on this machine, nor in {self.run_dir.weights_dir}: {get}")
+        return base
 
     # Versions ---------------------------------------------------------------------------------------------------------------
 
