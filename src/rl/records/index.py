@@ -198,7 +198,7 @@ class RolloutIndex:
             self._drop(self.columns["kind"] == Kind.PENDING)
             self.pending_as_read = (0, 0)
             return
-        except CorruptFileError as error:
+        except (CorruptFileError, PermissionError) as error:
             self.damaged[PENDING] = str(error)
             return
         self.damaged.pop(PENDING, None)

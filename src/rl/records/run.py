@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+import time
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 SOURCES = ("trainer", "orchestrator", "eval")
 """Who writes metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
+COSTLY_S, BELIEVED = 0.1, 10.0
+"""A diagnosis that took longer is believed for so many times as long."""
 KEPT_BATCHES = 4
 """Decoded batches that are in memory at once."""
 
@@ -66,6 +69,8 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
+        self._diagnosed: tuple[float, Diagnosis] | None = None
+        """Until when the last diagnosis is believed (time.monotonic)."""
         self.heartbeats: Heartbeats | None = None
         """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
@@ -324,13 +329,29 @@ class Run:
             raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {', '.join(self.logs) or 'nobody'}")
         return last_lines(path, lines) if lines > 0 else []
 
+    def quick_diagnosis(self) -> Diagnosis:
+        """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration.
+
+        For whoever looks again and again one that took long, as that of a long run does, is believed for some time.
+        """
+        now = time.monotonic()
+        if self.heartbeats is None or self._diagnosed is None or now > self._diagnosed[0]:
+            found = diagnose(self.run_dir, self.config, self.heartbeats)
+            took = time.monotonic() - now
+            self._diagnosed = now + (BELIEVED * took if took > COSTLY_S else 0.0), found
+        return self._diagnosed[1]
+
     def diagnosis(self) -> Diagnosis:
         """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
 
         Raises RunError without its configuration.
         """
-        found = diagnose(self.run_dir, self.config, self.heartbeats)
-        return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
+        found = self.quick_diagnosis()
+        try:
+            damaged = [Problem(text, files=(path,)) for path, text in self.damaged.items()]
+        except OSError as error:
+            damaged = [Problem(f"{error.filename}: {error.strerror}: its rollouts are not shown")]
+        return replace(found, problems=[*found.problems, *damaged])
 
     @property
     def problems(self) -> list[Problem]:
