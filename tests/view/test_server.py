@@ -316,6 +316,16 @@ def test_a_run_of_another_version_of_rl_is_shown_as_far_as_it_can_be(tmp_path):
     assert routes["timeline"].ask(desk, [("run", "first")]).lanes and routes["compare"].ask(desk, [("run", "first")]).faults
 
 
+def test_what_this_user_may_not_read_is_said_to_be_missing(tmp_path, monkeypatch):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path]))
+    files.status_dir.mkdir()
+    (tmp_path / "x" / "metrics").mkdir()
+    assert desk.health(OfRun(run="x")).findings[0].text.startswith("the run did not come to its start")
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "metrics")  # root may read everything
+    assert desk.health(OfRun(run="x")).findings[0].text.startswith("this user may not read metrics of the run: what is in there is missing")
+    assert "this user may not read metrics" in Desk(desk.library).runs(NoParameters()).runs[0].why
+
+
 def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
     """Live, killed, live again, ended, as its files and processes say it."""
     monkeypatch.setattr(runs, "LIVE_S", 0.0)

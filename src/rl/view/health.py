@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rl.diagnosis.problems import Problem
 from rl.records.run import Run
+from rl.run_dir.metrics import sources_dir
 from rl.run_dir.status import describe
 from rl.system.credentials import redact
 from rl.system.errors import RunError
@@ -23,14 +24,23 @@ def health(run: Run) -> Health:
         return Health(
             state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=processes(run, live=False), now=time.time()
         )
+    closed = [finding(Problem(text), run.root) for text in [denied(run)] if text]
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
         lines=[visible(line) for line in found.lines],
-        findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
+        findings=[*closed, *(finding(problem, run.root) for problem in (*found.problems, *found.hints))],
         processes=processes(run, live=found.state == "live"),
         now=time.time(),
     )
+
+
+def denied(run: Run) -> str:
+    """What of a run this user may not read, so that all else that is said of it may be wrong; empty: nothing."""
+    files = run.run_dir
+    paths = (files.metrics, sources_dir(files.metrics), files.events, files.status_dir, files.rollouts_dir, files.evals, files.spans)
+    names = [path.name for path in paths if path.exists() and not os.access(path, os.R_OK)]
+    return f"this user may not read {', '.join(names)} of the run: what is in there is missing in all that is shown" if names else ""
 
 
 def finding(problem: Problem, root: Path) -> Finding:

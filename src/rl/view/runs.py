@@ -17,6 +17,7 @@ from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
 from rl.view.curves import Places
+from rl.view.health import denied
 from rl.view.library import Library
 from rl.view.timeline import extent
 
@@ -101,6 +102,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     try:
         config = run.config
         state, why = state_of(run)
+        why = f"{closed}; {why}" if (closed := denied(run)) else why
     except RunError as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
