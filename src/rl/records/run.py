@@ -346,13 +346,17 @@ class Run:
             raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {', '.join(self.logs) or 'nobody'}")
         return last_lines(path, lines) if lines > 0 else []
 
+    def quick_diagnosis(self) -> Diagnosis:
+        """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration."""
+        with self.reading:
+            return diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
+
     def diagnosis(self) -> Diagnosis:
         """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
 
         Raises RunError without its configuration.
         """
-        with self.reading:
-            found = diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
+        found = self.quick_diagnosis()
         return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property

@@ -10,7 +10,6 @@ import numpy as np
 
 from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
-from rl.diagnosis.waits import diagnose
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
@@ -105,7 +104,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     """A run in the list."""
     try:
         config = run.config
-        state, why = state_of(run, config)
+        state, why = state_of(run)
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
@@ -157,9 +156,9 @@ def unreadable(key: str, why: str, size: int = 0, changed: float = 0.0) -> RunRo
     )
 
 
-def state_of(run: Run, config: RLConfig) -> tuple[State, str]:
+def state_of(run: Run) -> tuple[State, str]:
     """Whether a run lives, and what it waits for or how it ended, in a sentence, without how long ago: that does not stay true."""
-    found = diagnose(run.run_dir, config, run.heartbeats, run.numbers)
+    found = run.quick_diagnosis()
     return found.state, found.bottleneck.replace(found.age, "", 1) if found.age else found.bottleneck
 
 

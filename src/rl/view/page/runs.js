@@ -42,7 +42,7 @@ function Row({ run, chosen, toggle }) {
     <td class="name"><a href=${link("curves", { run: [run.key] })}>${run.key}</a>
       <div class="faint">${[run.model, run.environments.join(", ")].filter(Boolean).join(" · ")}</div></td>
     <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${said(run)}</a></td>
-    <td class="right" data-label="Step"><span>${run.step}<span class="faint">/${run.max_steps}</span></span>
+    <td class="right" data-label="Step"><span>${run.step}${run.max_steps > 0 && html`<span class="faint">/${run.max_steps}</span>`}</span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
       <b title="The mean of the newest steps, five at most">${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>

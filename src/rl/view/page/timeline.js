@@ -48,7 +48,8 @@ function Clock({ data, at }) {
   const find = (/** @type {Event} */ e) => {
     e.preventDefault();
     const time = timeOf(text, data.first, data.last);
-    setFault(time === null ? `the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    setFault(time === null ? `at no such time: the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    if (document.activeElement instanceof HTMLElement) document.activeElement.blur();
     if (time === null) return;
     const near = time >= data.begin && time <= data.end && data.end - data.begin <= 600;
     change({ at: time.toFixed(2), ...(near ? {} : { begin: Math.max(data.first, time - 60).toFixed(2), end: Math.min(data.last, time + 60).toFixed(2) }) }, true);
@@ -61,7 +62,7 @@ function Clock({ data, at }) {
 /** The last time within a run at which a clock showed this, seconds since the epoch. @param {string} text @param {number} first @param {number} last */
 function timeOf(text, first, last) {
   const found = /^\s*(\d{1,2}):(\d{2})(?::(\d{2}))?\s*$/.exec(text);
-  if (!found) return null;
+  if (!found || Number(found[1]) > 23 || Number(found[2]) > 59 || Number(found[3] ?? 0) > 59) return null;
   const date = new Date(last * 1000);
   date.setHours(Number(found[1]), Number(found[2]), Number(found[3] ?? 0), 0);
   const length = found[3] ? 1 : 60;  // of the minute that is meant some part is enough
