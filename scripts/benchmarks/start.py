@@ -6,6 +6,7 @@ behind it are those of `rl`. The first run on a machine also converts the model 
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from rl.records.timeline import Done, entries
+from rl.records.spans import Done, Recording
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -42,8 +43,9 @@ def run(folder: Path, flags: list[str]) -> tuple[float, list[Done]]:
     began = time.time()
     command = [sys.executable, "-m", "rl.main", "@", str(ROOT / "configs" / "quickstart.toml"), *own, *flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=PATIENCE_S)
-    files = sorted((folder / "run" / "spans").glob("*.jsonl"))
-    return began, [span for file in files for span in entries(file, file.stem) if isinstance(span, Done)]
+    recording = Recording(folder / "run" / "spans")
+    recording.refresh()
+    return began, recording.between(0.0, math.inf)[0]
 
 
 def gaps(spans: list[Done]) -> list[float]:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,11 @@ def train(config: Given | None = None, *, resume: bool | int = False, clean: boo
     Raises ConfigError for a configuration with faults, RunError with the last lines if the run fails. An interrupt stops the run.
     """
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
-        switches = {"--clean": clean, "--quick": quick, "--resume": resume is True, f"--resume={resume}": type(resume) is int}
+        try:
+            step = None if isinstance(resume, bool) else index(resume)
+        except TypeError:
+            raise ConfigError(f"resume = {resume!r}: give True, or the step to go on at as a number") from None
+        switches = {"--clean": clean, "--quick": quick, "--resume": resume is True, f"--resume={step}": step is not None}
         args = [*arguments(config, settings, Path(folder)), *(name for name, is_on in switches.items() if is_on)]
         checked = build(parse_args(args, os.environ), outside=True)
         run_command(args)
@@ -83,7 +88,10 @@ def arguments(config: Given | None, settings: Mapping[str, Any], folder: Path) -
         words = ["@", str(config)]
     elif config is not None:
         path = folder / "config.toml"
-        path.write_text(to_toml(config) if isinstance(config, RLConfig) else tomli_w.dumps(dict(config)))
+        try:
+            path.write_text(to_toml(config) if isinstance(config, RLConfig) else tomli_w.dumps(dict(config)))
+        except TypeError as error:
+            raise ConfigError(f"{error}: give tables, numbers, texts and lists; leave out what is None") from None
         words = ["@", str(path)]
     for key, value in settings.items():
         words += [f"--{key.replace('__', '.')}", flag_text(value)]

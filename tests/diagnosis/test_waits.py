@@ -18,7 +18,7 @@ import pytest
 
 from rl.config.run import RLConfig
 from rl.diagnosis.rewards import verdict
-from rl.diagnosis.state import inspect_process, read_state
+from rl.diagnosis.state import Heartbeats, inspect_process, read_state
 from rl.diagnosis.waits import chain, diagnose
 from rl.run_dir.lease import LockOwner
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, describe, last_seen, write_status
@@ -416,6 +416,56 @@ def test_ended_by_failure(run, gone):
         f"{run.dir.logs / 'trainer-3.log'}, then `rl @ {run.dir.config} --resume`"
     )
     assert "  | RuntimeError: boom" in found.lines
+
+
+def test_a_death_that_was_mended_is_not_how_a_run_ended(run, gone):
+    """Its trainer died, was back, and trained on, until `rl` itself was killed."""
+    run.rl(gone)
+    run.metrics(range(1, 13))
+    run.event("start", "rl", 90)
+    for ago, kind in ((45, "death"), (44, "restart"), (30, "ready")):
+        run.event(kind, "trainer", ago, reason="was ended by SIGKILL")
+    run.status("trainer", does(Phase.TRAINING, 13), pid=gone, heartbeat=1)
+    assert run.bottleneck().startswith("the run was killed 1 s ago at step 12: the trainer was training step 13; continue it with `rl @ ")
+    run.event("death", "trainer", 0.5, reason="was ended by SIGKILL")
+    assert run.bottleneck().startswith("the run ended 0 s ago at step 12 with the trainer, the last of its 2 deaths: was ended by SIGKILL")
+
+
+def test_a_run_that_its_user_stopped_is_stopped(run, gone):
+    run.rl(gone)
+    run.metrics(range(1, 3))
+    run.event("start", "rl", 90)
+    run.event("start", "trainer", 80)
+    run.event("death", "trainer", 45, reason="was ended by SIGKILL")
+    run.event("stop", "rl", 4, reason="SIGINT")
+    run.status("orchestrator", FILLING, pid=gone, heartbeat=5)  # by a stop that a second signal cut short
+    found = run.diagnosis()
+    assert found.bottleneck == f"the run was stopped by SIGINT 4 s ago at step 2 of 100; continue it with `rl @ {run.dir.config} --resume`"
+    assert (found.state, [problem.serious for problem in found.problems]) == ("stopped", [False])
+    run.event("start", "rl", 2)  # resumed, and killed
+    assert run.diagnosis().state == "died"
+
+
+def test_a_run_that_comes_to_its_end_waits_for_nobody(run):
+    run.rl()
+    run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("100 steps done", run.now)))
+    run.metrics(range(91, 101), **{"time/step": 10.0})
+    run.dir.checkpoint(100).mkdir(parents=True)
+    (run.dir.checkpoint(100) / "manifest.json").write_text(manifest())
+    found = run.diagnosis()
+    assert (found.state, found.problems) == ("live", [])
+    assert found.bottleneck == "the run comes to its end (100 steps done): `rl` ends what is left of it, and writes its report"
+
+
+def test_whoever_looks_again_need_not_wait_for_another_clock(run, monkeypatch):
+    """A run that was copied here is dead at once; where a heart beats by another clock, it lives from the next look on."""
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    heartbeats = Heartbeats()
+    for heartbeat, silent in ((400.0, True), (400.0, True), (398.0, False), (396.0, False)):
+        run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=heartbeat)
+        assert read_state(run.dir, run.config, heartbeats).processes["trainer"].silent is silent
+    run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=400.0)
+    assert diagnose(run.dir, run.config, Heartbeats()).state == "died"
 
 
 def test_killed_with_all_its_processes(run, gone):

@@ -59,6 +59,11 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
         run.rollouts(length_mean=1)
     with pytest.raises(RunError, match="give several words as a list"):
         run.rollouts(why=("trained", "error"))
+    with pytest.raises(RunError, match="why = no-signal: no rollout of the run has that; there are: trained, no_signal"):
+        run.rollouts(why="no-signal")
+    assert len(run.rollouts(why="error")) == 0  # which is a word of the reader's own
+    with pytest.raises(RunError, match="step = '1': give a number"):
+        run.rollouts(step="1")
     with pytest.raises(RunError, match="group 9: no rollout of it"):
         run.group(9)
 

@@ -38,7 +38,11 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
     assert run.metrics(kind="columns")["source"].tolist() == ["orchestrator", "trainer", "trainer"]
     with run_dir.metrics.open("ab") as file:
         file.write(b'{"step": 3, "time": 1, "source": "trainer", "loss/me')
-    assert run.step == 2 and not len(run.curve("nothing")[0])
+    assert run.step == 2 and not len(run.curve("lag/mean")[0]) and not len(run.curve("eval/held-out/reward_mean")[0])
+    with pytest.raises(RunError, match="reward/meen: there is no such metric; like it: reward/mean"):
+        run.curve("reward/meen")
+    with pytest.raises(RunError, match="source = 'trianer': give trainer, orchestrator, eval, or None for all"):
+        run.metrics("trianer")
     cut_metrics(run_dir.metrics, 1)
     assert run.step == 1 and run.curve("optim/lr")[0].tolist() == []
 
@@ -88,7 +92,7 @@ def test_problems_come_with_their_evidence(run_dir):
 def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert rl.open("x").root == rl.open("outputs/x").root == rl.open(run_dir.root).root == run_dir.root
-    assert rl.open("x").config.max_steps == 9
+    assert rl.open("x").config.max_steps == 9 and rl.open("outputs/x/config.toml").root == run_dir.root
     with pytest.raises(ConfigError, match=r"is no run of rl|there is no such run"):
         rl.open("outputs/y")
     with pytest.raises(RunError, match="there is no run"):

@@ -1,13 +1,17 @@
 """What several processes did, on one clock."""
 
+import types
+
 import msgspec
 import pytest
 
 from rl.records.run import Run
-from rl.records.timeline import Done, Timeline, spread
+from rl.records.spans import Done
+from rl.records.timeline import Timeline, spread
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.spans import Gauges, Span, Start
+from rl.run_dir.spans import DECODER, Gauges, Span, Start
+from rl.run_dir.status import Phase, RoleStatus, bury, write_status
 from tests.records.made import make_run
 
 
@@ -77,3 +81,80 @@ def test_spans_that_overlap_have_lanes_of_their_own_in_a_trace(run):
     assert [event["args"] for event in events if event["ph"] == "C"] == [{"requests": 3}]
     assert {event["name"] for event in events if event["ph"] == "i"} == {"batch 1", "death 1"}
     assert Timeline().trace() == {"traceEvents": [], "displayTimeUnit": "ms"}
+
+
+def doing(process, phase, since, heartbeat, step=None):
+    return RoleStatus(process=process, pid=1, host="elsewhere", phase=phase, step=step, since=since, heartbeat=heartbeat)
+
+
+def phases(run, process):
+    return [(done.name, done.begin, done.end) for done in run.timeline().spans if done.process == process and done.lane == "phase"]
+
+
+def test_what_a_process_is_in_is_an_open_span_until_the_newest_heartbeat_or_its_own_last(tmp_path):
+    run_dir = make_run(tmp_path / "x")
+    before = Span(name="waiting_for_batch", begin=1.0, end=5.001, lane="phase", step=3)
+    write(run_dir.spans / "trainer.jsonl", start("trainer", 1000.0, 0.0), before)
+    statuses = {
+        "trainer": doing("trainer", Phase.TRAINING, 1005.0, 1060.0, 3),
+        "orchestrator": doing("orchestrator", Phase.FILLING_BATCH, 1004.0, 1061.5),
+        "inference": doing("inference", Phase.SERVING, 1003.0, 1020.0),
+    }
+    for name, status in statuses.items():
+        write_status(run_dir.status(name), status)
+    run = Run(run_dir.root)
+    assert phases(run, "trainer") == [("waiting_for_batch", 1001.0, 1005.001), ("training", 1005.001, 1061.5)]  # one behind the other
+    assert phases(run, "orchestrator") == [("filling_batch", 1004.0, 1061.5)]
+    assert phases(run, "inference") == [("serving", 1003.0, 1020.0)]  # it is silent for long
+    bury(run_dir.status("trainer"), run_dir.spans)
+    assert not run_dir.status("trainer").exists()
+    assert phases(run, "trainer") == [("waiting_for_batch", 1001.0, 1005.001), ("training", 1005.001, 1060.0)]  # it stays so
+    bury(run_dir.status("trainer"), run_dir.spans)  # of one without a status there is nothing to say
+
+
+def test_until_its_first_span_a_process_starts(tmp_path):
+    run_dir = make_run(tmp_path / "x")
+    spans = [Span(name="starting", begin=9.0, end=10.0, lane="phase"), Span(name="serving", begin=40.0, end=41.0, lane="phase")]
+    write(run_dir.spans / "inference.jsonl", start("inference", 1000.0, 0.0), *spans)
+    for time, event, process in (
+        (1000.0, "start", "rl"), (1004.0, "start", "inference"), (1020.0, "death", "inference"), (1021.0, "restart", "inference"),
+        (1030.0, "start", "trainer"), (1036.0, "death", "trainer"), (1037.0, "restart", "trainer"),
+    ):  # fmt: skip
+        append_event(run_dir.events, Event(time=time, event=event, process=process))
+    write_status(run_dir.status("inference"), doing("inference", Phase.SERVING, 1041.0, 1050.0))
+    run = Run(run_dir.root)
+    assert phases(run, "rl") == [("starting", 1000.0, 1004.0)]
+    assert phases(run, "inference")[:3] == [("starting", 1004.0, 1009.0), ("starting", 1009.0, 1010.0), ("starting", 1021.0, 1040.0)]
+    assert phases(run, "trainer") == [("starting", 1030.0, 1036.0), ("starting", 1037.0, 1050.0)]
+    assert [mark.process for mark in run.timeline().marks if mark.name == "start"] == ["rl"]
+
+
+def test_times_that_no_clock_shows_are_passed_over(tmp_path):
+    run_dir = make_run(tmp_path / "x")
+    sane = Span(name="a", begin=1.0, end=2.0)
+    write(run_dir.spans / "trainer.jsonl", start("trainer", 1000.0, 0.0), sane, Span(name="b", begin=1.0, end=1e300))
+    for time in (1e300, -1e300, 1004.0):
+        append_event(run_dir.events, Event(time=time, event="death", process="trainer"))
+    found = Run(run_dir.root).timeline()
+    assert [done.name for done in found.spans] == ["a"] and [mark.time for mark in found.marks] == [1004.0]
+
+
+def test_span_files_are_read_once_and_followed_when_a_full_one_becomes_the_old_one(tmp_path, monkeypatch):
+    run_dir, decoded = make_run(tmp_path / "x"), []
+    monkeypatch.setattr("rl.records.spans.DECODER", types.SimpleNamespace(decode=lambda text: decoded.append(text) or DECODER.decode(text)))
+    file = run_dir.spans / "trainer.jsonl"
+    write(file, start("trainer", 1000.0, 0.0), Span(name="a", begin=1.0, end=2.0))
+    run = Run(run_dir.root)
+
+    def names():
+        return [done.name for done in run.timeline().spans]
+
+    assert names() == names() == ["a"] and len(decoded) == 2
+    with file.open("ab") as appended:
+        appended.write(msgspec.json.encode(Span(name="b", begin=3.0, end=4.0)) + b"\n")
+    file.rename(file.with_name("trainer.jsonl.old"))
+    write(file, start("trainer", 1000.0, 0.0), Span(name="c", begin=5.0, end=6.0))
+    assert names() == ["a", "b", "c"] and len(decoded) == 5
+    file.rename(file.with_name("trainer.jsonl.old"))
+    write(file, start("trainer", 1000.0, 0.0))
+    assert names() == ["c"] and run.recording.ends == (1005.0, 1006.0) and len(decoded) == 6

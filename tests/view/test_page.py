@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from rl.launch.children import Children
+from rl.run_dir.paths import RunDir
 from rl.view.main import main as view
+from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
 from tests.view.made import HOSTILE, make_runs
@@ -112,6 +114,44 @@ def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
     tab.page.mouse.click(box["x"] + box["width"] - 3, box["y"] + 50)
     tab.until("location.hash.startsWith('#/rollouts') && location.hash.includes('begin=4')")
     tab.until("document.querySelector('.list [aria-live]').innerText === '6 rollouts'")
+
+
+def test_each_section_of_the_curves_opens_from_its_title_and_from_an_address(tab):
+    tab.go("#/curves?run=first&sections=none")
+    tab.page.wait_for_selector("details.section")
+    for summary in tab.page.locator("details.section > summary").all():
+        summary.click()
+        tab.until("[...document.querySelectorAll('details.section')].every((one) => !one.open || one.querySelector('canvas'))")
+    titles = tab.page.locator("details.section > summary h2").all_inner_texts()
+    assert "Rollouts, tasks and lag" in titles and tab.count("details.section[open]") == len(titles)
+    tab.go("#/curves?run=first&sections=Rewards")  # as the address was before
+    tab.until("document.querySelectorAll('details.section[open]').length === 1")
+
+
+def test_a_run_that_is_gone_is_said_to_be_gone(tab, place):
+    tab.go("#/rollouts?run=second")
+    tab.page.wait_for_selector(".list")
+    (place / "second").rename(place.parent / "second")
+    tab.until("document.querySelector('.fault')?.innerText.includes('second: there is no such run here (any more)')")
+    assert tab.count(".list") == 0
+    (place.parent / "second").rename(place / "second")
+    tab.until("!document.querySelector('.fault')")
+
+
+def test_j_goes_on_to_the_next_page_and_back(tab, place):
+    for step in range(5, 15):
+        made.write_step(RunDir(place / "first", place / "first/weights"), step, [made.group(100 * step + i, [0.0, 1.0]) for i in range(3)])
+    tab.go("#/rollouts?run=first")
+    tab.until("document.querySelectorAll('.rows li').length === 50")
+    tab.page.locator(".rows li a").last.click()
+    tab.page.keyboard.press("j")
+    tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
+    tab.page.keyboard.press("k")
+    tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
+    tab.go("#/runs")
+    tab.page.wait_for_load_state("networkidle")
+    for step in range(5, 15):
+        (place / f"first/rollouts/{step:06d}.jsonl").unlink()
 
 
 def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):

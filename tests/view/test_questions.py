@@ -63,8 +63,8 @@ def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
     for folder in (run_dir.spans, run_dir.status_dir):
         folder.mkdir()
     waits = {
-        "trainer": [("forward_backward", "step", -60, -5), ("wait_for_batch", "step", -5, 40)],
-        "orchestrator": [("filling_batch", "phase", -60, 40)],
+        "trainer": [("fetch_batch", "prefetch", -60, 40), ("forward_backward", "step", -60, -5), ("wait_for_batch", "step", -5, 40)],
+        "orchestrator": [("waiting_for_version", "phase", -60, -5), ("filling_batch", "phase", -5, 40)],
         "inference": [("sampling", "requests", -60, -5), ("pause", "weights", -5, 30)],
     }
     for process, spans in waits.items():
@@ -146,6 +146,12 @@ def test_what_was_everyone_waiting_for_at_a_time(tab):
     box = tab.page.locator(".lanes svg").bounding_box()
     tab.page.mouse.click(box["x"] + box["width"] - 5, box["y"] + 60)  # when inference had ended its pause, and nobody did anything
     tab.until("document.querySelector('.then').innerText.includes('No process worked')")
+    clock = tab.page.locator("[data-search]")
+    clock.fill("10:40:30")
+    clock.press("Enter")
+    tab.until("document.querySelector('.then').innerText.includes('At 10:40:30')")
+    said = tab.text(".then")  # its thread that fetches the next batch waits all the time: that is not what the trainer does
+    assert "trainer forward backward\n" in said and "for which it waited" not in said
 
 
 def test_which_setting_differs_and_which_run_learned_faster_per_sample(tab):

@@ -1,6 +1,7 @@
 """The server of `rl view`: who is let in, and what it answers, over real HTTP where that matters."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -11,13 +12,19 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rl.orchestrator.judge import Rules, judge
+from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
+from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
-from rl.view import answers, runs
+from rl.system.errors import RunError
+from rl.view import answers, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
 from rl.view.routes import (
@@ -29,6 +36,7 @@ from rl.view.routes import (
     RolloutsParameters,
     TaskParameters,
     TasksParameters,
+    TimelineParameters,
 )
 from rl.view.schema import openapi
 from rl.view.server import PAGE, make_app
@@ -201,11 +209,29 @@ def test_tokens_with_what_sampler_and_trainer_made_of_them(ask):
     whole = ask("tokens", run="first", step=2, group=20, rollout=0)
     assert whole.pieces == ["2", "+", "<script>", "four", "</span>"] and whole.trained == [False, False, True, True, True]
     assert whole.values["gap"] == [None, None, 0.0, 0.25, -1.0] and whole.values["stopped"] == [None, None, 0, 0, 1]
-    assert whole.values["ratio"][2:] == [1.0, 1.284, 0.3679] and whole.values["versions"][2:] == [1, 1, 1]
+    assert whole.values["ratio"][2:] == [1.0, 1.28403, 0.367879] and whole.values["versions"][2:] == [1, 1, 1]
     assert whole.values["advantages"][2:] == [1.0, 1.0, 1.0] and "teacher_gap" not in whole.values.keys() | whole.signals.keys()
     part = ask("tokens", run="first", step=2, group=20, rollout=0, offset=3, limit=1)
     assert (part.total, part.starts, part.offset, part.pieces, part.values["gap"]) == (5, [0], 3, ["four"], [0.25])
     assert part.signals == whole.signals and (part.signals["gap"].most, part.signals["versions"].values) == (1.0, [1.0])
+
+
+def test_the_mismatch_of_a_model_in_float32_is_not_rounded_away():
+    gaps = np.array([-2.0004e-5, 3e-5, np.nan, -12.3456, 0.0], np.float32)
+    assert tokens.rounded(gaps, 4) == [-2e-5, 3e-5, None, -12.35, 0.0]
+    assert tokens.rounded(np.exp(gaps[:2]), tokens.DIGITS["ratio"]) == [0.99998, 1.00003]
+
+
+def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fetched(tmp_path, monkeypatch):
+    files = make_run(tmp_path / "x", model={"name": "owner/big"})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found, note = tokens.tokenizer_of(Run(files.root))
+    assert found is None and note.startswith("tokens are shown by their ids: the tokenizer of owner/big is not on this machine, nor in ")
+    assert note.endswith("weights: `hf download owner/big tokenizer.json` gets it")
+    folder = tmp_path / "cache/rl/models/owner--big"
+    folder.mkdir(parents=True)
+    Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    assert tokens.tokenizer_of(Run(files.root))[0].id_to_token(0) == "<unk>"
 
 
 def test_a_task_over_time(ask):
@@ -227,6 +253,43 @@ def test_time_health_logs_and_differences(ask):
     compared = ask("compare", run=["first", "second"])
     assert [(row.key, row.values) for row in compared.settings] == [("trainer.optim.lr", [1e-6, 5e-6])]
     assert [(point.version, point.means[1]) for point in compared.evals] == [(0, None), (4, None)]
+
+
+def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
+    """What is under way is in no span yet: the trainer's phase, requests in flight, a process that starts."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path]))
+    now = time.time()
+    for process, lines in {
+        "inference": [Span(name="sampling", begin=20.0, end=30.0, lane="requests"), Gauges(at=30.5, values={"requests": 0})],
+        "trainer": [Span(name="waiting_for_batch", begin=12.0, end=30.0, lane="phase"), Gauges(at=98.0, values={"progress": 3})],
+    }.items():
+        files.spans.mkdir(exist_ok=True)
+        data = [Start(process=process, pid=1, host="h", place="", time=now, monotonic=100.0), *lines]
+        (files.spans / f"{process}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in data))
+    append_event(files.events, Event(time=now - 99, event="start", process="rl"))
+    append_event(files.events, Event(time=now - 95, event="start", process="inference"))
+
+    def status(phase: Phase, since: float) -> list[tuple[float, float]]:
+        fields = {"pid": 1, "host": "elsewhere", "waiting_for": phase.waits_for, "since": now + since - 100, "heartbeat": now}
+        write_status(files.status("trainer"), RoleStatus(process="trainer", phase=phase, step=1, **fields))
+        quiet = desk.timeline(TimelineParameters(run="x")).quiet
+        return [(round(one.begin - now + 100, 1), round(one.end - now + 100, 1)) for one in quiet]
+
+    assert status(Phase.TRAINING, 30.0) == []
+    assert status(Phase.TRAINING, 60.0) == [(30.0, 60.0)]
+    assert status(Phase.PUBLISHING, 98.5) == []  # the phase before has ended since the last that was written
+    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 98.0)]  # and what is behind is not written yet
+    with (files.spans / "inference.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(Gauges(at=at, values={"requests": 61})) + b"\n" for at in (60.0, 62.0, 64.0))
+    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (68.0, 98.0)]
+    with pytest.raises(RunError, match=r"begin = 5.0, end = 1.0: nothing is between"):
+        desk.timeline(TimelineParameters(run="x", begin=5.0, end=1.0))
+
+
+def test_rewards_after_as_many_rollouts_are_those_of_the_newest_step_at_least():
+    at, values = np.array([100.0, 200.0, 300.0]), np.array([0.1, 0.2, 0.3])
+    assert [runs.mean_before(at, values, place, 48.0) for place in (50.0, 120.0, 290.0, 300.0)] == [None, 0.1, 0.2, 0.3]
+    assert runs.mean_before(at, values, 300.0, 150.0) == pytest.approx(0.25)
 
 
 def test_reading_a_run_leaves_it_as_it_is(ask, place):
@@ -285,7 +348,7 @@ def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
     (files.checkpoint(9) / "manifest.json").write_text('{"step": 9, "world_size": 1, "model": {}, "files": {}}')
     state()
     assert [state for state, _ in said] == ["live", "died", "live", "died", "ended"]
-    assert said[3][1].startswith("the run was killed 0 s ago at step 0: the trainer was training step 3; continue it with `rl @ ")
+    assert said[3][1].startswith("the run was killed at step 0: the trainer was training step 3; continue it with `rl @ ")
     assert said[4][1] == "the run ended well: 9 steps done"
 
 
@@ -331,7 +394,8 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
     (whole,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
     (part,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
-    assert (len(whole.steps), whole.each, whole.values[0]) == (1500, 2, 0.5)
+    assert (len(whole.steps), whole.each, whole.values[0], part.lows, part.firsts) == (1500, 2, 0.5, [], [])
+    assert (whole.firsts[0], whole.steps[0], {*whole.lows}, {*whole.highs}) == (1, 2, {0.0}, {1.0})
     assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
     (death,) = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind == "death"]
     assert (death.step, death.x) == (3, 2.0)  # though the evaluation of the base model came a quarter of an hour before
@@ -356,6 +420,35 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
     ):
         answer = client.get(f"/api/{path}")
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_a_run_with_an_odd_file_hides_no_other(tmp_path):
+    for name, line in {"huge": '"loss/mean": ' + "9" * 400, "late": '"loss/mean": 0.5, "time": 1e300'}.items():
+        files = make_run(tmp_path / name)
+        files.status_dir.mkdir()
+        files.metrics.write_text(
+            f'{{"step": 1, "time": 1000.0, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": "trainer", "loss/mean": 2}}\n'
+        )
+        append_event(files.events, Event(time=1e300, event="death", process="trainer"))
+        files.evals.mkdir()
+        (files.evals / "best.json").write_text("{")
+    for name in (b"bad\xff", "turns\u202eround".encode(), b"evals", b"status"):
+        make_run(tmp_path / "plain").status_dir.mkdir()
+        (tmp_path / "plain").rename(tmp_path / os.fsdecode(name))
+    denied = make_run(tmp_path / "denied")
+    denied.status_dir.mkdir()
+    denied.metrics.mkdir()  # it cannot be read, as one of another user; but for root every file can be
+    desk = Desk(Library([tmp_path]))
+    client = TestClient(PageGate(make_app(desk.library), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
+    client.get(f"/?token={TOKEN}")
+    rows = {row["key"]: row for row in client.get("/api/runs").json()["runs"]}
+    assert rows.keys() == {"huge", "late", "bad\\udcff", "turns\\u202eround", "evals", "status", "denied"}
+    assert (rows["denied"]["state"], "Error" in rows["denied"]["why"]) == ("unreadable", True)
+    assert rows["huge"]["step"] == 1 and rows["late"]["seconds"] == 0
+    for key in rows.keys() - {"denied"}:
+        assert client.get("/api/curves", params={"run": key, "name": "loss/mean"}).status_code == 200
+        assert client.get("/api/timeline", params={"run": key}).json()["last"] < 1e11
+    assert desk.curves(CurveParameters(run=["late"], name=["loss/mean"])).series[0].values == [0.5]
 
 
 # What the page uses -----------------------------------------------------------------------------------------------------

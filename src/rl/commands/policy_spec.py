@@ -92,7 +92,10 @@ def find_run(spec: str) -> tuple[Path, str]:
 
 
 def named_run(spec: str) -> Path:
-    """The directory of a run that is named without a version. Raises ConfigError."""
+    """The directory of a run that is named without a version, by itself or its config.toml. Raises ConfigError."""
+    path = Path(spec).expanduser()
+    if path.name == "config.toml" and path.is_file():
+        return path.parent
     root, version = find_run(spec)
     if version:
         raise ConfigError(f"{spec}: give the run alone, without @{version}")

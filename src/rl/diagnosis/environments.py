@@ -1,13 +1,14 @@
 """What became of each environment's rollouts, by the orchestrator's metrics: how many failed and why, and whether any was trained."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import RunState
-from rl.run_dir.metrics import Lines, environment_rewards
+from rl.run_dir.metrics import Curve, Lines, Numbers, environment_rewards
+from rl.wire.rollouts import Cause
 
 MANY = 0.1
 """Share of failed rollouts above which an environment is told of although it is trained."""
@@ -51,6 +52,23 @@ def played(lines: Sequence[dict[str, Any]]) -> dict[str, Played]:
     return {env: one for env, one in sorted(found.items()) if env in counted}
 
 
+def played_so_far(numbers: Numbers, envs: Iterable[str]) -> dict[str, Played]:
+    """What `played` gives for all steps of a run, for those of `envs` of which the newest step has counts."""
+    newest, found = (numbers.steps("orchestrator") or [None])[-1], {}
+
+    def points(env: str, name: str, kind: str = "rollouts", last: int | None = None) -> Curve:
+        return numbers.points("orchestrator", f"{kind}/{env}/{name}", last)
+
+    for env in envs:
+        steps, finished = points(env, "finished")
+        if newest is None or newest not in steps[-1:]:
+            continue
+        failed = {cause: int(sum(points(env, f"failed_{cause}")[1])) for cause in get_args(Cause)}
+        left_out = newest in points(env, "quarantined", "env", last=1)[0]
+        found[env] = Played(int(sum(finished)), int(sum(points(env, "trained")[1])), Counter(+Counter(failed)), left_out)
+    return found
+
+
 def is_count(metric: str) -> bool:
     """Whether `played` reads a metric."""
     kind, _, rest = metric.partition("/")
@@ -85,7 +103,7 @@ def environment_problems(state: RunState) -> list[Problem]:
     """Environments that are left out, or of which only failures came; and, not serious, those of which many rollouts failed."""
     said = [event for event in state.recent_events if event.event == "warning"]
     found = []
-    for env, one in played(lines_of_orchestrator(state.lines)).items():
+    for env, one in played_so_far(state.numbers, sorted(entry.label for entry in state.config.orchestrator.environment)).items():
         serious = one.left_out or (not one.trained and one.failed.total() > 0)
         if serious or one.failed.total() > MANY * one.finished:
             about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]

@@ -10,8 +10,9 @@ from rl.diagnosis.ending import ended_well, how_it_ended
 from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.problems import Problem, log_of, problems_of
 from rl.diagnosis.rewards import reward_problems
-from rl.diagnosis.state import Process, RunState, read_state, span
+from rl.diagnosis.state import Heartbeats, Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
+from rl.run_dir.metrics import Numbers
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase
@@ -43,20 +44,22 @@ class Diagnosis:
     """Each with its remedy. Empty: the run goes on, or ended well."""
     hints: list[Problem]
     """What may hold the reward down; empty where it rises, or it is too early to tell."""
+    age: str
+    """The words of the sentence that say how long ago the run ended; empty where it says no such thing."""
 
 
-def diagnose(run_dir: RunDir, config: RLConfig) -> Diagnosis:
-    """The diagnosis of a run, alive or dead."""
-    state = read_state(run_dir, config)
+def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None, metrics: Numbers | None = None) -> Diagnosis:
+    """The diagnosis of a run, alive or dead. heartbeats, metrics: see read_state."""
+    state = read_state(run_dir, config, heartbeats, metrics)
     hints, environments = reward_problems(state), environment_problems(state)
     broken, doubtful = ([problem for problem in environments if problem.serious is serious] for serious in (True, False))
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
-        bottleneck, how, log = how_it_ended(state)
+        bottleneck, how, log, age = how_it_ended(state)
         own = [] if how == "ended" else [Problem(bottleneck, serious=how == "died", files=(log,) if log else ())]
         problems = [*own, *problems_of(state, over=how == "ended")]
     else:
-        how = "live"
+        how, age = "live", ""
         problems, path = problems_of(state, over=False), chain(state)
         bottleneck = problems[0].text if problems else end_of(state, path)
         stalled_s = state.moved_s()
@@ -67,7 +70,7 @@ def diagnose(run_dir: RunDir, config: RLConfig) -> Diagnosis:
         elif not problems and all_work(state) and (pace := pace_text(state)):
             bottleneck = f"{bottleneck}; {pace}"
     lines = [*report(state), *hint_lines(hints), *(problem.text for problem in doubtful)]
-    return Diagnosis(how, bottleneck, lines, [*problems, *broken], [*hints, *doubtful])
+    return Diagnosis(how, bottleneck, lines, [*problems, *broken], [*hints, *doubtful], age)
 
 
 def hint_lines(hints: list[Problem]) -> list[str]:
@@ -167,6 +170,8 @@ def absent(state: RunState, name: str) -> str:
         return f"the trainer has trained its last step and ended; the orchestrator is {orchestrator.doing_for}"
     if death := state.down(name):
         return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be started again; see {log}"
+    if state.launcher and state.launcher.alive and (reason := ended_well(state)):
+        return f"the run comes to its end ({reason}): `rl` ends what is left of it, and writes its report"
     if state.launcher and state.launcher.alive:
         return f"the {name} has no status yet: it starts, which takes some seconds of imports; see {log}"
     return f"the {name} is not running, and nothing starts it: no `rl` lives; start it, or all with `{state.resume}`"

@@ -2,14 +2,13 @@
 
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable
 
 from rl.launch.children import Children
 from rl.run_dir.logs import last_lines
 from rl.run_dir.paths import RunDir
-from rl.run_dir.token import PAGE_VARIABLE
+from rl.run_dir.token import PAGE_VARIABLE, page_token
 from rl.system.children import Child
 
 ADDRESS = re.compile(r"http://\S+/")
@@ -19,7 +18,7 @@ class Page:
     """Starts `rl view` on the run, and says its address once it is there. `poll` never waits."""
 
     def __init__(self, run_dir: RunDir, children: Children, say: Callable[[str], None]):
-        self.children, self.say, self.token = children, say, secrets.token_urlsafe(32)
+        self.children, self.say, self.token = children, say, page_token(run_dir.status_dir)
         command = [sys.executable, "-m", "rl.main", "view", str(run_dir.root), "--beside"]
         self.child: Child | None = children.start("view", command, os.environ | {PAGE_VARIABLE: self.token}, run_dir.logs)
         self.told = False

@@ -26,7 +26,7 @@ from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
-from rl.run_dir.status import server_files
+from rl.run_dir.status import bury, server_files
 from rl.system.errors import RunError
 
 MAY_CHANGE = (
@@ -127,7 +127,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         write_config(run_dir.config, config)
         forget_dead_servers(run_dir.status_dir)
         for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
-            path.unlink(missing_ok=True)
+            bury(path, run_dir.spans)
         on_failure.pop_all()
     return Prepared(run_dir, notes, lease)
 

@@ -21,7 +21,7 @@ from rl.launch.roles import PREPARING, Role
 from rl.run_dir.events import Event, EventKind, append_event
 from rl.run_dir.logs import error_line, last_lines, last_words, trim_logs
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import describe, read_status
+from rl.run_dir.status import bury, describe, read_status
 from rl.system.children import Child, RestartPolicy
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS, RunError
 
@@ -110,6 +110,8 @@ class Supervisor:
         state.statuses, state.silent_s, state.warned = {}, {}, 0
         if state.died is not None:
             self.event("restart", state.name, attempt=state.child.attempt, seconds=round(self.clock - state.died, 1))
+        elif state.name not in PREPARING:
+            self.event("start", state.name, attempt=state.child.attempt)
 
     def _start_followers(self, state: RoleState) -> None:
         """Lets those start that were to start after this one, which is up, or has come to its end."""
@@ -286,6 +288,11 @@ class Supervisor:
             return failure(child, f"{reason}{said}")
         return RunError(f"{state.name} died once more: {limit}.\n{self.summary()}\n{failure(child, reason)}")
 
+    def forget(self) -> None:
+        """Of processes that `rl` has ended nothing stays that looks like a live one's."""
+        for state in self.states.values():
+            self._forget_statuses(state)
+
     def summary(self) -> str:
         """Every process's deaths, the newest of them in full."""
         lines = []
@@ -301,7 +308,7 @@ class Supervisor:
         """So that nobody asks at the address of a dead process."""
         directory = self.run_dir.status(state.name).parent
         for path in [self.run_dir.status(state.name), *(directory.glob("trainer-*.json") if state.name == "trainer" else [])]:
-            path.unlink(missing_ok=True)
+            bury(path, self.run_dir.spans)
 
     def _wake(self, name: str) -> None:
         """A process that had come to its end is needed once more."""

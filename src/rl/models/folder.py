@@ -54,7 +54,7 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
 def missing_parts(folder: Path) -> list[str]:
     """Files that a model folder lacks, described for the user; empty when it is complete."""
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -63,6 +63,11 @@ def missing_parts(folder: Path) -> list[str]:
     elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         faults.append("weights (*.safetensors)")
     return faults
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer's vocabulary."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any]:
@@ -166,6 +171,20 @@ def from_hub(model: ModelConfig) -> Path:
             ) from None
     print(f"the hub is out of reach: converting {gguf.name} of package {gguf.parent.name} to {converted} (once)", file=sys.stderr)
     return make_once(converted, lambda folder: convert_gguf(gguf, folder))
+
+
+def folder_here(model: ModelConfig) -> Path | None:
+    """The model's folder as far as this machine has it, perhaps its tokenizer alone; nothing is downloaded or made. None: it has not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    for folder in (Path(model.name).expanduser(), cache_root() / model.name.replace("/", "--")):
+        if folder.is_dir():
+            return folder
+    try:
+        return Path(snapshot_download(model.name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
 
 
 if __name__ == "__main__":

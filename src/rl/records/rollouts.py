@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import Row, conversation_texts, messages_text, parse_rollout, rollout_text
+from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, parse_rollout, rollout_text
 from rl.records.columns import METRIC, NONE, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
@@ -23,6 +23,8 @@ KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
 Bounds = Mapping[str, tuple[float | None, float | None]]
 """Least and greatest value of a number, both included; None: any."""
 ERROR = "error"
+PLACES = ("offset", "length", "gone")
+"""Columns that say where a rollout stands in its file."""
 """As a `why` that is wanted it means each that failed itself, too, whatever its cause was."""
 LAST = 2**31 - 1
 """In place of the step of what no batch has settled."""
@@ -200,7 +202,8 @@ class Rollouts(Sequence[Rollout]):
     @property
     def fields(self) -> list[str]:
         """Names of all fields and metrics that they can be filtered and sorted by."""
-        return [*self._columns.arrays, *sorted(self._columns.metrics)]
+        names = [*self._columns.arrays, *sorted(self._columns.metrics)]
+        return [name for name in dict.fromkeys(names) if name not in PLACES]
 
     def column(self, name: str) -> np.ndarray:
         """The values of a field or metric [len]; words as an array of objects."""
@@ -220,7 +223,8 @@ class Rollouts(Sequence[Rollout]):
 
     def where(self, **wanted: Any) -> "Rollouts":
         """Those that have these fields: a value, or several of which one is meant (a list, set or range); of a number also a pair (least,
-        greatest) with None for any. Raises RunError for a name that is no field."""
+        greatest) with None for any. Raises RunError for a name that is no field, a text in place of a number, and a word that no rollout of
+        the run has."""
         mask = np.ones(len(self.places), bool)
         for name, value in wanted.items():
             if value is not None:
@@ -242,10 +246,15 @@ class Rollouts(Sequence[Rollout]):
         if name == "kind":
             several = [kind for kind, word in KINDS.items() if word in several]
         elif name in WORDS:
-            failed = name == "why" and ERROR in several
+            failed, codes = name == "why" and ERROR in several, self._columns.words[name].codes
+            if codes and not failed and not any(word in codes for word in several) and several not in ([TRAINED], [""]):
+                there = ", ".join(filter(None, codes))
+                raise RunError(f"{name} = {', '.join(map(str, several))}: no rollout of the run has that; there are: {there}")
             several = [self._columns.code(name, word) for word in several]
             if failed:
                 return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
+        elif wrong := [one for one in several if isinstance(one, str)]:
+            raise RunError(f"{name} = {wrong[0]!r}: give a number")
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
@@ -274,7 +283,7 @@ class Rollouts(Sequence[Rollout]):
 
     def columns(self) -> dict[str, np.ndarray]:
         """All fields and metrics as columns, without the places in files."""
-        return {name: self.column(name) for name in self.fields if name not in ("offset", "length", "gone")}
+        return {name: self.column(name) for name in self.fields}
 
     def frame(self, kind: str | None = None) -> Any:
         """The columns as a table, see rl.records.frames.frame."""

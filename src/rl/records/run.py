@@ -1,8 +1,10 @@
 """One run directory, live or finished, as an object: see rl.records for all that it answers."""
 
+import math
 import re
 import threading
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import Heartbeats
 from rl.diagnosis.waits import Diagnosis, diagnose
-from rl.models.folder import read_json, resolve_model
+from rl.models.folder import folder_here, has_tokenizer, read_json, resolve_model, template_text, with_template
 from rl.records.cache import cache_file
 from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
+from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
+from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
+from rl.run_dir.metric_names import OWN, meaning
 from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import RoleStatus, RunEnd, read_status
@@ -31,6 +37,8 @@ from rl.system.errors import RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+SOURCES = ("trainer", "orchestrator", "eval")
+"""Who writes metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
 KEPT_BATCHES = 4
 """Decoded batches that are in memory at once."""
@@ -59,6 +67,11 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
+        self.reading = threading.RLock()
+        """Held by whoever reads metrics or spans, which another thread may follow. The index of rollouts, which may take a minute the first
+        time, has a lock of its own."""
+        self.heartbeats: Heartbeats | None = None
+        """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
 
     def __repr__(self) -> str:
@@ -79,7 +92,7 @@ class Run:
         """The names of its files. Where its configuration cannot be read, weights are looked for inside of it."""
         try:
             return run_dir_of(self.root, self.config)
-        except RunError:
+        except (RunError, PermissionError):
             return RunDir(self.root, self.root / "weights")
 
     @cached_property
@@ -89,7 +102,7 @@ class Run:
     @property
     def numbers(self) -> Metrics:
         """All metrics as columns, up to date."""
-        with self._lock:
+        with self.reading:
             self._metrics.refresh()
             return self._metrics
 
@@ -97,13 +110,26 @@ class Run:
         """A row for each (step, source), a column for each metric, nan where it has none.
 
         source: `trainer`, `orchestrator` or `eval` alone. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; without it
-        the first of these that is installed.
+        the first of these that is installed. Raises RunError for a source that there is not.
         """
-        return frame(self.numbers.columns(source), kind)
+        with self.reading:
+            self._check_source(source)
+            return frame(self.numbers.columns(source), kind)
 
     def curve(self, metric: str, source: str | None = None) -> Curve:
-        """Steps and finite values of a metric; empty where nothing has it."""
-        return self.numbers.curve(metric, source)
+        """Steps and finite values of a metric; empty where nothing has it yet. Raises RunError for a name that no metric of rl's has, nor
+        any of the run, and for a source that there is not."""
+        with self.reading:
+            self._check_source(source)
+            numbers = self.numbers
+            if metric not in numbers.names and meaning(metric)[0] == OWN:
+                near = get_close_matches(metric, numbers.names, n=3)
+                raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
+            return numbers.curve(metric, source)
+
+    def _check_source(self, source: str | None) -> None:
+        if source is not None and source not in SOURCES and source not in self.numbers.tables:
+            raise RunError(f"source = {source!r}: give {', '.join(SOURCES)}, or None for all")
 
     @property
     def step(self) -> int:
@@ -152,10 +178,10 @@ class Run:
 
     @property
     def damaged(self) -> dict[Path, str]:
-        """Files of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
+        """Files and folders of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
         with self._lock:
             self._index.refresh()
-            return {self._index.path(source): fault for source, fault in self._index.damaged.items()}
+            return {**self._index.denied, **{self._index.path(source): fault for source, fault in self._index.damaged.items()}}
 
     # Tokens -----------------------------------------------------------------------------------------------------------------
 
@@ -174,10 +200,26 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer. Imports transformers. Raises RunError if the model is not there any more."""
+        """The model's tokenizer. Imports transformers. Raises as `tokenizer_folder` does."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(resolve_model(self.config.model, needs_template=False))
+        folder, model = self.tokenizer_folder, self.config.model
+        if model.chat_template and not folder.is_relative_to(self.run_dir.weights_dir):  # versions have it
+            folder = with_template(folder, template_text(folder, model.chat_template))
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is: in the newest version that is kept, else in the model as far as this machine has it; nothing is fetched.
+        Raises RunError, which says how to get it."""
+        for folder in reversed(numbered(self.run_dir.weights_dir).values()):
+            if has_tokenizer(folder):
+                return folder
+        base, name = folder_here(self.config.model), self.config.model.name
+        if base is None or not has_tokenizer(base):
+            get = f"`hf download {name} tokenizer.json` gets it" if name.count("/") == 1 else "copy it there"
+            raise RunError(f"the tokenizer of {name} is not on this machine, nor in {self.run_dir.weights_dir}: {get}")
+        return base
 
     # Versions ---------------------------------------------------------------------------------------------------------------
 
@@ -203,13 +245,13 @@ class Run:
         found: dict[int, dict[str, float]] = {}
         for name in self.numbers.names:
             if match := re.fullmatch(r"eval/(.+)/reward_mean", name):
-                for version, reward in zip(*map(list, self.curve(name, "eval")), strict=True):
+                for version, reward in zip(*map(list, self.numbers.curve(name, "eval")), strict=True):
                     found.setdefault(int(version), {})[match[1]] = float(reward)
         return found
 
     def _best_versions(self) -> dict[str, int]:
         path = self.run_dir.evals / "best.json"
-        entries = read_json(path) if path.exists() else {}
+        entries = read_json(path, "delete it: a resume writes it anew") if path.exists() else {}
         return {name: entry["policy_version"] for name, entry in entries.items() if isinstance(entry, dict) and "policy_version" in entry}
 
     def load_model(self, version: int | str | None = None, **options: Any) -> "PreTrainedModel":
@@ -251,14 +293,28 @@ class Run:
         """Starts, deaths, restarts and repairs, oldest first."""
         return read_events(self.run_dir.events)
 
+    @cached_property
+    def _recording(self) -> Recording:
+        return Recording(self.run_dir.spans)
+
+    @property
+    def recording(self) -> Recording:
+        """What the processes wrote of what they did, up to date."""
+        with self.reading:
+            self._recording.refresh()
+            return self._recording
+
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two moments, seconds since the epoch; None: all that is kept."""
-        return read_timeline(self.run_dir.spans, self.numbers, self.events, begin, end)
+        statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
+        with self.reading:
+            ends = -math.inf if begin is None else begin, math.inf if end is None else end
+            return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
         """The last word of each process: what it does or did, its heartbeat."""
-        found = {path.stem: read_status(path) for path in sorted(self.run_dir.status_dir.glob("*.json"))}
+        found = {path.stem: read_status(path) for path in files_in(self.run_dir.status_dir, ".json")}
         return {name: status for name, status in found.items() if status and status.pid is not None}
 
     @property
@@ -288,14 +344,19 @@ class Run:
                 else f"the {process} has no attempt {attempt}; there are {', '.join(map(str, there))}"
             )
             raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {', '.join(self.logs) or 'nobody'}")
-        return last_lines(path, lines)
+        return last_lines(path, lines) if lines > 0 else []
+
+    def quick_diagnosis(self) -> Diagnosis:
+        """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration."""
+        with self.reading:
+            return diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
 
     def diagnosis(self) -> Diagnosis:
         """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
 
         Raises RunError without its configuration.
         """
-        found = diagnose(self.run_dir, self.config)
+        found = self.quick_diagnosis()
         return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property

@@ -1,47 +1,24 @@
 """What all processes of a run did between two moments, on one clock; and as a trace that Perfetto and chrome://tracing open."""
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rl.records.metrics import Metrics
+from rl.records.spans import Counted, Done, Recording
 from rl.run_dir.events import Event
-from rl.run_dir.files import LineReader
-from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
-from rl.wire.messages import UNREADABLE
+from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
 
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
 """Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
 MICROSECONDS = 1e6
-START = b'{"kind":"start"'
-"""A line may begin with half of another one, whose process was killed."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """Something that a process did. Times are seconds since the epoch."""
-
-    process: str
-    lane: str
-    name: str
-    begin: float
-    end: float
-    step: int | None
-    """The step, batch or policy version that it was about."""
-    about: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Numbers of a process at one moment."""
-
-    process: str
-    time: float
-    values: Mapping[str, float]
+SLACK_S = 5 * HEARTBEAT_S
+"""Who had a heartbeat so shortly before the newest of all still lives, as far as its run knows."""
+STARTING, RL = Phase.STARTING.value, "rl"
 
 
 @dataclass(frozen=True)
@@ -55,13 +32,16 @@ class Mark:
     text: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class Timeline:
     """Everything between two moments, each list in the order of time."""
 
     spans: list[Done] = field(default_factory=list)
     gauges: list[Counted] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} marks>"
 
     def between(self, begin: float, end: float) -> "Timeline":
         """What touches the time from one moment to another."""
@@ -115,46 +95,76 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
         yield done, done.lane if number == 0 else f"{done.lane} {number + 1}"
 
 
-def read_timeline(folder: Path, metrics: Metrics, events: list[Event], begin: float | None, end: float | None) -> Timeline:
-    """The spans and gauges of a run's `spans/`, and its marks, that touch the time from `begin` to `end`; None: all."""
-    found = Timeline()
-    for path in sorted(folder.glob("*.jsonl")):
-        for part in (old(path), path):
-            for entry in entries(part, path.stem):
-                if isinstance(entry, Done):
-                    found.spans.append(entry)
-                else:
-                    found.gauges.append(entry)
-    found.spans.sort(key=lambda done: (done.begin, -done.end))
-    found.gauges.sort(key=lambda counted: counted.time)
-    found.marks = sorted(marks(metrics, events), key=lambda mark: mark.time)
-    return found.between(-math.inf if begin is None else begin, math.inf if end is None else end)
+def read_timeline(
+    recording: Recording, metrics: Metrics, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float, end: float
+) -> Timeline:
+    """The spans and gauges of a run, and its marks, that touch the time from `begin` to `end`.
+
+    A span is written when it ends. What a process is in, or was in when it was killed, its status tells, which is to be read before.
+    """
+    spans, gauges = recording.between(begin, end)
+    under_way = [*open_spans(statuses)]
+    newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
+    spans += [*under_way, *starts(events, recording, under_way, newest)]
+    found = Timeline(
+        [*one_by_one(sorted(spans, key=lambda done: (done.begin, -done.end)))],
+        sorted(gauges, key=lambda counted: counted.time),
+        sorted(marks(metrics, events, begin, end), key=lambda mark: mark.time),
+    )
+    return found.between(begin, end)
 
 
-def entries(path: Path, process: str) -> Iterator[Done | Counted]:
-    """What a file of spans holds, in wall time. Damaged lines are passed over, and those before the first Start."""
-    reader, offset = LineReader(path), None
-    while lines := reader.new():
-        for text in lines:
-            try:
-                line = DECODER.decode(text[max(0, text.rfind(START)) :])
-            except UNREADABLE:
-                continue
-            if isinstance(line, Start):
-                offset = line.time - line.monotonic
-            elif offset is None:
-                continue
-            elif isinstance(line, Span):
-                yield Done(process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
-            elif isinstance(line, Gauges):
-                yield Counted(process, line.at + offset, line.values)
+def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
+    """What each process is in since its last phase began: if it lives until the newest heartbeat of all, else until its own last."""
+    newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
+    for name, status in statuses.items():
+        if status.phase and status.since is not None and status.heartbeat is not None:
+            end = newest if newest - status.heartbeat <= SLACK_S else status.heartbeat
+            yield Done(name, PHASE_LANE, status.phase.value, status.since, max(status.since, end), status.step, {})
 
 
-def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
-    """What happened: lines of metrics say when a batch, a step and an evaluation were done, events when a process died and was back."""
-    for source, name in MARKS.items():
-        table = metrics.tables.get(source)
-        for step, row in table.rows.items() if table else ():
-            yield Mark("orchestrator" if source == "eval" else source, name, float(table.times[row]), step)
+def starts(events: list[Event], recording: Recording, under_way: list[Done], newest: float) -> Iterator[Done]:
+    """From the start of each process to the first that it wrote, or is in, it makes its imports; of `rl` to the start of the first of them.
+
+    newest: the newest heartbeat, until which one that has written nothing yet is starting.
+    """
+    ends = [event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")]
     for event in events:
+        if event.event not in ("start", "restart"):
+            continue
+        own = event.process == RL
+        first = [*recording.first(event.time, None if own else event.process)]
+        first += [done.begin for done in under_way if done.begin >= event.time and (own or done.process == event.process)]
+        over = [other.time for other in ends if other.time > event.time and (own or other.process in (RL, event.process))]
+        if (end := min([*first, *over], default=newest)) > event.time:
+            yield Done(event.process, PHASE_LANE, STARTING, event.time, end, None, {})
+
+
+def one_by_one(spans: list[Done]) -> Iterator[Done]:
+    """Spans in the order of their begins, of which the phases of one process do not overlap: some of their times are of two clocks."""
+    until = dict[str, float]()
+    for done in spans:
+        if done.lane == PHASE_LANE:
+            begin = max(done.begin, until.get(done.process, done.begin))
+            if begin >= done.end:
+                continue
+            until[done.process] = done.end
+            done = done if begin == done.begin else replace(done, begin=begin)
+        yield done
+
+
+def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
+    """What happened: lines of metrics say when a batch, a step and an evaluation were done, of which those between two moments are given,
+    events when a process died and was back."""
+    for source, name in MARKS.items():
+        if not (table := metrics.tables.get(source)):
+            continue
+        steps, rows = table.ordered()
+        times = table.times[rows]
+        inside = (times >= begin) & (times <= end) & np.isfinite(times)
+        for step, time in zip(steps[inside].tolist(), times[inside].tolist(), strict=True):
+            yield Mark("orchestrator" if source == "eval" else source, name, time, step)
+    for event in events:
+        if event.event == "start" and event.process != "rl":
+            continue  # of each process one at every start: its lane shows it
         yield Mark(event.process, event.event, event.time, event.step, event.reason)

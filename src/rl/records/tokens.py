@@ -18,7 +18,7 @@ MAX_LOG_RATIO = 10.0
 """The trainer's clamp of log r, see rl.trainer.kl."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SampleTokens:
     """One sample of a batch. Arrays are aligned, [T] for its tokens; what is known of trained tokens alone is nan, 0 or False elsewhere."""
 
@@ -28,6 +28,9 @@ class SampleTokens:
     sample: TrainingSample
     log: dict[str, np.ndarray]
     """The token log's columns, of the trained tokens [n]; empty without one."""
+
+    def __repr__(self) -> str:
+        return f"<SampleTokens: step {self.step}, group {self.group_id}, rollout {self.rollout_id}, {len(self.token_ids)} tokens>"
 
     @property
     def env(self) -> str:

@@ -1,4 +1,4 @@
-"""`events.jsonl`: starts, deaths and repairs of a run's processes, a line each. The supervisor writes it, the diagnosis reads it."""
+"""`events.jsonl`: starts, deaths, repairs and the stop of a run, a line each. The supervisor writes it, the diagnosis reads it."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
 EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "warning", "stop"]
@@ -19,7 +20,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Seconds since the epoch."""
     event: EventKind
     process: str
-    """`rl` for what concerns the whole run."""
+    """`rl` for what concerns the whole run, such as its start and its stop."""
     env: str = ""
     """The environment that a warning is about."""
     attempt: int | None = None
@@ -51,13 +52,14 @@ def append_event(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events, oldest first; empty without the file. A line that is none, such as the one its writer was killed in, is passed over."""
+    """All events, oldest first; empty without the file. A line that is none, such as the one its writer was killed in, is passed over, and
+    one whose time no clock shows. Raises PermissionError."""
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
+    except FileNotFoundError:
         return []
-    events = []
+    events = list[Event]()
     for line in lines:
         with contextlib.suppress(*UNREADABLE):
             events.append(msgspec.json.decode(line, type=Event))
-    return events
+    return [event for event in events if is_time(event.time)]

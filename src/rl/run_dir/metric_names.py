@@ -3,6 +3,9 @@
 `<env>` stands for an environment's name, other words in angle brackets for what the text says.
 """
 
+import re
+from functools import cache
+
 REWARD = {
     "reward/mean": "Mean reward of all rollouts that finished since the last batch, trained or not; of several agents the trainable ones.",
     "reward/<env>/mean": "The same of one environment.",
@@ -124,3 +127,18 @@ SECTIONS = {
     "Seconds and throughput": TIME,
 }
 METRICS = {name: what for section in SECTIONS.values() for name, what in section.items()}
+OWN = "Other"
+"""The section of metrics of the user's own."""
+
+
+@cache
+def meaning(name: str) -> tuple[str, str]:
+    """(section, what it is in words) of a metric; of one of the user's own the section alone."""
+    for section, metrics in SECTIONS.items():
+        if name in metrics:
+            return section, metrics[name]
+    for section, metrics in SECTIONS.items():
+        for pattern, what in metrics.items():
+            if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", ".+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern)), name):
+                return section, what
+    return OWN, ""

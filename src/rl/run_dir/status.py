@@ -26,6 +26,8 @@ T = TypeVar("T")
 HEARTBEAT_S = 2.0
 MAX_WARNING = 500
 """Characters of a warning that are kept; a log has all of it."""
+PHASE_LANE = "phase"
+"""Where the phases of a process stand among its spans."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading a JSON file raises that is missing or damaged; the last for tables nested without end."""
 
@@ -144,6 +146,9 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Inference's open requests."""
 
 
+TIMES = ("started", "since", "heartbeat", "progressed")
+
+
 def describe(status: RoleStatus | None) -> str:
     """What a process does, as a sentence for people: `waiting for batch 13: filling batch 13`."""
     if status is None or status.phase is None:
@@ -207,7 +212,7 @@ class Status:
         """Notes the phase that ends."""
         before, self.entered = self.entered, time.monotonic()
         if self.current.phase:
-            spans.note(self.current.phase.value, before, self.entered, "phase", self.current.step)
+            spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
 
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT_S):
@@ -260,7 +265,18 @@ def read_status(path: Path) -> RoleStatus | None:
         if field.name in content:
             with contextlib.suppress(msgspec.ValidationError):
                 found[field.name] = msgspec.convert(content[field.name], field.type)
-    return RoleStatus(**found)
+    return RoleStatus(**{name: value for name, value in found.items() if name not in TIMES or spans.is_time(value)})
+
+
+def bury(path: Path, folder: Path) -> None:
+    """Removes the status of a process that is dead, and notes among its spans, in `folder`, what it was in until its last heartbeat."""
+    status = read_status(path)
+    path.unlink(missing_ok=True)
+    if status and status.phase and status.since is not None and status.heartbeat is not None:
+        now, end = time.time(), max(status.since, status.heartbeat)
+        clock = spans.Start(process=path.stem, pid=status.pid or 0, host=status.host, place=status.place, time=now, monotonic=now)
+        last = spans.Span(name=status.phase.value, begin=status.since, end=end, lane=PHASE_LANE, step=status.step)
+        spans.note_last(folder / f"{path.stem}.jsonl", clock, last)
 
 
 class Beats:

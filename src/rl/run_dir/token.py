@@ -77,13 +77,25 @@ def read_token(status_dir: Path) -> str | None:
 
 def kept_token(status_dir: Path) -> str:
     """The run's own token, made if there is none. Of processes that start together, even on several nodes, one makes it."""
-    path = token_file(status_dir)
-    if not path.exists():
-        with contextlib.suppress(TakenError):  # another process has just made it
-            write_file(path, secrets.token_urlsafe(32).encode(), new=True, mode=0o600)
+    make_token(token_file(status_dir))
     token = read_token(status_dir)
     assert token is not None
     return token
+
+
+def make_token(path: Path) -> None:
+    """Writes a new token, readable by its owner alone, if there is none."""
+    if not path.exists():
+        with contextlib.suppress(TakenError):  # another process has just made it
+            write_file(path, secrets.token_urlsafe(32).encode(), new=True, mode=0o600)
+
+
+def page_token(status_dir: Path) -> str:
+    """The token of the page beside a run: the same after a resume, so that a tab goes on. Raises OSError."""
+    path = status_dir / "view.token"
+    make_token(path)
+    token = path.read_text(errors="replace")
+    return token if SHAPE.fullmatch(token) else secrets.token_urlsafe(32)
 
 
 def authorization(status_path: Path) -> dict[str, str]:

@@ -14,9 +14,6 @@ class Answer(msgspec.Struct, kw_only=True, frozen=True):
     """The base of all answers."""
 
 
-# Runs -------------------------------------------------------------------------------------------------------------------
-
-
 class EvalChange(Answer):
     """An evaluation's mean reward at its first and its newest version."""
 
@@ -50,6 +47,8 @@ class RunRow(Answer):
     tokens_per_s: float | None
     seconds: float
     """From the first sign of life to the last."""
+    heard: float
+    """When the run last gave a sign of life; 0 if it never did."""
     changed: float
     """When anything of it was last written."""
     bytes: int
@@ -98,9 +97,6 @@ class Comparison(Answer):
     """Configurations that could not be read."""
 
 
-# Curves -----------------------------------------------------------------------------------------------------------------
-
-
 class Metric(Answer):
     """A metric that the runs have."""
 
@@ -130,6 +126,11 @@ class Series(Answer):
     """One standard error, of evaluations; empty for other metrics."""
     each: int
     """Of so many values, or one less, each is the mean; 1: they are as they were written."""
+    firsts: list[int]
+    """Of means, the first step of each, `steps` having the last; empty for values as they were written, as are the next two."""
+    lows: list[float]
+    """The least value of each."""
+    highs: list[float]
 
 
 class Mark(Answer):
@@ -148,9 +149,6 @@ class Curves(Answer):
     axis: Literal["step", "samples", "tokens", "time"]
     series: list[Series]
     marks: list[Mark]
-
-
-# Rollouts ---------------------------------------------------------------------------------------------------------------
 
 
 class RolloutRow(Answer):
@@ -269,9 +267,6 @@ class Tokens(Answer):
     """What is missing, and why."""
 
 
-# Tasks ------------------------------------------------------------------------------------------------------------------
-
-
 class TaskRow(Answer):
     """A task in the list of tasks."""
 
@@ -310,9 +305,8 @@ class Task(Answer):
     versions: list[TaskVersion]
     without_version: int
     """Rollouts that failed before a version had sampled a token, which are not among them."""
-
-
-# Time and health --------------------------------------------------------------------------------------------------------
+    note: str = ""
+    """What is left out."""
 
 
 class Span(Answer):

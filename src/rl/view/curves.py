@@ -1,43 +1,27 @@
 """Curves: which metrics there are, their values over steps, samples, tokens or time, and what happened at which step."""
 
 import json
-import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal
 
 import numpy as np
 
 from rl.records.run import Run
-from rl.run_dir.metric_names import SECTIONS
+from rl.run_dir.metric_names import OWN, SECTIONS, meaning
+from rl.run_dir.paths import numbers
 from rl.view.answers import Curves, Mark, Metric, Metrics, Series
 
 Axis = Literal["step", "samples", "tokens", "time"]
 MOST_POINTS = 1500
 """Of one curve; a longer one is given as means over stretches of steps."""
-OWN = "Other"
 FIRST = ("reward/mean", "eval/", "rollouts/", "entropy/mean", "loss/mean", "mismatch_kl/mean", "lag/mean")
-
-
-@cache
-def meaning(name: str) -> tuple[str, str]:
-    """(section, what it is in words) of a metric; of one of the user's own the section alone."""
-    for section, metrics in SECTIONS.items():
-        if name in metrics:
-            return section, metrics[name]
-    for section, metrics in SECTIONS.items():
-        for pattern, what in metrics.items():
-            if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", ".+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern)), name):
-                return section, what
-    return OWN, ""
 
 
 def metrics(runs: Sequence[Run]) -> Metrics:
     """All metrics of the runs, by section, in the order of docs/metrics.md."""
     sections, found = [*SECTIONS, OWN], dict[str, str]()
     for run in runs:
-        numbers = run.numbers
-        for source, table in sorted(numbers.tables.items()):
+        for source, table in sorted(run.numbers.tables.items()):
             for name, values in table.arrays.items():
                 if np.isfinite(values).any():
                     found.setdefault(name, source)
@@ -63,11 +47,11 @@ class Places:
     def __init__(self, run: Run, axis: Axis):
         self.steps, self.at = np.empty(0), np.empty(0)
         if axis == "samples":
-            self.steps, counts = run.curve("rollouts/finished")
+            self.steps, counts = run.numbers.curve("rollouts/finished")
             self.at = np.cumsum(counts)
         elif axis == "tokens":
-            steps, speed = run.curve("perf/tokens_per_s")
-            seconds = dict(zip(*map(list, run.curve("time/step")), strict=True))
+            steps, speed = run.numbers.curve("perf/tokens_per_s")
+            seconds = dict(zip(*map(list, run.numbers.curve("time/step")), strict=True))
             self.steps, self.at = steps, np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()]))
         elif axis == "time":
             self.steps, times = wall_times(run)
@@ -84,33 +68,37 @@ class Places:
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Steps, and when the first line of each was written, ascending, seconds since the epoch."""
-    first: dict[int, float] = {}
-    for source, (steps, times) in line_times(run).items():
-        for step, time in zip(steps.tolist(), times.tolist(), strict=True) if source != "eval" else ():
-            first[step] = min(time, first.get(step, np.inf))
-    steps = np.array(sorted(first), np.int64)
-    times = np.maximum.accumulate(np.array([first[step] for step in steps.tolist()])) if len(steps) else np.empty(0)
-    return steps, times
+    found = [(np.empty(0, np.int64), np.empty(0)), *(one for source, one in line_times(run).items() if source != "eval")]
+    steps, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((times, steps))
+    steps, first = np.unique(steps[order], return_index=True)
+    return steps, np.maximum.accumulate(times[order][first])
 
 
 def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, float]) -> Series | None:
     """One metric of one run; None where the run has no value of it."""
-    steps, values = run.curve(name)
-    error_steps, errors = run.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
+    steps, values = run.numbers.curve(name)
+    error_steps, errors = run.numbers.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
     inside = np.flatnonzero((place(steps) >= ends[0]) & (place(steps) <= ends[1]))
     if not len(inside):
         return None
     part = slice(max(0, inside[0] - 1), inside[-1] + 2)
     steps, values = steps[part], values[part]
-    each = -(-len(steps) // MOST_POINTS)
+    each, firsts = -(-len(steps) // MOST_POINTS), steps
+    lows, highs = values[:0], values[:0]
     if each > 1:
-        parts = np.array_split(np.arange(len(steps)), MOST_POINTS)
-        steps, values = steps[[part[-1] for part in parts]], np.array([values[part].mean() for part in parts])
+        starts = np.array([part[0] for part in np.array_split(np.arange(len(steps)), MOST_POINTS)])
+        counts = np.diff([*starts, len(steps)])
+        lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+        firsts, steps, values = steps[starts], steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
     known = dict(zip(error_steps.tolist(), errors.tolist(), strict=True))
     return Series(
         run=key,
         name=name,
         steps=steps.tolist(),
+        firsts=firsts.tolist() if each > 1 else [],
+        lows=lows.tolist(),
+        highs=highs.tolist(),
         x=place(steps).tolist(),
         values=values.tolist(),
         errors=[known.get(step) for step in steps.tolist()] if known else [],
@@ -121,12 +109,15 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
 def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> list[Mark]:
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
     found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
-    found += [("checkpoint", version.number, f"checkpoint {version.number}") for version in run.versions if version.checkpoint]
+    found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
     for event in run.events:
         if event.event in ("death", "restart") and len(steps):
             step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
             found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
+    for event in [event for event in run.events if event.event == "start" and event.process == "rl"][1:]:
+        if len(steps):
+            found.append(("restart", int(np.interp(event.time, times, steps)), "rl: started again"))
     found += [("change", step, text) for step, text in changes(run)]
     places = place(np.array([step for _, step, _ in found], np.int64))
     marks = zip(found, places.tolist(), strict=True)

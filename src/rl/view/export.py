@@ -2,6 +2,7 @@
 
 import base64
 import html
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
     content: dict[str, Any] = {
         "icon": "data:image/svg+xml;base64," + base64.b64encode((PAGE / "icon.svg").read_bytes()).decode(),
         "runs": {"runs": [msgspec.structs.replace(one, key=key) for one in row.all()], "place": "this file"},
+        "made": time.time(),
         "metrics": metrics,
         "curves": {axis: curves.curves([key], [run], names, axis, None, None) for axis in AXES},
         "tasks": {kind: tasks.ordered(run, kind)[:MOST_TASKS] for kind in ("train", "eval")},

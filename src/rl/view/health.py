@@ -16,17 +16,21 @@ MOST_LINES = 2000
 
 
 def health(run: Run) -> Health:
-    """What `rl doctor RUN` says. A run whose configuration cannot be read has that as its only finding."""
+    """What `rl doctor RUN` says; of a run of which a file may not be read, or whose configuration says nothing, that alone."""
     try:
         found = run.diagnosis()
-    except RunError as error:
-        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=processes(run), now=time.time())
+    except (RunError, OSError) as error:
+        try:
+            there = processes(run, live=False)
+        except OSError:
+            there = []
+        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there, now=time.time())
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
         lines=[visible(line) for line in found.lines],
         findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
-        processes=processes(run),
+        processes=processes(run, live=found.state == "live"),
         now=time.time(),
     )
 
@@ -42,14 +46,14 @@ def finding(problem: Problem, root: Path) -> Finding:
     )
 
 
-def processes(run: Run) -> list[ProcessRow]:
-    """The processes that have a status or a log."""
+def processes(run: Run, live: bool) -> list[ProcessRow]:
+    """The processes that have a status or a log; those of a run that is not live were doing what their status says."""
     status, logs = run.status, run.logs
     names = dict.fromkeys([*status, *sorted(logs)])
     return [
         ProcessRow(
             name=name,
-            doing=visible(describe(status[name])) if name in status else "",
+            doing=("" if live else "was ") + visible(describe(status[name])) if name in status else "",
             heartbeat=status[name].heartbeat if name in status else None,
             attempts=list(logs.get(name, {})),
         )

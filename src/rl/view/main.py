@@ -107,6 +107,8 @@ def export(library: Any, path: Path, max_mib: int) -> int:
         raise RunError(f"--export {path}: give one run; there are {len(runs)}: {', '.join(list(runs)[:10])}")
     if path.suffix not in (".html", ".json") or path.absolute().resolve().is_relative_to(next(iter(runs.values())).resolve()):
         raise RunError(f"--export {path}: give a file that ends in .html or .json, outside of the run's directory")
+    if not path.absolute().parent.is_dir():
+        raise RunError(f"--export {path}: there is no folder {path.absolute().parent}")
     if path.suffix == ".json":
         from rl.view.trace import write_trace
 

@@ -67,6 +67,9 @@ def page(run: Run, wanted: Wanted) -> Page:
     chosen = everything.where(**filters)
     facets = {name: facet(everything.where(**without(filters, name)) if name in filters else chosen, name) for name in FACETS}
     histogram = histogram_of(everything.where(**without(filters, "reward")) if "reward" in filters else chosen)
+    sorts = [*SORTS, *(name for name in everything.fields if name in everything._columns.metrics)]
+    if wanted.sort and wanted.sort not in sorts:
+        raise RunError(f"sort = {wanted.sort}: give one of {', '.join(sorts)}")
     chosen = chosen.sorted(wanted.sort, descending=wanted.descending) if wanted.sort else newest_first(chosen)
     searched, complete, total = None, True, len(chosen)
     rows: list[Rollout] = []
@@ -81,7 +84,7 @@ def page(run: Run, wanted: Wanted) -> Page:
         rows=[row_of(rollout) for rollout in rows],
         facets=facets,
         histogram=histogram,
-        sorts=[*SORTS, *(name for name in everything.fields if name in everything._columns.metrics)],
+        sorts=sorts,
         searched=searched,
         complete=complete,
         damaged=list(run.damaged.values()),
@@ -227,7 +230,7 @@ def in_full(run: Run, found: Rollouts) -> RolloutDetail:
         row=number,
         messages=messages_of(row),
         metrics={name: finite(value) for name, value in rollout.metrics.items()},
-        fields={name: value for name, value in row.items() if name not in shown},
+        fields={name: visible(value) if isinstance(value, str) else value for name, value in row.items() if name not in shown},
         error=visible(str(row.get("error") or "")),
         group=group,
         explanation=explanation(number, group, run),

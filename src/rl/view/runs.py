@@ -10,11 +10,11 @@ import numpy as np
 
 from rl.config.differences import changed_keys
 from rl.config.run import RLConfig
-from rl.diagnosis.waits import diagnose
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.credentials import hidden
 from rl.system.errors import RunError
+from rl.system.terminal import visible
 from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
 from rl.view.curves import Places
 from rl.view.library import Library
@@ -24,16 +24,20 @@ STRETCHES = 40
 """Points of a small curve."""
 LIVE_S = 3.0
 """For so long what was found of a live run is believed; a finished one's until a file of it changes."""
+PATIENCE_S = 0.2
+"""For so long a row waits for whoever else reads its run."""
 DISK_S = 60.0
 """For so long the size of a run that changes is believed: counting it looks at every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
 """Where several runs' rewards are compared, as parts of the shortest run, and over which part of it each is a mean."""
+DAMAGE = (RunError, OSError, ValueError, TypeError, LookupError, ArithmeticError)
+"""What reading files raises that hold something else than a run wrote: one such run must not hide the others."""
 PLACE_KEYS = ("name", "output_dir")
 """Settings that say where a run is, not what it does."""
 
 
 class RunList:
-    """Rows of runs, kept while nothing changes. One thread at a time."""
+    """Rows of runs, kept while nothing changes. Several threads may ask: a row whose run another one reads is given as it was."""
 
     def __init__(self, library: Library):
         self.library = library
@@ -47,13 +51,23 @@ class RunList:
         return sorted(rows, key=lambda row: (row.state != "live", -row.changed))
 
     def _row(self, key: str) -> RunRow:
-        run, now = self.library.run(key), time.monotonic()
-        looks = fingerprint(run)
-        if key in self.rows:
-            known, made, row = self.rows[key]
-            if known == looks and (row.state != "live" or now - made < LIVE_S):
-                return row
-        row = run_row(key, run, self._bytes(key, run, now), max(looks))
+        now, made = time.monotonic(), self.rows.get(key)
+        try:
+            run = self.library.run(key)
+            looks = fingerprint(run)
+        except DAMAGE as error:
+            return unreadable(key, f"{type(error).__name__}: {error}")
+        if made and made[0] == looks and (made[2].state != "live" or now - made[1] < LIVE_S):
+            return made[2]
+        size, changed = self._bytes(key, run, now), max(looks)
+        if not run.reading.acquire(timeout=PATIENCE_S if made else -1):
+            return made[2]
+        try:
+            row = run_row(key, run, size, changed)
+        except DAMAGE as error:
+            row = unreadable(key, f"{type(error).__name__}: {error}", size, changed)
+        finally:
+            run.reading.release()
         self.rows[key] = (looks, now, row)
         return row
 
@@ -90,37 +104,62 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     """A run in the list."""
     try:
         config = run.config
-        state, why = state_of(run, config)
-    except RunError as error:
+        state, why = state_of(run)
+    except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
     measure = "loss/mean" if config and config.sft else "reward/mean"
-    values = run.curve(measure)[1]
+    values = run.numbers.curve(measure)[1]
     return RunRow(
         key=key,
-        name=run.root.name,
+        name=visible(run.root.name),
         model=Path(config.model.name).name if config else "",
         environments=[env.label for env in config.orchestrator.environment] if config and not config.sft else [],
         state=state,
-        why=why,
+        why=visible(why),
         step=run.step,
         max_steps=config.max_steps if config else 0,
         reward=last_mean(values),
         rewards=stretches(values),
         measure=measure,
         evals=eval_changes(run),
-        lag=last_mean(run.curve("lag/mean")[1]),
-        tokens_per_s=last_mean(run.curve("perf/tokens_per_s")[1]),
+        lag=last_mean(run.numbers.curve("lag/mean")[1]),
+        tokens_per_s=last_mean(run.numbers.curve("perf/tokens_per_s")[1]),
         seconds=last - first,
+        heard=last,
         changed=changed,
         bytes=size,
     )
 
 
-def state_of(run: Run, config: RLConfig) -> tuple[State, str]:
-    """Whether a run lives, and what it waits for or how it ended, in a sentence."""
-    found = diagnose(run.run_dir, config)
-    return found.state, found.bottleneck
+def unreadable(key: str, why: str, size: int = 0, changed: float = 0.0) -> RunRow:
+    """The row of a run of which nothing can be told."""
+    return RunRow(
+        key=key,
+        name=Path(key).name,
+        model="",
+        environments=[],
+        state="unreadable",
+        why=visible(" ".join(why.split())),
+        step=0,
+        max_steps=0,
+        reward=None,
+        rewards=[],
+        measure="reward/mean",
+        evals=[],
+        lag=None,
+        tokens_per_s=None,
+        seconds=0.0,
+        heard=0.0,
+        changed=changed,
+        bytes=size,
+    )
+
+
+def state_of(run: Run) -> tuple[State, str]:
+    """Whether a run lives, and what it waits for or how it ended, in a sentence, without how long ago: that does not stay true."""
+    found = run.quick_diagnosis()
+    return found.state, found.bottleneck.replace(found.age, "", 1) if found.age else found.bottleneck
 
 
 def last_mean(values: np.ndarray) -> float | None:
@@ -137,7 +176,7 @@ def eval_changes(run: Run) -> list[EvalChange]:
     """Each evaluation's first and newest mean reward."""
     found = []
     for name in eval_names(run):
-        versions, values = run.curve(f"eval/{name}/reward_mean", "eval")
+        versions, values = run.numbers.curve(f"eval/{name}/reward_mean", "eval")
         if len(values):
             first, last = map(float, (values[0], values[-1]))
             found.append(EvalChange(name=name, first=first, last=last, first_version=int(versions[0]), last_version=int(versions[-1])))
@@ -168,7 +207,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The rewards after the same numbers of rollouts, each the mean over the tenth before."""
-    curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.curve("reward/mean")]]
+    curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
     if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
         return []
     return [
@@ -178,9 +217,9 @@ def learned(runs: Sequence[Run]) -> list[Learned]:
 
 
 def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
-    """The mean of the values that lie within `span` before a place."""
-    inside = values[(at > place - span) & (at <= place)]
-    return float(inside.mean()) if len(inside) else None
+    """The mean of the values that lie within `span` before a place, of the newest one before it at least; None where none is."""
+    before = values[at <= place]
+    return float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean()) if len(before) else None
 
 
 def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:
@@ -211,4 +250,4 @@ def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
 
 def curve(run: Run, name: str, metric: str) -> list[tuple[int, float]]:
     """(version, value) of a metric of an evaluation."""
-    return list(zip(*map(list, run.curve(f"eval/{name}/{metric}", "eval")), strict=True))
+    return list(zip(*map(list, run.numbers.curve(f"eval/{name}/{metric}", "eval")), strict=True))

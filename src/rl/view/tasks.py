@@ -63,6 +63,7 @@ def one_task(run: Run, kind: str, env: str, task: int) -> Task:
         task=task,
         prompt=prompt_of(shown[-1][1]),
         without_version=without,
+        note=f"the newest {MOST_VERSIONS} of {len(versions)} versions" if len(versions) > MOST_VERSIONS else "",
         versions=[
             TaskVersion(version=version, mean=mean_of(rollouts), rows=[row_of(rollout) for rollout in rollouts])
             for version, rollouts in shown

@@ -1,14 +1,17 @@
 """What each process did when: lanes of spans, and what happened in between."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.timeline import Counted, Done, Mark, spread
+from rl.records.spans import Counted, Done
+from rl.records.timeline import SLACK_S, Mark, spread
+from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.status import Phase
+from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
 from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
@@ -25,9 +28,11 @@ WAITS = {phase.value: phase.waits_for for phase in Phase if phase.waits_for} | d
     ("wait_for_batch", "fetch_batch"), "orchestrator"
 )
 """Spans in which a process waits, and whom for."""
+WORKED_FOR = (None, "environments")
+"""Work, and waits for whoever has no lane of its own while it works: an environment that is loaded."""
 IDLE = ("serving",)
 """What a server is in, whether it has requests or not."""
-ORDER = ("trainer", "inference", "orchestrator")
+ORDER = ("rl", "trainer", "inference", "orchestrator")
 GAUGES, LEVELS = {"requests": "in flight", "playing": "at play"}, 5
 GAUGE_S = 4.0
 """For so long a number holds, which is noted every two seconds, if no other comes."""
@@ -47,31 +52,47 @@ STEP_PARTS = (
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     """The lanes between two times; without them the newest WINDOW_S."""
-    everything, (first, last) = run.timeline(), extent(run)
-    first = min([*filter(None, [first]), *(done.begin for done in everything.spans)], default=0.0)
-    last = max([last, *(done.end for done in everything.spans)])
+    first, last = extent(run)
+    written = run.recording.ends or (first, last)
+    first, last = min(first or written[0], written[0]), max(last, written[1])
+    given = f"begin = {begin}, end = {end}"
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
     if not begin <= end:
-        raise RunError(f"begin = {begin}, end = {end}: nothing is between them; the run lasted from {first} to {last}")
-    found = everything.between(begin, end)
+        raise RunError(f"{given}: nothing is between them; the run lasted from {first} to {last}")
+    found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
     lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
     note = "; ".join(text for text in (*notes, hidden) if text)
-    quiet = quiet_times(found.spans, begin, end)
+    quiet = quiet_times(found, begin, min(end, known_until(found.spans, run.recording.counted, run.status)))
     return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
 
 
-def quiet_times(spans: list[Done], begin: float, end: float) -> list[Span]:
-    """Stretches in which no process did anything but wait. Empty without spans of inference, which not every run has."""
-    if not any(done.process.startswith("inference") for done in spans):
+def known_until(spans: list[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
+    """Until when all that was done is written. newest: when each process last wrote numbers, which it does behind its spans: a phase that
+    was not over then and is over now is neither written nor in the status."""
+    known, last = math.inf, max(newest.values(), default=math.inf)
+    for name, status in statuses.items():
+        if (time := newest.get(name, -math.inf)) >= last - SLACK_S:
+            ends = [done.end for done in spans if done.process == name and done.lane == PHASE_LANE and done.end <= time]
+            known = min(known, time if (status.since or 0.0) <= time else max(ends, default=time))
+    return known
+
+
+def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
+    """Stretches in which no process did anything but wait, and no request or rollout was under way. Empty without spans of inference, which
+    not every run has."""
+    if not any(done.process.startswith("inference") for done in recorded.spans):
         return []
     least, at, found = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
-    working = sorted((done.begin, done.end) for done in spans if done.name not in WAITS and done.name not in IDLE)
-    for first, last in [*working, (end, end)]:
+    working = [(done.begin, done.end) for done in recorded.spans if WAITS.get(done.name) in WORKED_FOR and done.name not in IDLE]
+    for process in {counted.process for counted in recorded.gauges}:
+        for name in GAUGES:
+            working += [(first, last) for first, last, value in held(recorded.gauges, process, name, end) if value]
+    for first, last in [*sorted(working), (end, end)]:
         if min(first, end) - at >= least:
             found.append(Span(name="quiet", begin=at, end=min(first, end), text="no process worked"))
         at = max(at, last)
@@ -80,7 +101,7 @@ def quiet_times(spans: list[Done], begin: float, end: float) -> list[Span]:
 
 def extent(run: Run) -> tuple[float, float]:
     """When the run began, and when something was last heard of it, by all but its spans."""
-    times = [time for _, some in line_times(run).values() for time in some.tolist()]
+    times = [float(time) for _, some in line_times(run).values() if len(some) for time in (some.min(), some.max())]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
     return (min(times), max(times)) if times else (0.0, 0.0)
@@ -103,18 +124,23 @@ def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
     return lanes, f"shown are {', '.join(more)}: so much was done at once" if more else ""
 
 
+def held(gauges: list[Counted], process: str, name: str, end: float) -> list[tuple[float, float, float]]:
+    """(begin, end, value) of a number of a process: each value holds until the next one, for GAUGE_S at most."""
+    values = [(one.time, one.values[name]) for one in gauges if one.process == process and name in one.values]
+    nexts = [*(time for time, _ in values[1:]), end]
+    return [(at, min(time, at + GAUGE_S), value) for (at, value), time in zip(values, nexts, strict=False)]
+
+
 def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
     """How many requests or rollouts were under way, as spans whose names are the parts of the most, in LEVELS."""
     lanes = []
     for process in dict.fromkeys(one.process for one in gauges):
-        own = [one for one in gauges if one.process == process]
         for name in GAUGES:
-            values = [(one.time, one.values[name]) for one in own if name in one.values]
-            if most := max((value for _, value in values), default=0):
-                ends = [min(time, at + GAUGE_S) for (at, _), time in zip(values, [*(time for time, _ in values[1:]), end], strict=True)]
+            values = held(gauges, process, name, end)
+            if most := max((value for _, _, value in values), default=0):
                 spans = [
                     Span(name=f"level {round(value / most * LEVELS)}", begin=at, end=until, text=f"{value:g} {GAUGES[name]}")
-                    for (at, value), until in zip(values, ends, strict=True)
+                    for at, until, value in values
                 ]
                 lanes.append(Lane(process=process, name=GAUGES[name], spans=spans))
     return lanes

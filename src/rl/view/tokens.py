@@ -8,16 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from rl.models.folder import resolve_model
 from rl.records.run import Run
 from rl.records.tokens import BatchTokens
 from rl.records.tokens import SampleTokens as Sample
-from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.answers import Signal, Tokens
 
-DIGITS = 4
+DIGITS = {"ratio": 6}
+"""Significant digits of a value, 4 where nothing is said: the mismatch of a model in float32 is 1e-5, and a ratio is near 1."""
 USUAL = 0.98
 """The part of a rollout's tokens whose values are within its scale; those of the others have the colours of its ends."""
 LEAST_RATIO = 1e-5
@@ -49,7 +48,7 @@ def tokens(run: Run, step: int, group: int, rollout: int, offset: int = 0, limit
         pieces=[piece(tokenizer, number) for number in ids],
         ids=ids,
         trained=whole.trained[part].tolist(),
-        values={name: rounded(values[part]) for name, values in whole.values.items()},
+        values={name: rounded(values[part], DIGITS.get(name, 4)) for name, values in whole.values.items()},
         signals=whole.signals,
         note="; ".join(text for text in (note, batch.fault) if text),
     )
@@ -99,8 +98,9 @@ def signals_of(sample: Sample) -> dict[str, np.ndarray]:
     return found
 
 
-def rounded(values: np.ndarray) -> list[float | None]:
-    return [None if not np.isfinite(value) else round(float(value), DIGITS) for value in values]
+def rounded(values: np.ndarray, digits: int) -> list[float | None]:
+    """Values with so many significant digits; None for one that is not finite."""
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def piece(tokenizer: Tokenizer | None, number: int) -> str:
@@ -136,11 +136,8 @@ def loaded(path: str) -> Tokenizer:
 
 
 def tokenizer_file(run: Run) -> Path:
-    """tokenizer.json of a version that is kept, or of the model. Raises RunError."""
-    for folder in reversed(numbered(run.run_dir.weights_dir).values()):
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
-    path = Path(resolve_model(run.config.model, needs_template=False)) / "tokenizer.json"
+    """tokenizer.json of the run. Raises RunError: it is fetched from nowhere."""
+    path = run.tokenizer_folder / "tokenizer.json"
     if not path.is_file():
-        raise RunError(f"{path}: is not there")
+        raise RunError(f"{path}: is not there; the model has a tokenizer of another kind")
     return path

@@ -19,9 +19,19 @@ export async function ask(name, values, signal) {
     if (error.name === "AbortError") throw error;
     throw new Error("rl view does not answer: it has ended, or the connection to it is broken");
   });
-  const content = await response.json().catch(() => ({}));
+  const content = await response.json().catch((error) => {
+    if (error.name === "AbortError" || response.ok) throw error;
+    return {};
+  });
   if (!response.ok) throw new Error(content.error?.message ?? `the server answered ${response.status}`);
   return content;
+}
+
+let stamp = "";
+
+/** Has every question asked anew when this text changes: what it says of the runs that are shown. @param {string} text */
+export function asOf(text) {
+  stamp = text;
 }
 
 /** The answer to a question, asked again whenever its values change, and every `every` ms while the page is looked at. What was answered
@@ -57,6 +67,6 @@ export function useAnswer(name, values, every) {
       abort.abort();
       clearTimeout(timer);
     };
-  }, [name, key, every]);
+  }, [name, key, every, name === "runs" ? "" : stamp]);
   return state;
 }

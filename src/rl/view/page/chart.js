@@ -23,7 +23,7 @@ export function smooth(values, weight) {
   });
 }
 
-/** @typedef {{label: string, colour: string, x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], run: string, each: number}} Line */
+/** @typedef {{label: string, colour: string, x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], firsts: number[], lows: number[], highs: number[], run: string, each: number}} Line */
 
 /** Lines of different x on one axis, as uPlot wants them. @param {Line[]} lines @param {number} weight */
 export function joined(lines, weight) {
@@ -32,8 +32,8 @@ export function joined(lines, weight) {
     const x = kept.map(([at]) => at);
     const at = (/** @type {(number | null)[]} */ values) => kept.map(([, i]) => values[/** @type {number} */ (i)] ?? null);
     const smoothed = smooth(at(line.values), weight);
-    const low = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v - 1.96 * (line.errors[i] ?? 0))) : null;
-    const high = line.errors.length ? at(line.values.map((v, i) => v === null ? null : v + 1.96 * (line.errors[i] ?? 0))) : null;
+    const beside = (/** @type {number} */ sign) => line.errors.length ? at(line.values.map((v, i) => v === null ? null : v + sign * (line.errors[i] ?? 0))) : null;
+    const low = line.lows.length ? at(line.lows) : beside(-1), high = line.highs.length ? at(line.highs) : beside(1);
     return [[x, smoothed], [x, weight ? at(line.values) : x.map(() => null)], [x, high ?? x.map(() => null)], [x, low ?? x.map(() => null)]];
   });
   return uPlot.join(tables);
@@ -100,14 +100,14 @@ function reading(lines, at, axis) {
     return { line, i: best };
   }).filter(({ i }) => i >= 0);
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
-    ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title="Zoom in for single steps">mean of ${found[0].line.each} </span>`}`}
-    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint"> ± ${number(1.96 * /** @type {number} */ (line.errors[i]))}</span>` : ""}</b> `)}`;
+    ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title=${window.recorded ? "The band has the least and the greatest" : "The band has the least and the greatest; zoom in for single steps"}>mean of ${found[0].line.each} </span>`}`}
+    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
 }
 
 /** @param {Line} line @param {number} i @param {string} axis */
 function place(line, i, axis) {
-  const mean = line.each > 1 ? `, mean of ${line.each}` : "";
-  return axis === "time" ? `step ${line.steps[i]}${mean}, ${duration(line.x[i] ?? 0)}` : `step ${line.steps[i]}${mean}`;
+  const step = line.each > 1 && line.firsts[i] < line.steps[i] ? `mean of steps ${line.firsts[i]} to ${line.steps[i]}, ${number(line.lows[i])} to ${number(line.highs[i])};` : `step ${line.steps[i]}`;
+  return axis === "time" ? `${step} ${duration(line.x[i] ?? 0)}` : step;
 }
 
 /** A chart in words, for a screen reader. @param {string} title @param {Line[]} lines */

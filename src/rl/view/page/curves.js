@@ -26,7 +26,7 @@ export function Curves({ runs, values, live, inner }) {
     && (metric.name + " " + metric.what).toLowerCase().includes(text));
   const groups = useMemo(() => grouped(found, text), [metrics.data, text]);
   const zoom = values.from && values.to ? /** @type {[number, number]} */ ([Number(values.from), Number(values.to)]) : null;
-  const opened = values.sections?.split(",") ?? [groups[0]?.[0]];
+  const opened = values.sections?.split(",").map(slug) ?? [slug(groups[0]?.[0] ?? "")];
   const shared = { runs, live, order: values.order ?? "", axis: values.axis ?? "step", weight: Number(values.smooth ?? 0), zoom,
     setZoom: (/** @type {[number, number] | null} */ to) => change({ from: to?.[0].toPrecision(8), to: to?.[1].toPrecision(8) }, true) };
   return html`<div class="bar tools">
@@ -42,9 +42,12 @@ export function Curves({ runs, values, live, inner }) {
     </div>
     ${metrics.error && html`<${Fault} text=${metrics.error} />`}
     ${metrics.data && !found.length && html`<p class="empty">${text ? `No metric is like “${values.q}”.` : "There are no numbers yet: the first step has not ended."}</p>`}
-    ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${!!text || opened.includes(title)}
-      toggle=${(/** @type {boolean} */ on) => change({ sections: [...opened.filter((one) => one !== title), ...(on ? [title] : [])].join(",") || "none" }, true)} />`)}`;
+    ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${!!text || opened.includes(slug(title))}
+      toggle=${(/** @type {boolean} */ on) => change({ sections: [...opened.filter((one) => one !== slug(title)), ...(on ? [slug(title)] : [])].join(",") || "none" }, true)} />`)}`;
 }
+
+/** A section in the address: its title may have commas. @param {string} title */
+const slug = (title) => title.toLowerCase().replace(/[^a-z]+/g, "-");
 
 /** The colours of the runs. @param {{runs: string[]}} props */
 export function Legend({ runs }) {

@@ -29,6 +29,7 @@ export function useKeys(pages, runs, setHelp) {
         else dispatchEvent(new Event("leave"));
         return;
       }
+      if (document.querySelector("dialog[open]")) return;
       if (target.matches("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
       const search = /** @type {HTMLElement | null} */ (document.querySelector("[data-search]"));
       if (event.key === "/" && search) {

@@ -9,7 +9,8 @@ import { Rollouts } from "./rollouts.js";
 import { Runs } from "./runs.js";
 import { Tasks } from "./tasks.js";
 import { Timeline } from "./timeline.js";
-import { useAnswer } from "./api.js";
+import { asOf, useAnswer } from "./api.js";
+import { day } from "./format.js";
 import { go, link, usePlace } from "./router.js";
 import { Fault, State } from "./ui.js";
 
@@ -37,6 +38,8 @@ function App() {
     document.title = place.page === "runs" ? "rl view" : `${shown.title} · ${keys.join(", ")} · rl view`;
   }, [place.page, keys.join()]);
   const chosen = known.filter((run) => keys.includes(run.key));
+  const gone = runs.data ? place.run.filter((key) => !known.some((run) => run.key === key)) : [];
+  asOf(chosen.map((run) => run.state === "live" ? "live" : `${run.changed}`).join());
   return html`
     <a class="skip" href="#main" onClick=${(/** @type {Event} */ e) => { e.preventDefault(); document.getElementById("main")?.focus(); }}>Skip to content</a>
     <header class="top">
@@ -47,15 +50,17 @@ function App() {
           <a key=${name} href=${link(name, { run: name === "runs" ? [] : keys })} aria-current=${at === name ? "page" : null}>${title}</a>`)}
       </nav>
       <span class="grow"></span>
+      ${window.recorded && html`<span class="faint">as of ${day(window.recorded.made)}</span>`}
       ${at !== "runs" && chosen.length === 1 && html`<${State} state=${chosen[0].state} why=${chosen[0].why} />`}
       <${Theme} />
       <button class="quiet" onClick=${() => setHelp(true)} aria-label="Keys and help" title="Keys and help (?)">?</button>
     </header>
     <main id="main" tabindex="-1">
       ${runs.error && html`<${Fault} text=${runs.error} />`}
+      ${gone.length > 0 && html`<${Fault} text=${`${gone.join(", ")}: there is no such run here (any more).`} />`}
       ${at !== place.page && html`<${Fault} text=${`There is no page “${place.page}”.`} />`}
-      ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} chosen=${place.run} values=${place.values} /></${Guard}>`
-        : keys.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${chosen.some((run) => run.state === "live")} /></${Guard}>`
+      ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} late=${!!runs.error} chosen=${place.run} values=${place.values} /></${Guard}>`
+        : keys.length && !gone.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${!window.recorded && chosen.some((run) => run.state === "live")} /></${Guard}>`
         : !runs.loading && html`<p class="empty">There is no run yet.</p>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;

@@ -17,7 +17,7 @@ const ANSWERS = {
   tasks: (all, values) => tasks(all, values),
   task: (all, values) => oneTask(all, values),
   log: (all, { process }) => all.logs[process],
-  timeline: (all, { begin, end }) => between(all.timeline, Number(begin) || all.timeline.begin, Number(end) || all.timeline.end),
+  timeline: (all, { begin, end }) => between(all.timeline, Math.max(Number(begin) || 0, all.timeline.first), Math.min(Number(end) || Infinity, all.timeline.last)),
 };
 
 /** A part of the time. @param {import("./types").Timeline} all @param {number} begin @param {number} end */
@@ -44,7 +44,7 @@ function rowsOf(all, kind) {
 function fits(row, values, left) {
   const place = row.kind === "eval" ? row.version : row.step;
   const within = (/** @type {any} */ value, /** @type {any} */ low, /** @type {any} */ high) => (!low || value >= Number(low)) && (!high || value <= Number(high));
-  const is = (/** @type {string} */ name) => name === left || !values[name] || String(row[name]) === String(values[name]);
+  const is = (/** @type {string} */ name) => name === left || !values[name] || String(row[name]) === String(values[name]) || (name === "why" && values.why === "error" && row.failed);
   return within(place, values.begin, values.end) && (left === "reward" || within(row.reward, values.lowest, values.highest)) && within(row.tokens, values.shortest, values.longest)
     && ["env", "task", "group", "outcome", "why"].every(is);
 }
@@ -73,12 +73,12 @@ function listed(all, values) {
   }
   const names = /** @type {Record<string, string>} */ ({ num_tokens: "tokens", num_turns: "turns" });
   const by = names[values.sort] ?? values.sort, sign = values.descending === false ? 1 : -1;
-  const value = (/** @type {any} */ row) => row[by] ?? detailOf(all, row).metrics[by] ?? -sign * Infinity;
-  if (by) found = [...found].sort((a, b) => sign * (value(a) - value(b)));
+  const value = (/** @type {any} */ row) => row[by] ?? detailOf(all, row).metrics[by] ?? sign * Infinity;
+  if (by) found = [...found].sort((a, b) => value(a) === value(b) ? 0 : sign * (value(a) - value(b)));
   const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
   const offset = values.offset || 0;
   return { total: found.length, offset, rows: found.slice(offset, offset + values.limit), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
-    sorts: ["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task", ...metricsOf(all)], searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
+    sorts: [...new Set(["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task", ...metricsOf(all)])], searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
 }
 
 /** @param {string[]} words @returns {Record<string, number>} */
@@ -103,7 +103,7 @@ function histogram(rows) {
 function tasks(all, values) {
   const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number)), sign = values.descending === false ? 1 : -1;
   const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
-  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: [] };
+  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: all.left_out ? [all.left_out] : [] };
 }
 
 /** @param {any} all @param {any} values */
@@ -117,5 +117,5 @@ function oneTask(all, { kind, env, task }) {
   });
   const detail = /** @type {any} */ (Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === rows[rows.length - 1]));
   const first = detail.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  return { env, task, prompt: detail.messages.slice(0, first < 0 ? undefined : first), versions, without_version: 0 };
+  return { env, task, prompt: detail.messages.slice(0, first < 0 ? undefined : first), versions, without_version: 0, note: all.left_out ? `${all.left_out}: means and counts below are of those in this file` : "" };
 }

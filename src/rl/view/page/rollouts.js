@@ -24,7 +24,7 @@ export function Rollouts({ run, values, live }) {
   const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
   const chosen = values.at ?? "";
-  useMoving(rows, chosen);
+  useMoving(rows, chosen, offset, data?.total ?? 0);
   return html`<div class=${`three${chosen ? " chosen" : ""}`}>
     <aside class="filters" aria-label="Filters">
       <details open=${innerWidth > 800}><summary>Filters${Object.keys(wanted).length ? ` (${Object.keys(wanted).length})` : ""}</summary>
@@ -40,14 +40,14 @@ export function Rollouts({ run, values, live }) {
         <label class="check"><input type="checkbox" checked=${!!values.tool_errors} onChange=${(/** @type {any} */ e) => change({ tool_errors: e.target.checked ? "true" : null, offset: null })} /> a tool's result speaks of an error</label>
       </details></aside>
     <section class="list" aria-label="Rollouts">
-      <div class="bar"><h1 class="sr">Rollouts</h1><span aria-live="polite">${loading && !data ? "Reading …" : data ? summary(data) : ""}</span><span class="grow"></span>
+      <div class="bar"><h1 class="sr">Rollouts</h1><span aria-live="polite">${loading ? (data ? "Searching …" : "Reading …") : data ? summary(data) : ""}</span><span class="grow"></span>
         <${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${[["", "newest"], ...(data?.sorts ?? []).map((name) => [name, name])]} />
         ${values.sort && html`<button class="quiet" aria-label="Turn the order" title="Turn the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
       <${Chips} wanted=${wanted} />
       ${error && html`<${Fault} text=${error} />`}
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
-      <ul class="rows">${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
+      <ul class=${loading && data ? "rows late" : "rows"}>${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
       ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Rollout">${chosen
@@ -62,14 +62,22 @@ function summary(data) {
   return data.complete ? `${data.total.toLocaleString("en")} of ${plural(data.searched, "rollout")}` : `${data.total.toLocaleString("en")} so far, in the first ${plural(data.searched, "rollout")}: narrow the filters to see more`;
 }
 
-/** j and k go through the list, and Escape leaves the rollout. @param {RolloutRow[]} rows @param {string} chosen */
-function useMoving(rows, chosen) {
-  const now = useRef({ rows, chosen });
-  now.current = { rows, chosen };
+/** j and k go through the list, page after page, and Escape leaves the rollout. @param {RolloutRow[]} rows @param {string} chosen @param {number} offset @param {number} total */
+function useMoving(rows, chosen, offset, total) {
+  const now = useRef({ rows, chosen, offset, total }), turned = useRef(0);
+  now.current = { rows, chosen, offset, total };
+  useEffect(() => {
+    if (turned.current && rows.length) change({ at: identity(rows[turned.current > 0 ? 0 : rows.length - 1]), token: null }, true);
+    turned.current = 0;
+  }, [rows]);
   useEffect(() => {
     const moved = (/** @type {any} */ event) => {
-      const { rows, chosen } = now.current;
-      const at = rows.findIndex((row) => identity(row) === chosen);
+      const { rows, chosen, offset, total } = now.current;
+      const at = rows.findIndex((row) => identity(row) === chosen), to = offset + LIMIT * event.detail;
+      if (at >= 0 && !rows[at + event.detail] && to >= 0 && to < total) {
+        turned.current = event.detail;
+        return change({ offset: to || null }, true);
+      }
       const next = rows[at < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, at + event.detail))];
       if (!next) return;
       change({ at: identity(next), token: null }, true);
@@ -102,7 +110,7 @@ function Facet({ label, name, value, counts }) {
   const most = Math.max(1, ...found.map(([, count]) => count));
   return html`<fieldset class="facet"><legend>${label}</legend>${found.slice(0, 14).map(([word, count]) => html`
     <button key=${word} aria-pressed=${value === word} onClick=${() => change({ [name]: value === word ? null : word, offset: null })}>
-      <span class="word">${word.replaceAll("_", " ")}</span><span class="count">${count.toLocaleString("en")}</span><i style=${{ width: `${(count / most) * 100}%` }}></i></button>`)}</fieldset>`;
+      <span class="word" title=${word === "error" ? "Those that failed, and the others of their groups" : null}>${word.replaceAll("_", " ")}</span><span class="count">${count.toLocaleString("en")}</span><i style=${{ width: `${(count / most) * 100}%` }}></i></button>`)}</fieldset>`;
 }
 
 /** The rewards as bars; one is a filter. @param {{histogram: import("./types").Histogram | null | undefined, values: Record<string, string>}} props */

@@ -7,8 +7,8 @@ import { Entry, Sparkline, State } from "./ui.js";
 
 /** @typedef {import("./types").RunRow} RunRow */
 
-/** @param {{answer: {data: import("./types").Runs | null}, chosen: string[], values: Record<string, string>}} props */
-export function Runs({ answer, chosen, values }) {
+/** `late`: the list is an old one, for the server does not answer. @param {{answer: {data: import("./types").Runs | null}, late: boolean, chosen: string[], values: Record<string, string>}} props */
+export function Runs({ answer, late, chosen, values }) {
   const text = values.q ?? "";
   const runs = answer.data?.runs;
   if (!runs) return html`<p class="empty">Looking for runs …</p>`;
@@ -26,7 +26,7 @@ export function Runs({ answer, chosen, values }) {
       <button class="primary" disabled=${compared.length < 2} onClick=${() => go(link("compare", { run: compared }))}>
         Compare${compared.length > 1 ? ` ${compared.length}` : ""}</button>
     </div>
-    <div class="tablebox"><table class="runs">
+    <div class=${late ? "tablebox late" : "tablebox"}><table class="runs">
       <thead><tr><th><span class="sr">Compare</span></th><th>Run</th><th>State</th><th class="right">Step</th><th>Reward</th><th>Held out</th>
         <th class="right">Lag</th><th class="right">Tokens/s</th><th class="right">Took</th><th class="right">Disk</th></tr></thead>
       <tbody>${runs.filter(fits).map((run) => html`<${Row} key=${run.key} run=${run} chosen=${chosen.includes(run.key)} toggle=${() => toggle(run.key)} />`)}</tbody>
@@ -41,8 +41,8 @@ function Row({ run, chosen, toggle }) {
     <td class="check"><input type="checkbox" aria-label=${`Compare ${run.key}`} checked=${chosen} onChange=${toggle} /></td>
     <td class="name"><a href=${link("curves", { run: [run.key] })}>${run.key}</a>
       <div class="faint">${[run.model, run.environments.join(", ")].filter(Boolean).join(" · ")}</div></td>
-    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${run.state === "ended" ? ago(run.changed) : run.why}</a></td>
-    <td class="right" data-label="Step"><span>${run.step}<span class="faint">/${run.max_steps}</span></span>
+    <td class="how"><${State} state=${run.state} why=${run.why} /><a class="faint why" href=${link("health", { run: [run.key] })}>${said(run)}</a></td>
+    <td class="right" data-label="Step"><span>${run.step}${run.max_steps > 0 && html`<span class="faint">/${run.max_steps}</span>`}</span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
       <b title="The mean of the newest steps, five at most">${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
@@ -51,6 +51,12 @@ function Row({ run, chosen, toggle }) {
     <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>
     <td class="right" data-label="Took">${duration(run.seconds)}</td>
     <td class="right" data-label="Disk">${bytes(run.bytes)}</td></tr>`;
+}
+
+/** What a run does, or how long ago and how it ended. @param {RunRow} run */
+function said(run) {
+  if (run.state === "live" || !run.heard) return run.why;
+  return run.state === "ended" ? ago(run.heard) : `${ago(run.heard)}: ${run.why}`;
 }
 
 /** @param {{one: import("./types").EvalChange, alone: boolean}} props */

@@ -64,6 +64,8 @@ function One({ run, kind, values, live }) {
     <details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>
     <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
+    ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
+    ${data.note && html`<p class="note">${data.note}</p>`}
     ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
     <${Dots} versions=${data.versions} a=${identity(left)} b=${identity(right)} />
     <p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one. The line is the mean.</p>

@@ -10,10 +10,10 @@ import { Fault } from "./ui.js";
 /** @typedef {import("./types").Timeline} Answer */
 
 const ROW = 26, LEFT = 0, WIDTH = 1000;
-const WAITS = /wait|idle|starting/;
-const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", warning: "!", stop: "■", repair: "✚", give_up: "✕", step: "S", batch: "B", eval: "E" });
+const WAITS = /wait|idle/;
+const MOMENTS = /** @type {Record<string, string>} */ ({ death: "✕", restart: "↻", ready: "▲", start: "▶", silent: "…", stall: "…", quarantine: "!", warning: "!", repair: "✚", give_up: "✕", stop: "■", step: "S", batch: "B", eval: "E" });
 const KINDS = /** @type {Record<string, string>} */ ({ forward_backward: "k0", optimizer: "k1", publish_weights: "k2", checkpoint: "k4", batch: "k5", eval: "k3", training: "k0", publishing: "k2", checkpointing: "k4", copying_state: "k4", filling_batch: "k2", evaluating: "k3", loading_version: "k4", play: "k3", score: "k1",
-  fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4", "no process worked": "k6" });
+  starting: "k4", fetch_batch: "wait", serving: "idle", sampling: "k5", load: "k4", stage: "k4", "no process worked": "k6" });
 const QUIET = ["step", "batch", "eval"];
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
@@ -48,7 +48,8 @@ function Clock({ data, at }) {
   const find = (/** @type {Event} */ e) => {
     e.preventDefault();
     const time = timeOf(text, data.first, data.last);
-    setFault(time === null ? `the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    setFault(time === null ? `at no such time: the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    if (document.activeElement instanceof HTMLElement) document.activeElement.blur();
     if (time === null) return;
     const near = time >= data.begin && time <= data.end && data.end - data.begin <= 600;
     change({ at: time.toFixed(2), ...(near ? {} : { begin: Math.max(data.first, time - 60).toFixed(2), end: Math.min(data.last, time + 60).toFixed(2) }) }, true);
@@ -61,7 +62,7 @@ function Clock({ data, at }) {
 /** The last time within a run at which a clock showed this, seconds since the epoch. @param {string} text @param {number} first @param {number} last */
 function timeOf(text, first, last) {
   const found = /^\s*(\d{1,2}):(\d{2})(?::(\d{2}))?\s*$/.exec(text);
-  if (!found) return null;
+  if (!found || Number(found[1]) > 23 || Number(found[2]) > 59 || Number(found[3] ?? 0) > 59) return null;
   const date = new Date(last * 1000);
   date.setHours(Number(found[1]), Number(found[2]), Number(found[3] ?? 0), 0);
   const length = found[3] ? 1 : 60;  // of the minute that is meant some part is enough
@@ -84,16 +85,27 @@ function Then({ data, at }) {
       ${!rows.length && html`<p class="faint">Nothing is recorded of that moment.</p>`}`}</section>`;
 }
 
-/** From the trainer, which everything is for, to the process that waited for nobody. @param {{lane: {process: string}, span: Span}[]} rows */
+/** What a process did itself, in spans: the parts of its step, its requests and weights, else its phase; its threads count if that is nothing,
+ * and that a server is up if there is nothing else. @param {string} process @param {{lane: {process: string, name: string}, span: Span}[]} rows */
+function doing(process, rows) {
+  const own = rows.filter(({ lane, span }) => lane.process === process && !span.name.startsWith("level "));
+  const busy = own.filter(({ span }) => span.name !== "serving"), of = (/** @type {RegExp} */ lanes) => busy.filter(({ lane }) => lanes.test(lane.name));
+  const found = [of(/^(step|requests|weights|)$/), of(/^phase$/), busy.slice(0, 1), own].find((some) => some.length) ?? [];
+  return found.map(({ span }) => span);
+}
+
+/** From the trainer, which everything is for, to the process that waited for nobody. @param {{lane: {process: string, name: string}, span: Span}[]} rows */
 function chain(rows) {
   const words = [], seen = new Set();
-  for (let name = "trainer"; name && !seen.has(name);) {
+  let name = "trainer";
+  while (name && !seen.has(name)) {
     seen.add(name);
-    const own = rows.filter(({ lane }) => lane.process === name || lane.process.startsWith(`${name}-`)).filter(({ span }) => !span.name.startsWith("level ")), wait = own.find(({ span }) => span.waits_for);
-    const what = (wait ?? own.find(({ span }) => span.name !== "serving") ?? own[0])?.span;
-    words.push(html`<b>${name}</b> ${what ? (what.text || what.name).replaceAll("_", " ") : "did nothing that is recorded"}`);
-    name = wait?.span.waits_for ?? "";
+    const there = rows.map(({ lane }) => lane.process).sort();
+    const spans = doing(there.find((process) => process === name || process.startsWith(`${name}-`)) ?? name, rows);
+    words.push(html`<b>${name}</b> ${spans.map((span) => (span.text || span.name).replaceAll("_", " ")).join(" and ") || "did nothing that is recorded"}`);
+    name = spans.find((span) => span.waits_for)?.waits_for ?? "";
   }
+  if (name) return html`<b>${[...seen].join(" and ")}</b> each waited for the other at this moment: work was being handed over.`;
   return words.map((word, i) => html`${i ? ", for which it waited: " : ""}${word}`);
 }
 
@@ -156,16 +168,32 @@ function spoken(data) {
 /** @param {{data: import("./types").Timeline}} props */
 function Shares({ data }) {
   const length = data.end - data.begin;
-  const parts = data.lanes.filter((lane) => /^(step|phase|requests|)$/.test(lane.name) && (lane.name !== "phase" || !data.lanes.some((one) => one.process === lane.process && /step|requests/.test(one.name))));
-  const rows = parts.flatMap((lane) => {
-    const sums = new Map();
-    for (const span of lane.spans) sums.set(span.name, (sums.get(span.name) ?? 0) + Math.min(span.end, data.end) - Math.max(span.begin, data.begin));
-    return [...sums].sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, seconds], i) => ({ lane: i ? "" : lane.process, name, seconds }));
+  const rows = [...new Set(data.lanes.map((lane) => lane.process))].flatMap((process) => {
+    const own = (/** @type {RegExp} */ which) => data.lanes.filter((lane) => lane.process === process && which.test(lane.name)).flatMap((lane) => lane.spans);
+    const sums = new Map(), parts = own(/^(step|requests|)$/);
+    for (const span of [...parts, ...own(/^phase$/).flatMap((phase) => beside(phase, parts))]) {
+      const seconds = Math.min(span.end, data.end) - Math.max(span.begin, data.begin);
+      if (seconds > 0) sums.set(span.name, (sums.get(span.name) ?? 0) + seconds);
+    }
+    return [...sums].sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, seconds], i) => ({ lane: i ? "" : process, name, seconds }));
   });
   const quiet = data.quiet.reduce((total, one) => total + one.end - one.begin, 0);
   if (quiet) rows.push({ lane: "nobody", name: "no process worked", seconds: quiet });
   return html`<table><tbody>${rows.map((row, i) => html`<tr key=${i}><th scope="row">${row.lane}</th><td><i class=${`swatch ${kind(row.name)}`}></i>${row.name.replaceAll("_", " ")}</td>
     <td class="right nowrap">${duration(row.seconds)}</td><td class="right">${((row.seconds / length) * 100).toFixed(0)}%</td></tr>`)}</tbody></table>`;
+}
+
+/** What of a span lies beside others, which are in the order of time and do not overlap. @param {Span} span @param {Span[]} others @returns {Span[]} */
+function beside(span, others) {
+  const found = [];
+  let begin = span.begin;
+  for (const other of others) {
+    if (other.end <= begin) continue;
+    if (other.begin >= span.end) break;
+    if (other.begin > begin) found.push({ ...span, begin, end: other.begin });
+    begin = other.end;
+  }
+  return begin < span.end ? [...found, { ...span, begin }] : found;
 }
 
 /** @param {{data: Answer, run: string, every: boolean}} props */

@@ -199,7 +199,7 @@ function Scale({ signal, data }) {
   const two = TWO_SIDED.includes(signal), end = signal === "ratio" ? Math.exp(most) : most;
   const sides = two ? [-5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5] : [0, 1, 2, 3, 4, 5];
   const minus = signal.endsWith("logprobs") ? "−" : "";
-  return html`<span class="scale"><span class="faint">${two ? number(signal === "ratio" ? 1 / end : -end) : 0}</span>${sides.map((n) => html`<i class=${n ? `q${n}` : ""}></i>`)}<span class="faint">${minus}${number(end)}</span></span>`;
+  return html`<span class="scale"><span class="faint">${two ? exact(signal, signal === "ratio" ? 1 / end : -end) : 0}</span>${sides.map((n) => html`<i class=${n ? `q${n}` : ""}></i>`)}<span class="faint">${minus}${exact(signal, end)}</span></span>`;
 }
 
 /** Line ends are shown and kept. @param {string} piece */
@@ -212,5 +212,10 @@ function Reading({ page, i }) {
   const at = i - page.offset, names = ORDER.filter((name) => name in page.signals);
   if (page.pieces[at] === undefined) return html`<span class="faint">There is no token ${i}.</span>`;
   return html`<b class="piece">${JSON.stringify(page.pieces[at])}</b> <span class="faint">#${i}, id ${page.ids[at]}</span>
-    ${page.trained[at] ? names.map((name) => html`<span key=${name} title=${page.signals[name].what}><span class="faint">${NAMES[name]}</span> <b>${name === "stopped" ? STOPPED[page.values[name]?.[at] ?? 0] : number(page.values[name]?.[at])}</b></span>`) : html`<span class="faint">not trained</span>`}`;
+    ${page.trained[at] ? names.map((name) => html`<span key=${name} title=${page.signals[name].what}><span class="faint">${NAMES[name]}</span> <b>${name === "stopped" ? STOPPED[page.values[name]?.[at] ?? 0] : exact(name, page.values[name]?.[at])}</b></span>`) : html`<span class="faint">not trained</span>`}`;
+}
+
+/** A value as it is shown: ratios are near 1, and want more digits. @param {string} signal @param {number | null | undefined} value */
+function exact(signal, value) {
+  return signal === "ratio" && value !== null && value !== undefined ? String(+value.toPrecision(6)) : number(value);
 }

@@ -21,6 +21,7 @@ export interface RunRow {
   lag: number | null;
   tokens_per_s: number | null;
   seconds: number;
+  heard: number;
   changed: number;
   bytes: number;
 }
@@ -83,6 +84,9 @@ export interface Series {
   values: (number | null)[];
   errors: (number | null)[];
   each: number;
+  firsts: number[];
+  lows: number[];
+  highs: number[];
 }
 
 export interface Mark {
@@ -195,6 +199,7 @@ export interface Task {
   prompt: Message[];
   versions: TaskVersion[];
   without_version: number;
+  note: string;
 }
 
 export interface TaskVersion {

@@ -1,0 +1,139 @@
+"""The spans and gauges that the processes of a run wrote, in wall time, followed while they are written."""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.run_dir.files import LineReader, files_in
+from rl.run_dir.spans import DECODER, Gauges, Span, Start, is_time, old
+from rl.wire.messages import UNREADABLE
+
+START = b'{"kind":"start"'
+"""A line may begin with half of another one, whose process was killed."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Something that a process did. Times are seconds since the epoch."""
+
+    process: str
+    lane: str
+    name: str
+    begin: float
+    end: float
+    step: int | None
+    """The step, batch or policy version that it was about."""
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Numbers of a process at one moment."""
+
+    process: str
+    time: float
+    values: Mapping[str, float]
+
+
+class SpanFile:
+    """What one file holds. Damaged lines are passed over, and those before the first Start."""
+
+    def __init__(self, path: Path, process: str):
+        self.reader, self.process = LineReader(path), process
+        self.offset: float | None = None
+        """Wall time minus monotonic time since the newest Start, seconds."""
+        self.spans: list[Done] = []
+        self.gauges: list[Counted] = []
+        self.begun, self.ended = array("d"), array("d")
+        """Of the spans."""
+        self.sorted = np.empty(0)
+
+    def refresh(self) -> None:
+        """Reads the lines that are new."""
+        while lines := self.reader.new():
+            for text in lines:
+                try:
+                    line = DECODER.decode(text[max(0, text.rfind(START)) :])
+                except UNREADABLE:
+                    continue
+                if isinstance(line, Start):
+                    self.offset = line.time - line.monotonic
+                elif self.offset is not None:
+                    self._add(line, self.offset)
+
+    def _add(self, line: Span | Gauges, offset: float) -> None:
+        if isinstance(line, Gauges):
+            if is_time(line.at + offset):
+                self.gauges.append(Counted(self.process, line.at + offset, line.values))
+        elif line.begin <= line.end and is_time(line.begin + offset) and is_time(line.end + offset):
+            done = Done(self.process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
+            self.spans.append(done)
+            self.begun.append(done.begin)
+            self.ended.append(done.end)
+
+    @property
+    def begins(self) -> np.ndarray:
+        """When its spans began, ascending [n]."""
+        if len(self.sorted) != len(self.spans):
+            self.sorted = np.sort(np.array(self.begun))
+        return self.sorted
+
+    def between(self, begin: float, end: float) -> list[Done]:
+        """The spans that touch the time from one moment to another."""
+        inside = np.flatnonzero((np.array(self.ended) >= begin) & (np.array(self.begun) <= end))
+        return [self.spans[i] for i in inside.tolist()]
+
+
+class Recording:
+    """The files of `spans/`. Each is read once: one that has become the old one is known by its inode."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[tuple[str, int], SpanFile] = {}
+        """By process and inode; of a process the older one first."""
+
+    def refresh(self) -> None:
+        """Reads what is new, and forgets what is gone."""
+        found = {}
+        for path in files_in(self.folder, ".jsonl"):
+            for part in (old(path), path):
+                try:
+                    there = part.stat()
+                except FileNotFoundError:
+                    continue
+                file = self.files.get((path.stem, there.st_ino))
+                if file is None or file.reader.offset > there.st_size:  # a new one, or it was cut
+                    file = SpanFile(part, path.stem)
+                file.reader.path = part
+                file.refresh()
+                found[path.stem, there.st_ino] = file
+        self.files = found
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """When the first span began and when the last one ended; None without any."""
+        some = [file for file in self.files.values() if file.spans]
+        return (min(float(file.begins[0]) for file in some), max(max(file.ended) for file in some)) if some else None
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """When each process last wrote numbers, which it does behind its spans, every two seconds."""
+        return {file.process: file.gauges[-1].time for file in self.files.values() if file.gauges}
+
+    def first(self, time: float, process: str | None) -> Iterator[float]:
+        """When the first span of a process, None: of any, began that did not begin before a time; nothing if there is none."""
+        for file in self.files.values():
+            if process in (None, file.process) and (at := int(np.searchsorted(file.begins, time))) < len(file.begins):
+                yield float(file.begins[at])
+
+    def between(self, begin: float, end: float) -> tuple[list[Done], list[Counted]]:
+        """The spans that touch the time from one moment to another, and the gauges in it, those of a file in their order."""
+        files = self.files.values()
+        return (
+            [done for file in files for done in file.between(begin, end)],
+            [counted for file in files for counted in file.gauges if begin <= counted.time <= end],
+        )
