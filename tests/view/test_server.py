@@ -281,6 +281,8 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
     with (files.spans / "inference.jsonl").open("ab") as file:
         file.writelines(msgspec.json.encode(Gauges(at=at, values={"requests": 61})) + b"\n" for at in (60.0, 62.0, 64.0))
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (68.0, 98.0)]
+    append_event(files.events, Event(time=now - 35, event="death", process="inference"))
+    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (65.0, 98.0)]
     with pytest.raises(RunError, match=r"begin = 5.0, end = 1.0: nothing is between"):
         desk.timeline(TimelineParameters(run="x", begin=5.0, end=1.0))
 
