@@ -72,4 +72,5 @@ def how_it_ended(state: RunState) -> Ending:
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
         return Ending(f"the run did not come to its start{why}; `{state.resume}` tries again", "died", log)
-    return stopped
+    text = f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`"
+    return Ending(text, "stopped")
