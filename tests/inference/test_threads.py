@@ -49,20 +49,6 @@ def test_small_steps_run_on_one_thread_and_the_others_on_all_again(monkeypatch):
     assert seen == [1, 2, 1]
 
 
-def test_new_weights_are_computed_by_as_many_threads_as_are_faster_by_then(monkeypatch, capsys):
-    monkeypatch.setattr(chosen, "largest_for_one", lambda seconds: 256)
-    seen: list[int] = []
-    engine = runner(seen)
-    found = choose_threads(engine)
-    for fastest in (2, 1):
-        engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=200), "x")
-        monkeypatch.setattr(chosen, "try_products", lambda *_, fastest=fastest: lambda tokens, number: 1.0 if number == fastest else 2.0)
-        found.choose_again()  # after a step of one thread, and after one of both
-    engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=200), "x")
-    assert seen == [1, 2, 1]
-    assert [line.split()[5] for line in capsys.readouterr().err.splitlines()] == ["256", "0", "256"]
-
-
 def test_nothing_is_changed_where_there_is_nothing_to_choose():
     """A model without packed layers, or of odd widths, which vLLM's norm does not take, or a single thread."""
     for number, num_layers, width in ((2, 0, 64), (2, 1, 63), (1, 1, 64)):

@@ -45,15 +45,10 @@ def largest_for_one(seconds: Callable[[int, int], float]) -> int:
     """
     most = 0
     for size in SIZES:
-        if not one_is_faster(seconds, size, torch.get_num_threads()):
+        if seconds(size - 2, 1) > seconds(size - 3, torch.get_num_threads()):
             break
         most = size
     return most
-
-
-def one_is_faster(seconds: Callable[[int, int], float], size: int, together: int) -> bool:
-    """Whether one thread computes a step of about this size as fast as that many."""
-    return seconds(size - 2, 1) <= seconds(size - 3, together)
 
 
 def products_of(model: nn.Module) -> list[nn.Module]:
@@ -95,42 +90,22 @@ def pause() -> None:
         pass
 
 
-class Threads:
+def choose_threads(runner: Any) -> None:
     """Has a CPU's model runner compute steps of few tokens on one thread, if the model's own products say that this is faster here.
 
     Sampling, which follows a step, is computed by as many.
     """
-
-    def __init__(self, runner: Any):
-        self.runner, self.together = runner, torch.get_num_threads()
-        with torch.no_grad():
-            self.first = self.most = largest_for_one(self.trial())
-        self.say()
+    layers, together = products_of(runner.get_model()), torch.get_num_threads()
+    if together == 1 or not layers:
+        return
+    with torch.no_grad():
+        most = largest_for_one(try_products(layers, runner.dtype))
+    print(f"inference: steps of at most {most} tokens are computed by one thread, others by {together}", file=sys.stderr, flush=True)
+    if most:
         compute = runner.execute_model
 
         def execute_model(scheduled: Any, *args: Any, **more: Any) -> Any:
-            torch._C.set_num_threads(1 if scheduled.total_num_scheduled_tokens <= self.most else self.together)
+            torch._C.set_num_threads(1 if scheduled.total_num_scheduled_tokens <= most else together)
             return compute(scheduled, *args, **more)
 
         runner.execute_model = execute_model
-
-    def trial(self) -> Callable[[int, int], float]:
-        return try_products(products_of(self.runner.get_model()), self.runner.dtype)
-
-    def choose_again(self) -> None:
-        """Tries the smallest steps anew, for new weights, whose kernels are yet to be made: 15 ms. A server starts while other processes
-        do, and what it finds then, on cores that are busy, may be wrong by half of a step as soon as they are not."""
-        before = self.most
-        with torch.no_grad():
-            self.most = max(self.first, SIZES[0]) if one_is_faster(self.trial(), SIZES[0], self.together) else 0
-        if self.most != before:
-            self.say()
-
-    def say(self) -> None:
-        text = f"inference: steps of at most {self.most} tokens are computed by one thread, others by {self.together}"
-        print(text, file=sys.stderr, flush=True)
-
-
-def choose_threads(runner: Any) -> Threads | None:
-    """None where there is nothing to choose: one thread, or no products that can be tried."""
-    return Threads(runner) if torch.get_num_threads() > 1 and products_of(runner.get_model()) else None

@@ -18,7 +18,6 @@ from rl.system.linux import end_with_parent, place
 
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
-    from rl.inference.threads import Threads
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Tensors by name, whole."""
@@ -59,7 +58,6 @@ class WeightLoader:
     """Mixed into vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls the methods between two steps of the engine."""
 
     _staged: "Future[Staged | Weights] | None" = None
-    _threads: "Threads | None" = None
 
     def begin(self, server_pid: int, server_place: str) -> bool:
         """What has to be done once, before the first request. Returns whether this worker is on the server's host; one on another node ends
@@ -80,7 +78,7 @@ class WeightLoader:
         count_uncompiled()
         if self.vllm_config.speculative_config is None:
             self.model_runner.input_batch.generators = Generators()
-        self._threads = speed_up(self.model_runner)
+        speed_up(self.model_runner)
 
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.
@@ -147,8 +145,6 @@ class WeightLoader:
         staged, self._staged = self._staged.result(), None
         if isinstance(staged, Staged):
             replaced = staged.put_in_place()
-            if self._threads:
-                self._threads.choose_again()
             later = threading.Timer(FREE_AFTER_S, replaced.clear)
             later.daemon = True
             later.start()
