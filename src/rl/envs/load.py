@@ -66,7 +66,6 @@ def is_v1(env_id: str) -> bool:
     if v1_exports(package):
         return True
     if not hasattr(package, "load_environment"):
-        raise RunError(
-            f"environment {env_id}: {package.__file__} has no function load_environment, and no v1 Taskset or Env in `__all__`: check the name, or add one"
-        )
+        lacks = "has no function load_environment, and no v1 Taskset or Env in `__all__`: check the name, or add one"
+        raise RunError(f"environment {env_id}: {package.__file__} {lacks}")
     return False

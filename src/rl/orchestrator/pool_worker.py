@@ -161,7 +161,8 @@ def lacking_remedy(python: str) -> str:
     """What brings the packages of workers into an interpreter that lacks some."""
     if home := home_of(python):
         return f"`rl env remove {home}`, and a start makes its home anew"
-    return f"`{shlex.join(['uv', 'pip', 'install', '--python', python, *WORKER])}`, the environment's own package, and verifiers (classic: <0.4)"
+    command = shlex.join(["uv", "pip", "install", "--python", python, *WORKER])
+    return f"`{command}`, the environment's own package, and verifiers (classic: <0.4)"
 
 
 def inherit(dead: Worker, worker: Worker, reason: str) -> None:
