@@ -80,7 +80,9 @@ def test_packages_of_one_name_and_version_are_told_apart_by_what_they_hold(index
     said.clear()
     assert ensure(request, said.append, recorded=older) == homes["bob"] and not any("warning" in line for line in said)
     text = text_of("hello", Record("k", homes["bob"]))
-    assert "# own = hello==1.0\n" in text and "\nhello==1.0" not in text, "uv and pip would ask the usual index for it"
+    assert "`rl env install` of this file installs it, too.\n# own = hello==1.0\n" in text and "\nhello==1.0" not in text, (
+        "uv and pip would ask the usual index for it"
+    )
     (tmp_path / "hello.txt").write_text(text)
     assert read_record(tmp_path / "hello.txt") == Record("k", homes["bob"])
 

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from rl.orchestrator.pool import Worker, WorkerPool
+from rl.orchestrator.pool_worker import lacking_remedy
 from rl.system import process_table
 from rl.system.children import start
 from rl.wire.rollouts import Rollout, Turn
@@ -99,3 +100,8 @@ def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
         return server.wait(40)
 
     assert asyncio.run(main()) == -signal.SIGKILL
+
+
+def test_what_an_interpreter_of_ones_own_needs():
+    text = lacking_remedy("/opt/python")
+    assert text.startswith("`uv pip install --python /opt/python 'aiohttp") and text.endswith("package, and verifiers (classic: <0.4)")

@@ -33,9 +33,9 @@ def text_of(name: str, record: Record) -> str:
     own = owned(record.home)
     if record.code:
         fields["code"] = record.code
-    if own:  # its name alone would mean another package to whoever reads requirements
-        fields["own"] = own
     head = [f"# {key} = {value}" for key, value in fields.items()]
+    if own:  # its name alone would mean another package to whoever reads requirements
+        head += ["# uv and pip would look elsewhere for the next one: `rl env install` of this file installs it, too.", f"# own = {own}"]
     packages = [line for line in record.home.packages if line != own]
     return "\n".join([f"# Environment {name} was played with these packages.", *head, *packages]) + "\n"
 
