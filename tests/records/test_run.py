@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 import rl
-from rl.diagnosis.state import Heartbeats
 from rl.records.metrics import Metrics
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
@@ -89,16 +87,6 @@ def test_problems_come_with_their_evidence(run_dir):
     assert (truncated.metrics, truncated.why) == (("rollouts/truncated",), None)
     damaged = [problem.files for problem in found.values() if problem.serious and problem.files]
     assert (run_dir.batch(1),) in damaged and (run_dir.rollouts(1),) in damaged
-
-
-def test_a_diagnosis_that_takes_long_is_believed_for_some_time_by_whoever_asks_again_and_again(run_dir, monkeypatch):
-    run, made = Run(run_dir.root), []
-    monkeypatch.setattr("rl.records.run.diagnose", lambda *given: (made.append(given), time.sleep(0.02)))
-    for heartbeats, costly_s, count in ((None, 0.01, 2), (Heartbeats(), 0.01, 3), (Heartbeats(), 1.0, 5)):
-        monkeypatch.setattr("rl.records.run.COSTLY_S", costly_s)
-        run.heartbeats, run._diagnosed = heartbeats, None
-        run.quick_diagnosis(), run.quick_diagnosis()
-        assert len(made) == count
 
 
 def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeypatch):

@@ -28,7 +28,11 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
     ]
     one, two = str(run_dir.weights(1)), str(run_dir.weights(2))
     assert [run.load_model(which)[0] for which in (None, 0, 1, "best", "best:held-out")] == [two, "none", one, one, one]
-    assert run.load_model(1, dtype="float32")[1] == {"dtype": "float32"} and run.tokenizer == ("none", {})
+    assert run.load_model(1, dtype="float32")[1] == {"dtype": "float32"}
+    with pytest.raises(RunError, match=r"the tokenizer of none is not on this machine, nor in .*weights: copy it there"):
+        _ = run.tokenizer
+    (run_dir.weights(1) / "tokenizer.json").touch()
+    assert run.tokenizer == (one, {})
     with pytest.raises(RunError, match=r"version 3 is not in .*; there are: 1, 2 \(and 0, the base model\)"):
         run.load_model(3)
     with pytest.raises(RunError, match=r"give a number, or best:NAME; evaluations and their best versions: \{'held-out': 1\}"):

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from rl.diagnosis.state import RunState, span
 from rl.run_dir.logs import last_lines, last_words, newest_log
-from rl.run_dir.metrics import Lines
+from rl.run_dir.metrics import Numbers
 
 
 class Ending(NamedTuple):
@@ -21,22 +21,23 @@ class Ending(NamedTuple):
     """The words of the sentence that say how long ago it was."""
 
 
-def nothing_trained(lines: Lines) -> str:
+def nothing_trained(numbers: Numbers) -> str:
     """Why a run has trained nothing although it has come through its steps; empty if it has trained, or come through none."""
-    steps = [line for (step, source), line in lines.items() if source == "trainer" and step > 0]
-    if not steps or not all(line.get("quarantined") for line in steps):
+    steps = [step for step in numbers.steps("trainer") if step > 0]
+    quarantined = {step for step, value in zip(*numbers.points("trainer", "quarantined"), strict=True) if value}
+    if not steps or not quarantined.issuperset(steps):
         return ""
     return "no step was trained: every batch was quarantined (batches/*.quarantined says why); mend the cause, then --resume 0"
 
 
 def ended_well(state: RunState) -> str:
     """Why a finished run ended; empty for one that did not finish."""
-    if nothing_trained(state.lines):
+    if nothing_trained(state.numbers):
         return ""
     if state.config.sft:
         passes = state.config.sft.epochs
-        newest = state.lines.get((state.step, "trainer"), {})
-        done = state.step >= state.config.max_steps if passes is None else float(newest.get("epoch") or 0.0) >= passes - 1e-6
+        epoch = [*state.numbers.points("trainer", "epoch", 1)[1], 0.0][0]
+        done = state.step >= state.config.max_steps if passes is None else epoch >= passes - 1e-6
         return f"{state.step} steps done" if done and state.newest_checkpoint >= state.step > 0 else ""
     last = max([0, *state.quarantined, state.step])
     return state.end.reason if state.end and state.newest_checkpoint >= last else ""
@@ -46,7 +47,7 @@ def how_it_ended(state: RunState) -> Ending:
     """How a run of which no process lives came to its end."""
     if reason := ended_well(state):
         return Ending(f"the run ended well: {reason}", "ended")
-    if why := nothing_trained(state.lines):
+    if why := nothing_trained(state.numbers):
         return Ending(why, "died")
     if stop := state.stop:
         age = f" {span(state.now - stop.time)} ago"
@@ -67,7 +68,7 @@ def how_it_ended(state: RunState) -> Ending:
         doing = ", ".join(f"the {process.name} was {process.doing}" for process in left)
         age = f" {span(first.silent_s)} ago"
         return Ending(f"the run was killed{age} at step {state.step}: {doing}; continue it with `{state.resume}`", "died", age=age)
-    if not state.lines and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
+    if state.numbers.newest() is None and not state.newest_batch and newest_log(state.run_dir.logs, "trainer") is None:
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
         return Ending(f"the run did not come to its start{why}; `{state.resume}` tries again", "died", log)

@@ -24,14 +24,19 @@ def reward_problems(state: RunState) -> list[Problem]:
     if state.config.sft or len(values) < ENOUGH_STEPS:
         return []
     size = len(values) // 4
-    early, late = statistics.mean(values[:size]), statistics.mean(values[-size:])
-    error = math.sqrt((statistics.variance(values[:size]) + statistics.variance(values[-size:])) / size)
+    early, late = statistics.fmean(values[:size]), statistics.fmean(values[-size:])
+    error = math.sqrt((variance(values[:size], early) + variance(values[-size:], late)) / size)
     if late >= SOLVED or late - early > CLEAR * error:
         return []
     found = [*rollout_hints(state), *trainer_hints(state)]
     none = "" if found else " No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"
     head = f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the last {size}.{none}"
     return [hint(head, "reward/mean"), *found]
+
+
+def variance(values: list[float], mean: float) -> float:
+    """The sample variance of at least two values; that of `statistics` takes a second for the rewards of a long run."""
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def hint(text: str, metric: str, why: str | None = None) -> Problem:
@@ -41,7 +46,7 @@ def hint(text: str, metric: str, why: str | None = None) -> Problem:
 
 def verdict(state: RunState) -> str:
     """What a trial (`--quick`) that ended well showed: how many steps were trained, and whether there is something to learn."""
-    steps = len({step for step, source in state.lines if source == "trainer"} - {*state.quarantined})
+    steps = len({*state.numbers.steps("trainer")} - {*state.quarantined})
     head = f"trained {steps or 'no'} step{'' if steps == 1 else 's'}"
     if state.config.sft:
         losses = state.values("trainer", "loss/mean")

@@ -10,14 +10,16 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import psutil
 
 from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
+from rl.run_dir.files import files_in
 from rl.run_dir.lease import LockOwner
-from rl.run_dir.metrics import Lines, curve, read_metrics
+from rl.run_dir.metrics import Numbers, ReadOnce, read_metrics
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, describe, read_json, read_status
@@ -97,7 +99,7 @@ class RunState:
     launcher: Process | None
     """The run's `rl`; None: it had none, or it is on another machine."""
     processes: dict[str, Process]
-    lines: Lines
+    numbers: Numbers
     events: list[Event]
     end: RunEnd | None
     newest_batch: int
@@ -136,18 +138,19 @@ class RunState:
         """The command that continues the run."""
         return f"rl @ {shlex.quote(str(self.run_dir.config))} --resume"
 
-    @property
+    @cached_property
     def step(self) -> int:
         """The newest step that the trainer reported; before the first, the one that the run begins behind."""
-        return max((step for step, source in self.lines if source == "trainer"), default=first_step(self.run_dir))
+        steps = self.numbers.steps("trainer")
+        return int(steps[-1]) if len(steps) else first_step(self.run_dir)
 
     def values(self, source: str, metric: str) -> list[float]:
         """A metric's values, oldest first."""
-        return curve(self.lines, source, metric)[1]
+        return self.numbers.points(source, metric)[1]
 
     def recent(self, source: str, metric: str) -> list[float]:
         """A metric's values in the newest steps, oldest first."""
-        return self.values(source, metric)[-RECENT:]
+        return self.numbers.points(source, metric, RECENT)[1]
 
     def steady(self, metric: str) -> list[float]:
         """The trainer's recent values without those of a run's first step, whose time is the wait for everything to come up."""
@@ -166,7 +169,7 @@ class RunState:
 
     def moved_s(self) -> float:
         """Seconds since anything of the run moved: a counter, a batch, a line of metrics, a process that started."""
-        times = [float(line["time"]) for line in self.lines.values() if "time" in line]
+        times = [time] if (time := self.numbers.newest()) else []
         times += [event.time for event in self.events if event.event in ("ready", "restart")]
         for process in self.processes.values():
             times += [time for time in (process.status.progressed, process.status.started) if time is not None]
@@ -210,14 +213,15 @@ class Heartbeats:
         return heartbeat + moment - since if moves else max(now, heartbeat + moment - since)
 
 
-def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None) -> RunState:
-    """The state of a run. A file that is missing or half written counts as not there.
+def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None, metrics: Numbers | None = None) -> RunState:
+    """The state of a run. A file that is missing or half written counts as not there. Raises PermissionError for what may not be read.
 
-    heartbeats: what was seen by earlier looks; without it `other_clocks` waits where a clock may be another one.
+    heartbeats: what was seen by earlier looks; without it `other_clocks` waits where a clock may be another one. metrics: of the run, from
+    whoever follows them; without it they are read.
     """
     now = time.time()
     evals = reversed(numbered(run_dir.evals).items())
-    paths = sorted(run_dir.status_dir.glob("*.json"))
+    paths = files_in(run_dir.status_dir, ".json")
     statuses = {path.stem: status for path in paths if (status := read_status(path)) and status.pid is not None}
     doubtful = [name for name, status in statuses.items() if is_doubtful(status, now)]
     clocks = (
@@ -232,7 +236,7 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None 
         now=now,
         launcher=read_launcher(run_dir.lock("rl"), now),
         processes=processes,
-        lines=read_metrics(run_dir.metrics),
+        numbers=metrics or ReadOnce(read_metrics(run_dir.metrics)),
         events=read_events(run_dir.events),
         end=read_json(run_dir.run_end, RunEnd),
         newest_batch=run_dir.newest_batch(),

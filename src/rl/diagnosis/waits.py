@@ -11,6 +11,7 @@ from rl.diagnosis.problems import Problem, log_of, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.state import Heartbeats, Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
+from rl.run_dir.metrics import Numbers
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase
@@ -46,9 +47,9 @@ class Diagnosis:
     """The words of the sentence that say how long ago the run ended; empty where it says no such thing."""
 
 
-def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None) -> Diagnosis:
-    """The diagnosis of a run, alive or dead. heartbeats: see read_state."""
-    state = read_state(run_dir, config, heartbeats)
+def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None, metrics: Numbers | None = None) -> Diagnosis:
+    """The diagnosis of a run, alive or dead. heartbeats, metrics: see read_state."""
+    state = read_state(run_dir, config, heartbeats, metrics)
     hints = reward_problems(state)
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:

@@ -28,7 +28,7 @@ from rl.launch.supervisor import Supervisor
 from rl.launch.trackers import trackers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
-from rl.run_dir.metrics import Merger, MetricsReader, read_metrics, sources_dir
+from rl.run_dir.metrics import Merger, MetricsReader, ReadOnce, read_metrics, sources_dir
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -144,7 +144,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         if config.sft:
             watch.tell_data()
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
-        if fault := nothing_trained(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__)):
+        if fault := nothing_trained(ReadOnce(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__))):
             raise RunError(fault)
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"

@@ -54,7 +54,7 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
 def missing_parts(folder: Path) -> list[str]:
     """Files that a model folder lacks, described for the user; empty when it is complete."""
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -63,6 +63,11 @@ def missing_parts(folder: Path) -> list[str]:
     elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         faults.append("weights (*.safetensors)")
     return faults
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer's vocabulary."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The index of a run's rollouts: follows rollouts/ and evals/, and tells where each rollout stands. Nothing of the run is written."""
 
-import contextlib
 import os
 import re
 import time
@@ -71,6 +70,8 @@ class RolloutIndex:
         """Those of evaluations, by version and name."""
         self.damaged: dict[Source, str] = {}
         """Files that could not be read, with what is wrong; their rollouts are missing."""
+        self.denied: dict[Path, str] = {}
+        """Folders that may not be read."""
         self.gone = 0
         """Rows of files that are not there any more."""
         self.looked: State | None = None
@@ -103,27 +104,48 @@ class RolloutIndex:
     def _changes(self) -> tuple[list[Source], list[Source]]:
         """Files that are gone or others than they were, and those to read. Old ones are believed to be as they were, unless the run was
         taken back since."""
-        folders = numbered(self.run_dir.evals)
-        state = State(mtime(self.run_dir.rollouts_dir), names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
+        folders = self._versions()
+        state = State(mtime(self.run_dir.rollouts_dir), self._names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
         newest = [
             step for step in range(max(self.steps, default=0), max(0, max(self.steps, default=0) - SUSPECTS), -1) if step in self.steps
         ]
         others = [step for step in newest if self._identity(Source(Kind.STEP, step)) != self.steps[step]]
-        if state == self.looked and not others:
+        if state == self.looked and not others and not self.denied:
             return [], []
-        there = set(step_numbers(self.run_dir.rollouts_dir))
+        there = {int(match[1]) for match in map(STEP_FILE.fullmatch, self._names(self.run_dir.rollouts_dir)) if match}
         whole = bool(not self.looked or state.discarded != self.looked.discarded or others)  # others: another run may be here, see --clean
         looked_at = self.steps.keys() & there if whole else newest
         changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
         gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]
         new = [Source(Kind.STEP, step) for step in sorted((there - self.steps.keys()) | (changed & there))]
-        evals = {(version, path.stem): identity_of(path) for version, folder in folders.items() for path in sorted(folder.glob("*.jsonl"))}
+        files = [(version, folder / name) for version, folder in folders.items() for name in self._names(folder) if name.endswith(".jsonl")]
+        evals = {(version, path.stem): identity_of(path) for version, path in files}
         gone += [Source(Kind.EVAL, *key) for key, identity in self.evals.items() if evals.get(key) != identity]
         new += [Source(Kind.EVAL, *key) for key, identity in evals.items() if self.evals.get(key) != identity]
         now = time.time_ns()
         settled = all(now - changed > TICK_NS for changed in (state.rollouts, *state.evals))
         self.looked = state if settled else state._replace(rollouts=LOOK_AGAIN)
         return gone, new
+
+    def _names(self, folder: Path) -> tuple[str, ...]:
+        """What a folder holds, in order."""
+        self.denied.pop(folder, None)
+        try:
+            return tuple(sorted(os.listdir(folder)))
+        except FileNotFoundError:
+            return ()
+        except PermissionError as error:
+            self.denied[folder] = str(error)
+            return ()
+
+    def _versions(self) -> dict[int, Path]:
+        """The folders of evaluated versions."""
+        self.denied.pop(self.run_dir.evals, None)
+        try:
+            return numbered(self.run_dir.evals)
+        except PermissionError as error:
+            self.denied[self.run_dir.evals] = str(error)
+            return {}
 
     def _identity(self, source: Source) -> "Identity | None":
         return next((found for path in self.paths(source) if (found := identity_of(path))), None)
@@ -138,7 +160,7 @@ class RolloutIndex:
     def path(self, source: Source) -> Path:
         """Where a file is; if it is nowhere, where it would be."""
         paths = self.paths(source)
-        return next((path for path in paths if path.exists()), paths[0])
+        return next((path for path in paths if os.path.exists(path)), paths[0])
 
     def _forget(self, sources: list[Source]) -> None:
         if not sources:
@@ -195,6 +217,7 @@ class RolloutIndex:
                 file.seek(offset)
                 found = [(line, (at + offset, length)) for line, (at, length) in decoded(path, file.read(end - offset))]
         except FileNotFoundError:
+            self.damaged.pop(PENDING, None)
             self._drop(self.columns["kind"] == Kind.PENDING)
             self.pending_as_read = (0, 0)
             return
@@ -217,36 +240,23 @@ def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
         offset += len(text)
 
 
-def step_numbers(folder: Path) -> Iterator[int]:
-    """The steps that have a file of rollouts."""
-    with contextlib.suppress(FileNotFoundError):
-        yield from (int(match[1]) for match in map(STEP_FILE.fullmatch, os.listdir(folder)) if match)
-
-
 def compressed(path: Path) -> Path:
     """The name that `000012.jsonl` has once it is old."""
     return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
-def names(folder: Path) -> tuple[str, ...]:
-    """What a folder holds."""
-    with contextlib.suppress(FileNotFoundError):
-        return tuple(sorted(os.listdir(folder)))
-    return ()
-
-
 def mtime(path: Path) -> int:
-    """When a directory last changed, ns; 0 without it."""
+    """When a directory last changed, ns; 0 without it, or where it may not be looked at."""
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return 0
 
 
 def identity_of(path: Path) -> Identity | None:
-    """See Identity; None without the file."""
+    """See Identity; None without the file, or where it may not be looked at."""
     try:
         there = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return None
     return Identity(there.st_size, there.st_mtime_ns)

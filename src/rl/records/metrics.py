@@ -22,6 +22,7 @@ class Table:
         """When the newest line of a row was written, seconds since the epoch."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with room for more rows."""
+        self.order = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def add(self, step: int, line: dict[str, Any]) -> None:
         """Takes in a line; of two values of a metric the later one counts."""
@@ -39,9 +40,11 @@ class Table:
 
     def ordered(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps, ascending, and their rows."""
-        steps, rows = np.array([*self.rows], np.int64), np.array([*self.rows.values()], np.int64)
-        order = np.argsort(steps)
-        return steps[order], rows[order]
+        if len(self.order[0]) != len(self.rows):
+            steps, rows = np.array([*self.rows], np.int64), np.array([*self.rows.values()], np.int64)
+            order = np.argsort(steps)
+            self.order = steps[order], rows[order]
+        return self.order
 
 
 class Metrics:
@@ -114,6 +117,25 @@ class Metrics:
                 values = table.arrays[name][rows]
                 return steps[np.isfinite(values)], values[np.isfinite(values)]
         return np.empty(0, np.int64), np.empty(0)
+
+    # As a diagnosis asks, see rl.run_dir.metrics.Numbers.
+
+    def steps(self, source: str) -> list[int]:
+        return self.tables[source].ordered()[0].tolist() if source in self.tables else []
+
+    def points(self, source: str, metric: str, last: int | None = None) -> tuple[list[int], list[float]]:
+        table = self.tables.get(source)
+        if table is None or metric not in table.arrays:
+            return [], []
+        steps, rows = table.ordered()
+        values = table.arrays[metric][rows]
+        there = np.flatnonzero(np.isfinite(values))[-last if last else None :]
+        return steps[there].tolist(), values[there].tolist()
+
+    def newest(self) -> float | None:
+        times = np.concatenate([np.empty(0), *(table.times[: len(table.rows)] for table in self.tables.values())])
+        times = times[np.isfinite(times)]
+        return float(times.max()) if len(times) else None
 
 
 def grown(array: np.ndarray, room: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 import math
 import re
 import threading
-import time
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -15,17 +14,18 @@ from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import Heartbeats
 from rl.diagnosis.waits import Diagnosis, diagnose
-from rl.models.folder import read_json, resolve_model
+from rl.models.folder import folder_here, has_tokenizer, read_json, resolve_model, template_text, with_template
 from rl.records.cache import cache_file
 from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
-from rl.records.spans import LATEST, Recording
+from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.events import Event, read_events
+from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
 from rl.run_dir.metric_names import OWN, meaning
 from rl.run_dir.origin import Origin, read_origin
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 SOURCES = ("trainer", "orchestrator", "eval")
 """Who writes metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
-COSTLY_S, BELIEVED = 0.1, 10.0
-"""A diagnosis that took longer is believed for so many times as long."""
 KEPT_BATCHES = 4
 """Decoded batches that are in memory at once."""
 
@@ -69,8 +67,9 @@ class Run:
         if not (self.root / "config.toml").is_file():
             raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
         self._cache, self._lock = cache, threading.RLock()
-        self._diagnosed: tuple[float, Diagnosis] | None = None
-        """Until when the last diagnosis is believed (time.monotonic)."""
+        self.reading = threading.RLock()
+        """Held by whoever reads metrics or spans, which another thread may follow. The index of rollouts, which may take a minute the first
+        time, has a lock of its own."""
         self.heartbeats: Heartbeats | None = None
         """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
@@ -93,7 +92,7 @@ class Run:
         """The names of its files. Where its configuration cannot be read, weights are looked for inside of it."""
         try:
             return run_dir_of(self.root, self.config)
-        except RunError:
+        except (RunError, PermissionError):
             return RunDir(self.root, self.root / "weights")
 
     @cached_property
@@ -103,7 +102,7 @@ class Run:
     @property
     def numbers(self) -> Metrics:
         """All metrics as columns, up to date."""
-        with self._lock:
+        with self.reading:
             self._metrics.refresh()
             return self._metrics
 
@@ -113,18 +112,20 @@ class Run:
         source: `trainer`, `orchestrator` or `eval` alone. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; without it
         the first of these that is installed. Raises RunError for a source that there is not.
         """
-        self._check_source(source)
-        return frame(self.numbers.columns(source), kind)
+        with self.reading:
+            self._check_source(source)
+            return frame(self.numbers.columns(source), kind)
 
     def curve(self, metric: str, source: str | None = None) -> Curve:
         """Steps and finite values of a metric; empty where nothing has it yet. Raises RunError for a name that no metric of rl's has, nor
         any of the run, and for a source that there is not."""
-        self._check_source(source)
-        numbers = self.numbers
-        if metric not in numbers.names and meaning(metric)[0] == OWN:
-            near = get_close_matches(metric, numbers.names, n=3)
-            raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
-        return numbers.curve(metric, source)
+        with self.reading:
+            self._check_source(source)
+            numbers = self.numbers
+            if metric not in numbers.names and meaning(metric)[0] == OWN:
+                near = get_close_matches(metric, numbers.names, n=3)
+                raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
+            return numbers.curve(metric, source)
 
     def _check_source(self, source: str | None) -> None:
         if source is not None and source not in SOURCES and source not in self.numbers.tables:
@@ -177,10 +178,10 @@ class Run:
 
     @property
     def damaged(self) -> dict[Path, str]:
-        """Files of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
+        """Files and folders of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
         with self._lock:
             self._index.refresh()
-            return {self._index.path(source): fault for source, fault in self._index.damaged.items()}
+            return {**self._index.denied, **{self._index.path(source): fault for source, fault in self._index.damaged.items()}}
 
     # Tokens -----------------------------------------------------------------------------------------------------------------
 
@@ -199,10 +200,26 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer. Imports transformers. Raises RunError if the model is not there any more."""
+        """The model's tokenizer. Imports transformers. Raises as `tokenizer_folder` does."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(resolve_model(self.config.model, needs_template=False))
+        folder, model = self.tokenizer_folder, self.config.model
+        if model.chat_template and not folder.is_relative_to(self.run_dir.weights_dir):  # versions have it
+            folder = with_template(folder, template_text(folder, model.chat_template))
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is: in the newest version that is kept, else in the model as far as this machine has it; nothing is fetched.
+        Raises RunError, which says how to get it."""
+        for folder in reversed(numbered(self.run_dir.weights_dir).values()):
+            if has_tokenizer(folder):
+                return folder
+        base, name = folder_here(self.config.model), self.config.model.name
+        if base is None or not has_tokenizer(base):
+            get = f"`hf download {name} tokenizer.json` gets it" if name.count("/") == 1 else "copy it there"
+            raise RunError(f"the tokenizer of {name} is not on this machine, nor in {self.run_dir.weights_dir}: {get}")
+        return base
 
     # Versions ---------------------------------------------------------------------------------------------------------------
 
@@ -234,7 +251,7 @@ class Run:
 
     def _best_versions(self) -> dict[str, int]:
         path = self.run_dir.evals / "best.json"
-        entries = read_json(path) if path.exists() else {}
+        entries = read_json(path, "delete it: a resume writes it anew") if path.exists() else {}
         return {name: entry["policy_version"] for name, entry in entries.items() if isinstance(entry, dict) and "policy_version" in entry}
 
     def load_model(self, version: int | str | None = None, **options: Any) -> "PreTrainedModel":
@@ -274,7 +291,7 @@ class Run:
     @property
     def events(self) -> list[Event]:
         """Starts, deaths, restarts and repairs, oldest first."""
-        return [event for event in read_events(self.run_dir.events) if 0 < event.time < LATEST]
+        return read_events(self.run_dir.events)
 
     @cached_property
     def _recording(self) -> Recording:
@@ -283,21 +300,21 @@ class Run:
     @property
     def recording(self) -> Recording:
         """What the processes wrote of what they did, up to date."""
-        with self._lock:
+        with self.reading:
             self._recording.refresh()
             return self._recording
 
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two moments, seconds since the epoch; None: all that is kept."""
         statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
-        with self._lock:
+        with self.reading:
             ends = -math.inf if begin is None else begin, math.inf if end is None else end
             return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
         """The last word of each process: what it does or did, its heartbeat."""
-        found = {path.stem: read_status(path) for path in sorted(self.run_dir.status_dir.glob("*.json"))}
+        found = {path.stem: read_status(path) for path in files_in(self.run_dir.status_dir, ".json")}
         return {name: status for name, status in found.items() if status and status.pid is not None}
 
     @property
@@ -330,16 +347,9 @@ class Run:
         return last_lines(path, lines) if lines > 0 else []
 
     def quick_diagnosis(self) -> Diagnosis:
-        """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration.
-
-        For whoever looks again and again one that took long, as that of a long run does, is believed for some time.
-        """
-        now = time.monotonic()
-        if self.heartbeats is None or self._diagnosed is None or now > self._diagnosed[0]:
-            found = diagnose(self.run_dir, self.config, self.heartbeats)
-            took = time.monotonic() - now
-            self._diagnosed = now + (BELIEVED * took if took > COSTLY_S else 0.0), found
-        return self._diagnosed[1]
+        """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration."""
+        with self.reading:
+            return diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
 
     def diagnosis(self) -> Diagnosis:
         """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
@@ -347,11 +357,7 @@ class Run:
         Raises RunError without its configuration.
         """
         found = self.quick_diagnosis()
-        try:
-            damaged = [Problem(text, files=(path,)) for path, text in self.damaged.items()]
-        except OSError as error:
-            damaged = [Problem(f"{error.filename}: {error.strerror}: its rollouts are not shown")]
-        return replace(found, problems=[*found.problems, *damaged])
+        return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property
     def problems(self) -> list[Problem]:

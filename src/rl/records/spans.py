@@ -1,5 +1,6 @@
 """The spans and gauges that the processes of a run wrote, in wall time, followed while they are written."""
 
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rl.run_dir.files import LineReader
-from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
+from rl.run_dir.files import LineReader, files_in
+from rl.run_dir.spans import DECODER, Gauges, Span, Start, is_time, old
 from rl.wire.messages import UNREADABLE
 
-LATEST = 1e11
-"""Times beyond it, in some thousand years, are damage."""
 START = b'{"kind":"start"'
 """A line may begin with half of another one, whose process was killed."""
 
@@ -49,7 +48,9 @@ class SpanFile:
         """Wall time minus monotonic time since the newest Start, seconds."""
         self.spans: list[Done] = []
         self.gauges: list[Counted] = []
-        self.last, self.sorted = 0.0, np.empty(0)
+        self.begun, self.ended = array("d"), array("d")
+        """Of the spans."""
+        self.sorted = np.empty(0)
 
     def refresh(self) -> None:
         """Reads the lines that are new."""
@@ -66,19 +67,25 @@ class SpanFile:
 
     def _add(self, line: Span | Gauges, offset: float) -> None:
         if isinstance(line, Gauges):
-            if 0 < line.at + offset < LATEST:
+            if is_time(line.at + offset):
                 self.gauges.append(Counted(self.process, line.at + offset, line.values))
-        elif 0 < line.begin + offset <= line.end + offset < LATEST:
+        elif line.begin <= line.end and is_time(line.begin + offset) and is_time(line.end + offset):
             done = Done(self.process, line.lane, line.name, line.begin + offset, line.end + offset, line.step, line.about)
             self.spans.append(done)
-            self.last = max(self.last, done.end)
+            self.begun.append(done.begin)
+            self.ended.append(done.end)
 
     @property
     def begins(self) -> np.ndarray:
         """When its spans began, ascending [n]."""
         if len(self.sorted) != len(self.spans):
-            self.sorted = np.sort([done.begin for done in self.spans])
+            self.sorted = np.sort(np.array(self.begun))
         return self.sorted
+
+    def between(self, begin: float, end: float) -> list[Done]:
+        """The spans that touch the time from one moment to another."""
+        inside = np.flatnonzero((np.array(self.ended) >= begin) & (np.array(self.begun) <= end))
+        return [self.spans[i] for i in inside.tolist()]
 
 
 class Recording:
@@ -92,7 +99,7 @@ class Recording:
     def refresh(self) -> None:
         """Reads what is new, and forgets what is gone."""
         found = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in files_in(self.folder, ".jsonl"):
             for part in (old(path), path):
                 try:
                     there = part.stat()
@@ -110,7 +117,7 @@ class Recording:
     def ends(self) -> tuple[float, float] | None:
         """When the first span began and when the last one ended; None without any."""
         some = [file for file in self.files.values() if file.spans]
-        return (min(float(file.begins[0]) for file in some), max(file.last for file in some)) if some else None
+        return (min(float(file.begins[0]) for file in some), max(max(file.ended) for file in some)) if some else None
 
     @property
     def counted(self) -> dict[str, float]:
@@ -127,6 +134,6 @@ class Recording:
         """The spans that touch the time from one moment to another, and the gauges in it, those of a file in their order."""
         files = self.files.values()
         return (
-            [done for file in files for done in file.spans if done.end >= begin and done.begin <= end],
+            [done for file in files for done in file.between(begin, end)],
             [counted for file in files for counted in file.gauges if begin <= counted.time <= end],
         )

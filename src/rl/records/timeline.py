@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rl.records.metrics import Metrics
-from rl.records.spans import LATEST, Counted, Done, Recording
+from rl.records.spans import Counted, Done, Recording
 from rl.run_dir.events import Event
 from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
 
@@ -107,7 +109,7 @@ def read_timeline(
     found = Timeline(
         [*one_by_one(sorted(spans, key=lambda done: (done.begin, -done.end)))],
         sorted(gauges, key=lambda counted: counted.time),
-        sorted(marks(metrics, events), key=lambda mark: mark.time),
+        sorted(marks(metrics, events, begin, end), key=lambda mark: mark.time),
     )
     return found.between(begin, end)
 
@@ -116,7 +118,7 @@ def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
     """What each process is in since its last phase began: if it lives until the newest heartbeat of all, else until its own last."""
     newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
     for name, status in statuses.items():
-        if status.phase and status.since is not None and status.heartbeat is not None and 0 < status.since < LATEST:
+        if status.phase and status.since is not None and status.heartbeat is not None:
             end = newest if newest - status.heartbeat <= SLACK_S else status.heartbeat
             yield Done(name, PHASE_LANE, status.phase.value, status.since, max(status.since, end), status.step, {})
 
@@ -151,13 +153,17 @@ def one_by_one(spans: list[Done]) -> Iterator[Done]:
         yield done
 
 
-def marks(metrics: Metrics, events: list[Event]) -> Iterator[Mark]:
-    """What happened: lines of metrics say when a batch, a step and an evaluation were done, events when a process died and was back."""
+def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
+    """What happened: lines of metrics say when a batch, a step and an evaluation were done, of which those between two moments are given,
+    events when a process died and was back."""
     for source, name in MARKS.items():
-        table = metrics.tables.get(source)
-        for step, row in table.rows.items() if table else ():
-            if 0 < (time := float(table.times[row])) < LATEST:
-                yield Mark("orchestrator" if source == "eval" else source, name, time, step)
+        if not (table := metrics.tables.get(source)):
+            continue
+        steps, rows = table.ordered()
+        times = table.times[rows]
+        inside = (times >= begin) & (times <= end) & np.isfinite(times)
+        for step, time in zip(steps[inside].tolist(), times[inside].tolist(), strict=True):
+            yield Mark("orchestrator" if source == "eval" else source, name, time, step)
     for event in events:
         if event.event == "start" and event.process != "rl":
             continue  # of each process one at every start: its lane shows it

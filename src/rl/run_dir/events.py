@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
 EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "stop"]
@@ -49,13 +50,14 @@ def append_event(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events, oldest first; empty without the file. A line that is none, such as the one its writer was killed in, is passed over."""
+    """All events, oldest first; empty without the file. A line that is none, such as the one its writer was killed in, is passed over, and
+    one whose time no clock shows. Raises PermissionError."""
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
+    except FileNotFoundError:
         return []
-    events = []
+    events = list[Event]()
     for line in lines:
         with contextlib.suppress(*UNREADABLE):
             events.append(msgspec.json.decode(line, type=Event))
-    return events
+    return [event for event in events if is_time(event.time)]

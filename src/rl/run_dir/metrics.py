@@ -14,14 +14,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, with_path, write_all, write_file
+from rl.run_dir.files import PIECE_BYTES, LineReader, end_of_last_line, files_in, with_path, write_all, write_file
 from rl.run_dir.hashes import blake2b
+from rl.run_dir.spans import is_time
 from rl.system import faults
 from rl.system.errors import RunError
 
@@ -46,8 +47,8 @@ def sources_dir(path: Path) -> Path:
 
 
 def source_files(path: Path) -> list[Path]:
-    """The sources that are merged into the file `path`."""
-    return sorted(sources_dir(path).glob("*.jsonl"))
+    """The sources that are merged into the file `path`. Raises PermissionError."""
+    return files_in(sources_dir(path), ".jsonl")
 
 
 def open_lines(path: Path) -> int:
@@ -195,7 +196,10 @@ def parse_line(line: bytes, wanted: Callable[[str], bool] | None = None) -> dict
         return None
     if wanted is not None:
         content = {name: value for name, value in content.items() if name in ALWAYS or wanted(name)}
-    return {key: value for key, value in content.items() if key == "source" or value is None or is_number(value)}
+    found = {key: value for key, value in content.items() if key == "source" or value is None or is_number(value)}
+    if not is_time(found.get("time")):
+        del found["time"]
+    return found
 
 
 def is_number(value: Any) -> bool:
@@ -246,6 +250,36 @@ def curve(lines: Lines, source: str, metric: str) -> Curve:
     """The finite values of a metric over steps."""
     points = sorted((step, line[metric]) for (step, of), line in lines.items() if of == source and line.get(metric) is not None)
     return [step for step, _ in points], [value for _, value in points]
+
+
+class Numbers(Protocol):
+    """What a diagnosis asks of a run's metrics: of whoever follows them, or of lines that were read once."""
+
+    def steps(self, source: str) -> Sequence[int]:
+        """The steps of which a source has a line, ascending."""
+
+    def points(self, source: str, metric: str, last: int | None = None) -> Curve:
+        """Steps and finite values of a metric, all or the `last` ones."""
+
+    def newest(self) -> float | None:
+        """When the newest line was written, seconds since the epoch; None without one."""
+
+
+class ReadOnce:
+    """The Numbers of lines that were read."""
+
+    def __init__(self, lines: Lines):
+        self.lines = lines
+
+    def steps(self, source: str) -> Sequence[int]:
+        return sorted(step for step, of in self.lines if of == source)
+
+    def points(self, source: str, metric: str, last: int | None = None) -> Curve:
+        steps, values = curve(self.lines, source, metric)
+        return (steps, values) if last is None else (steps[-last:], values[-last:])
+
+    def newest(self) -> float | None:
+        return max((time for line in self.lines.values() if (time := line.get("time"))), default=None)
 
 
 def environment_rewards(line: dict[str, Any]) -> dict[str, float]:

@@ -22,6 +22,8 @@ import msgspec
 from rl.system.linux import place
 
 MAX_BYTES = 4 << 20
+LATEST = 1e11
+"""A time beyond it, in some thousand years, is damage; seconds since the epoch."""
 MAX_WAITING = 10_000
 """Lines in memory; more are dropped, as on a disk that does not answer."""
 JOIN_S = 0.1
@@ -113,6 +115,11 @@ class Recorder:
 def old(path: Path) -> Path:
     """The file that a full one becomes."""
     return path.with_name(f"{path.name}.old")
+
+
+def is_time(seconds: float | None) -> bool:
+    """Whether a time in a file, seconds since the epoch, is one that a clock may have shown, or none."""
+    return seconds is None or 0 < seconds < LATEST
 
 
 def note_last(path: Path, start: Start, last: Span) -> None:

@@ -131,6 +131,9 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Inference's open requests."""
 
 
+TIMES = ("started", "since", "heartbeat", "progressed")
+
+
 def describe(status: RoleStatus | None) -> str:
     """What a process does, as a sentence for people: `waiting for batch 13: filling batch 13`."""
     if status is None or status.phase is None:
@@ -237,7 +240,7 @@ def read_status(path: Path) -> RoleStatus | None:
         if field.name in content:
             with contextlib.suppress(msgspec.ValidationError):
                 found[field.name] = msgspec.convert(content[field.name], field.type)
-    return RoleStatus(**found)
+    return RoleStatus(**{name: value for name, value in found.items() if name not in TIMES or spans.is_time(value)})
 
 
 def bury(path: Path, folder: Path) -> None:

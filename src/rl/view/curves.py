@@ -70,13 +70,11 @@ class Places:
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Steps, and when the first line of each was written, ascending, seconds since the epoch."""
-    first: dict[int, float] = {}
-    for source, (steps, times) in line_times(run).items():
-        for step, time in zip(steps.tolist(), times.tolist(), strict=True) if source != "eval" else ():
-            first[step] = min(time, first.get(step, np.inf))
-    steps = np.array(sorted(first), np.int64)
-    times = np.maximum.accumulate(np.array([first[step] for step in steps.tolist()])) if len(steps) else np.empty(0)
-    return steps, times
+    found = [(np.empty(0, np.int64), np.empty(0)), *(one for source, one in line_times(run).items() if source != "eval")]
+    steps, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((times, steps))
+    steps, first = np.unique(steps[order], return_index=True)
+    return steps, np.maximum.accumulate(times[order][first])
 
 
 def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, float]) -> Series | None:

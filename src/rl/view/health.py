@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rl.diagnosis.problems import Problem
 from rl.records.run import Run
-from rl.run_dir.metrics import sources_dir
 from rl.run_dir.status import describe
 from rl.system.credentials import redact
 from rl.system.errors import RunError
@@ -17,30 +16,23 @@ MOST_LINES = 2000
 
 
 def health(run: Run) -> Health:
-    """What `rl doctor RUN` says. A run whose configuration cannot be read has that as its only finding."""
+    """What `rl doctor RUN` says; of a run of which a file may not be read, or whose configuration says nothing, that alone."""
     try:
         found = run.diagnosis()
-    except RunError as error:
-        return Health(
-            state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=processes(run, live=False), now=time.time()
-        )
-    closed = [finding(Problem(text), run.root) for text in [denied(run)] if text]
+    except (RunError, OSError) as error:
+        try:
+            there = processes(run, live=False)
+        except OSError:
+            there = []
+        return Health(state="unreadable", bottleneck=visible(str(error)), lines=[], findings=[], processes=there, now=time.time())
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
         lines=[visible(line) for line in found.lines],
-        findings=[*closed, *(finding(problem, run.root) for problem in (*found.problems, *found.hints))],
+        findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
         processes=processes(run, live=found.state == "live"),
         now=time.time(),
     )
-
-
-def denied(run: Run) -> str:
-    """What of a run this user may not read, so that all else that is said of it may be wrong; empty: nothing."""
-    files = run.run_dir
-    paths = (files.metrics, sources_dir(files.metrics), files.events, files.status_dir, files.rollouts_dir, files.evals, files.spans)
-    names = [path.name for path in paths if path.exists() and not os.access(path, os.R_OK)]
-    return f"this user may not read {', '.join(names)} of the run: what is in there is missing in all that is shown" if names else ""
 
 
 def finding(problem: Problem, root: Path) -> Finding:

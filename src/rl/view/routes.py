@@ -1,12 +1,13 @@
 """What the page can ask for: a table of routes, each with the parameters that it takes and the answer that it gives."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
+from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.view import answers, curves, health, rollouts, runs, tasks, timeline, tokens
 from rl.view.library import Library
@@ -113,24 +114,30 @@ class Desk:
     """Answers what the page asks. Several threads may use it."""
 
     def __init__(self, library: Library):
-        self.library, self.list, self.reading = library, runs.RunList(library), threading.Lock()
-        """Lock: numbers are read by one thread at a time, while others look through rollouts."""
+        self.library, self.list = library, runs.RunList(library)
+
+    @contextmanager
+    def reading(self, keys: Sequence[str]) -> Iterator[list[Run]]:
+        """The runs, whose metrics and spans no other thread follows meanwhile."""
+        found = {key: self.library.run(key) for key in keys}
+        with ExitStack() as stack:
+            for key in sorted(found):  # in one order, so that two who want the same never wait for each other
+                stack.enter_context(found[key].reading)
+            yield [found[key] for key in keys]
 
     def runs(self, _: NoParameters) -> answers.Runs:
-        with self.reading:
-            return answers.Runs(runs=self.list.all(), place=", ".join(map(str, self.library.places)))
+        return answers.Runs(runs=self.list.all(), place=self.library.place)
 
     def compare(self, given: OfRuns) -> answers.Comparison:
-        with self.reading:
-            return runs.compare(given.run, [self.library.run(key) for key in given.run])
+        with self.reading(given.run) as found:
+            return runs.compare(given.run, found)
 
     def metrics(self, given: OfRuns) -> answers.Metrics:
-        with self.reading:
-            return curves.metrics([self.library.run(key) for key in given.run])
+        with self.reading(given.run) as found:
+            return curves.metrics(found)
 
     def curves(self, given: CurveParameters) -> answers.Curves:
-        with self.reading:
-            found = [self.library.run(key) for key in given.run]
+        with self.reading(given.run) as found:
             return curves.curves(given.run, found, given.name, given.axis, given.begin, given.end)
 
     def rollouts(self, given: RolloutsParameters) -> answers.Rollouts:
@@ -158,12 +165,11 @@ class Desk:
         return tasks.one_task(self.library.run(given.run), given.kind, given.env, given.task)
 
     def timeline(self, given: TimelineParameters) -> answers.Timeline:
-        with self.reading:
-            return timeline.timeline(self.library.run(given.run), given.begin, given.end)
+        with self.reading([given.run]) as (run,):
+            return timeline.timeline(run, given.begin, given.end)
 
     def health(self, given: OfRun) -> answers.Health:
-        with self.reading:
-            return health.health(self.library.run(given.run))
+        return health.health(self.library.run(given.run))
 
     def log(self, given: LogParameters) -> answers.Log:
         return health.log(self.library.run(given.run), given.process, given.attempt, given.lines)

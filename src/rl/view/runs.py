@@ -17,7 +17,6 @@ from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
 from rl.view.curves import Places
-from rl.view.health import denied
 from rl.view.library import Library
 from rl.view.timeline import extent
 
@@ -25,6 +24,8 @@ STRETCHES = 40
 """Points of a small curve."""
 LIVE_S = 3.0
 """For so long what was found of a live run is believed; a finished one's until a file of it changes."""
+PATIENCE_S = 0.2
+"""For so long a row waits for whoever else reads its run."""
 DISK_S = 60.0
 """For so long the size of a run that changes is believed: counting it looks at every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
@@ -36,7 +37,7 @@ PLACE_KEYS = ("name", "output_dir")
 
 
 class RunList:
-    """Rows of runs, kept while nothing changes. One thread at a time."""
+    """Rows of runs, kept while nothing changes. Several threads may ask: a row whose run another one reads is given as it was."""
 
     def __init__(self, library: Library):
         self.library = library
@@ -50,21 +51,23 @@ class RunList:
         return sorted(rows, key=lambda row: (row.state != "live", -row.changed))
 
     def _row(self, key: str) -> RunRow:
-        now = time.monotonic()
+        now, made = time.monotonic(), self.rows.get(key)
         try:
             run = self.library.run(key)
             looks = fingerprint(run)
         except DAMAGE as error:
             return unreadable(key, f"{type(error).__name__}: {error}")
-        if key in self.rows:
-            known, made, row = self.rows[key]
-            if known == looks and (row.state != "live" or now - made < LIVE_S):
-                return row
-        size = self._bytes(key, run, now)
+        if made and made[0] == looks and (made[2].state != "live" or now - made[1] < LIVE_S):
+            return made[2]
+        size, changed = self._bytes(key, run, now), max(looks)
+        if not run.reading.acquire(timeout=PATIENCE_S if made else -1):
+            return made[2]
         try:
-            row = run_row(key, run, size, max(looks))
+            row = run_row(key, run, size, changed)
         except DAMAGE as error:
-            row = unreadable(key, f"{type(error).__name__}: {error}", size, max(looks))
+            row = unreadable(key, f"{type(error).__name__}: {error}", size, changed)
+        finally:
+            run.reading.release()
         self.rows[key] = (looks, now, row)
         return row
 
@@ -102,8 +105,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     try:
         config = run.config
         state, why = state_of(run)
-        why = f"{closed}; {why}" if (closed := denied(run)) else why
-    except RunError as error:
+    except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
     measure = "loss/mean" if config and config.sft else "reward/mean"

@@ -1,7 +1,9 @@
 """The server of the page: files of the page, and answers as JSON. It reads run directories and writes nothing."""
 
+import asyncio
 import errno
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +29,10 @@ from rl.view.schema import openapi
 from rl.wire.gate import refusal
 
 PAGE = Path(__file__).parent / "page"
+Pairs = list[tuple[str, str]]
+"""A query."""
+SAME_S = 0.5
+"""For so long an answer is given again; a tab asks every two seconds."""
 PORT = 8411
 """The port that is tried first; if it is taken, the kernel chooses one."""
 
@@ -50,19 +56,46 @@ def make_app(library: Library) -> ASGIApp:
     return GZipMiddleware(Starlette(routes=routes), minimum_size=2000)
 
 
+class Shared:
+    """Answers that are being made, or were made a moment ago: whoever asks the same gets the same. Of one event loop."""
+
+    def __init__(self, make: Callable[[Pairs], bytes]):
+        """make: makes an answer; called in a thread."""
+        self.make = make
+        self.making: dict[tuple[tuple[str, str], ...], asyncio.Future[bytes]] = {}
+        self.made: dict[tuple[tuple[str, str], ...], tuple[float, bytes]] = {}
+        """Question -> when its answer was there (time.monotonic), and the answer."""
+
+    async def __call__(self, pairs: Pairs) -> bytes:
+        question, now = tuple(pairs), time.monotonic()
+        self.made = {other: made for other, made in self.made.items() if now - made[0] < SAME_S}
+        if question in self.made:
+            return self.made[question][1]
+        task = self.making.get(question) or asyncio.ensure_future(run_in_threadpool(self.make, pairs))
+        self.making[question] = task
+        try:
+            answer = await asyncio.shield(task)
+        finally:
+            if self.making.get(question) is task:
+                del self.making[question]
+        self.made[question] = time.monotonic(), answer
+        return answer
+
+
 def answering(desk: Desk, route: Route) -> Callable:
-    """The endpoint of a route: what it asks for is read in a thread."""
+    """The endpoint of a route: what it asks for is read in a thread, once for all who ask it at the same moment."""
+    shared = Shared(lambda pairs: redact_json(msgspec.json.encode(route.ask(desk, pairs))))
 
     async def endpoint(request: Request) -> Response:
         try:
-            content = await run_in_threadpool(route.ask, desk, request.query_params.multi_items())
+            answer = await shared(request.query_params.multi_items())
         except msgspec.ValidationError as error:
             return refusal(400, "bad_parameter", str(error))
         except UnknownRunError as error:
             return refusal(404, "unknown_run", str(error))
         except (RunError, OSError) as error:
             return refusal(409, "not_there", str(error))
-        return with_tag(redact_json(msgspec.json.encode(content)), request)
+        return with_tag(answer, request)
 
     return endpoint
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.spans import LATEST, Done
+from rl.records.spans import Done
 from rl.records.timeline import SLACK_S, Mark, spread
 from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.metrics import read_metrics
@@ -101,10 +101,9 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
 
 def extent(run: Run) -> tuple[float, float]:
     """When the run began, and when something was last heard of it, by all but its spans."""
-    times = [time for _, some in line_times(run).values() for time in some.tolist()]
+    times = [float(time) for _, some in line_times(run).values() if len(some) for time in (some.min(), some.max())]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
-    times = [time for time in times if 0 < time < LATEST]
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from rl.models.folder import folder_here
 from rl.records.run import Run
 from rl.records.tokens import BatchTokens
 from rl.records.tokens import SampleTokens as Sample
-from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.answers import Signal, Tokens
@@ -138,12 +136,8 @@ def loaded(path: str) -> Tokenizer:
 
 
 def tokenizer_file(run: Run) -> Path:
-    """tokenizer.json of a version that is kept, or of the model if it is on this machine. Raises RunError."""
-    for folder in reversed(numbered(run.run_dir.weights_dir).values()):
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
-    model = run.config.model
-    folder = folder_here(model)
-    if folder is None or not (folder / "tokenizer.json").is_file():
-        raise RunError(f"this machine has neither a version of the run's weights nor tokenizer.json of {model.name}")
-    return folder / "tokenizer.json"
+    """tokenizer.json of the run. Raises RunError: it is fetched from nowhere."""
+    path = run.tokenizer_folder / "tokenizer.json"
+    if not path.is_file():
+        raise RunError(f"{path}: is not there; the model has a tokenizer of another kind")
+    return path

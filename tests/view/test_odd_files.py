@@ -1,0 +1,104 @@
+"""Runs of which files are damaged, odd, or not to be read: each says so in its own row, and hides no other."""
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl.records.run import Run
+from rl.run_dir.events import Event, append_event
+from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Span, Start
+from rl.view.answers import RunRow
+from rl.view.library import Library
+from rl.view.routes import CurveParameters, Desk, NoParameters, OfRun, RolloutsParameters, TimelineParameters
+from tests.records.made import group, make_run, write_step
+from tests.view.made import write_numbers
+from tests.view.privileges import denied
+
+
+def made(root: Path, steps: int = 4) -> RunDir:
+    """A run of some steps."""
+    run_dir = make_run(root)
+    write_numbers(run_dir, [0.5] * steps)
+    write_step(run_dir, 1, [group(1, [0.0, 1.0])])
+    return run_dir
+
+
+def rows(desk: Desk) -> dict[str, RunRow]:
+    return {row.key: row for row in desk.runs(NoParameters()).runs}
+
+
+@pytest.mark.parametrize("line", ['"loss/mean": ' + "9" * 400, '"loss/mean": 0.5, "time": 1e300', '"loss/mean": -1e999'])
+def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
+    files, desk = made(tmp_path / "x"), Desk(Library([tmp_path]))
+    with files.metrics.open("a") as file:
+        file.write(f'{{"step": 5, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": "trainer", "loss/mean": 2}}\n')
+        file.write('{"step": 6, "source": "trainer", "loss/mean": 0.25}\n')
+    row = rows(desk)["x"]
+    assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
+    (series,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"])).series
+    assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(kind="columns")["step"].max() == 6
+
+
+def test_times_that_no_clock_shows_are_passed_over(tmp_path):
+    files, desk = made(tmp_path / "x"), Desk(Library([tmp_path]))
+    for time in (1e300, -1e300):
+        append_event(files.events, Event(time=time, event="death", process="trainer"))
+    files.spans.mkdir()
+    start = Start(process="trainer", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
+    spans = [Span(name="a", begin=1.0, end=1e300), Span(name="b", begin=3.0, end=1.0)]
+    (files.spans / "trainer.jsonl").write_text("".join(json.dumps(msgspec.to_builtins(line)) + "\n" for line in (start, *spans)))
+    files.status("trainer").write_text('{"process": "trainer", "pid": 1, "phase": "training", "since": 1e300, "heartbeat": 1e300}')
+    files.evals.mkdir()
+    (files.evals / "best.json").write_text("{")
+    assert rows(desk)["x"].seconds < 60
+    found = desk.timeline(TimelineParameters(run="x"))
+    assert found.last < 1e11 and not [moment for moment in found.moments if moment.kind == "death"]
+    assert len(desk.curves(CurveParameters(run=["x"], name=["loss/mean"])).series) == 1
+
+
+def test_names_are_harmless_and_no_folder_is_passed_over(tmp_path):
+    for name in (b"bad\xff", "turns\u202eround".encode(), b"evals", b"status", b"weights"):
+        made(tmp_path / "new").root.rename(tmp_path / os.fsdecode(name))
+    made(tmp_path / "batches" / "x")
+    found = rows(Desk(Library([tmp_path])))
+    assert found.keys() == {"bad\\udcff", "turns\\u202eround", "evals", "status", "weights", "batches/x"}
+    assert found["bad\\udcff"].name == "bad\\udcff"
+    assert {row.key: row.why for row in found.values() if row.step != 4} == {}
+
+
+def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
+    made(tmp_path / "good")
+    names = ("folder", "config", "status", "metrics", "sources", "events", "rollouts", "evals")
+    runs = {name: made(tmp_path / name) for name in names}
+    for files in runs.values():
+        append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+        files.evals.mkdir()
+        files.metrics.write_bytes((files.metrics.with_suffix("") / "trainer.jsonl").read_bytes())
+    desk, of = Desk(Library([tmp_path])), lambda name: OfRun(run=name)
+    rows(desk)
+    shut = {
+        "folder": runs["folder"].root, "config": runs["config"].config, "status": runs["status"].status_dir,
+        "metrics": runs["metrics"].metrics, "sources": runs["sources"].metrics.with_suffix(""), "events": runs["events"].events,
+        "rollouts": runs["rollouts"].rollouts_dir, "evals": runs["evals"].evals,
+    }  # fmt: skip
+    with denied(*shut.values()):
+        desk = Desk(Library([tmp_path]))
+        answer = desk.runs(NoParameters())
+        found = {row.key: row for row in answer.runs}
+        assert found.keys() == {"good", *names} - {"folder"} and answer.place == f"{tmp_path} (not to be looked into: {shut['folder']})"
+        assert found["good"].step == 4
+        for name in ("config", "status", "metrics", "sources", "events", "evals"):
+            assert (found[name].state, "Permission denied" in found[name].why) == ("unreadable", True), name
+            health = desk.health(of(name))
+            assert (health.state, "Permission denied" in health.bottleneck) == ("unreadable", True), name
+        assert (found["rollouts"].state, found["rollouts"].step, found["evals"].step) == ("stopped", 4, 4)
+        assert any("Permission denied" in finding.text for finding in desk.health(of("rollouts")).findings)
+        for name in ("rollouts", "evals"):
+            assert "Permission denied" in "".join(desk.rollouts(RolloutsParameters(run=name)).damaged)
+        assert desk.rollouts(RolloutsParameters(run="evals")).total == 2
+    assert desk.rollouts(RolloutsParameters(run="rollouts")).total == 2  # it may be read again
+    assert not desk.health(of("rollouts")).findings[1:]
