@@ -117,15 +117,15 @@ def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
 
 def test_a_restart_waits_twice_as_long_after_each_death_without_progress():
     policy = RestartPolicy(backoff_s=0.5, backoff_limit_s=10.0)
-    assert [policy.delay_s(barren) for barren in range(8)] == [0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [policy.delay_s(barren) for barren in range(8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     assert policy.delay_s(5000) == 10.0
 
 
 def test_too_many_deaths_are_the_end():
     policy = RestartPolicy(1.0, 30.0, max_restarts=2, window_s=60.0)
-    assert policy.delay_s(0, [0.0, 10.0]) == 1.0
+    assert policy.delay_s(0, [0.0, 10.0]) == 0.0
     assert policy.delay_s(0, [0.0, 10.0, 60.0]) is None
-    assert policy.delay_s(0, [0.0, 10.0, 60.1]) == 1.0  # the first is out of the window
+    assert policy.delay_s(1, [0.0, 10.0, 60.1]) == 1.0  # the first is out of the window
     assert RestartPolicy(1.0, 30.0, max_restarts=0).delay_s(1, [5.0]) is None
     barren = RestartPolicy(1.0, 30.0, barren_limit=3)
     assert [barren.delay_s(number) for number in (1, 2, 3, 4)] == [1.0, 2.0, None, None]

@@ -282,6 +282,8 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
     with (files.spans / "inference.jsonl").open("ab") as file:
         file.writelines(msgspec.json.encode(Gauges(at=at, values={"requests": 61})) + b"\n" for at in (60.0, 62.0, 64.0))
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (68.0, 98.0)]
+    append_event(files.events, Event(time=now - 35, event="death", process="inference"))
+    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (65.0, 98.0)]
     with pytest.raises(RunError, match=r"begin = 5.0, end = 1.0: nothing is between"):
         desk.timeline(TimelineParameters(run="x", begin=5.0, end=1.0))
 
@@ -397,8 +399,11 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     assert (len(whole.steps), whole.each, whole.values[0], part.lows, part.firsts) == (1500, 2, 0.5, [], [])
     assert (whole.firsts[0], whole.steps[0], {*whole.lows}, {*whole.highs}) == (1, 2, {0.0}, {1.0})
     assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
-    (death,) = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind == "death"]
-    assert (death.step, death.x) == (3, 2.0)  # though the evaluation of the base model came a quarter of an hour before
+    for seconds in (1000.0, 1005.5):
+        append_event(files.events, Event(time=seconds, event="start", process="rl"))
+    death, again = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind in ("death", "restart")]
+    assert (again.step, again.x, again.text) == (5, 4.5, "rl: restart")  # a run that was killed and resumed
+    assert (death.step, death.x) == (3, 2.5)  # though the evaluation of the base model came a quarter of an hour before
 
 
 def test_two_runs_of_one_name_are_both_shown(tmp_path):

@@ -28,7 +28,8 @@ class SupervisorConfig(Settings):
     window_s: float = Field(1800.0, gt=0)
     """Seconds over which restarts are counted."""
     backoff_s: float = Field(0.5, ge=0)
-    """Seconds to wait before the first restart; they double with every death that follows without progress, up to backoff_limit_s."""
+    """Seconds to wait before the restart of a process that died without progress; they double with every further such death in a row, up to
+    backoff_limit_s. One that made progress starts again at once."""
     backoff_limit_s: float = Field(30.0, ge=0)
     """Longest wait before a restart, in seconds."""
     silence_s: float = Field(60.0, gt=0)

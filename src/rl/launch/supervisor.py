@@ -239,7 +239,8 @@ class Supervisor:
         if delay is None or state.failed_starts >= MAX_FAILED_STARTS:
             raise self._surrender(state, child, reason, said)
         state.start_at = self.clock + delay
-        self.say(f"  {state.name} {reason}, {death.doing}{said}; it starts again in {delay:g} s (log: {child.log})")
+        when = f"in {delay:g} s" if delay else "now"
+        self.say(f"  {state.name} {reason}, {death.doing}{said}; it starts again {when} (log: {child.log})")
         if state.name == "trainer":
             self._wake("orchestrator")  # for the batches that are trained again, and the versions that are published again
             self._quarantine(death)

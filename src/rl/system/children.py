@@ -202,7 +202,7 @@ def kill_descendants(without: Collection[int] = ()) -> None:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a process that died is started again: after a back-off, unless it has died too often."""
+    """When a process that died is started again: at once if it made progress, else after a back-off, unless it has died too often."""
 
     backoff_s: float
     backoff_limit_s: float
@@ -213,12 +213,13 @@ class RestartPolicy:
     """So many deaths in a row without progress are too many."""
 
     def delay_s(self, barren: int, deaths: Sequence[float] = ()) -> float | None:
-        """Seconds from a death to the next start: `backoff_s`, doubled for each death without progress after the first. None: never again.
+        """Seconds from a death to the next start: 0 after progress, else `backoff_s`, doubled for each death without any after the first.
+        None: never again.
 
         `barren`: deaths in a row without progress, this one included; 0: there was some. `deaths`: the times of all deaths, this one last.
         """
         recent = [death for death in deaths if deaths[-1] - death <= self.window_s]
         if barren >= self.barren_limit or len(recent) > self.max_restarts:
             return None
-        doublings = min(max(0, barren - 1), 60)  # a float has room for no more than 1,000
-        return min(self.backoff_limit_s, self.backoff_s * 2**doublings)
+        doublings = min(barren - 1, 60)  # a float has room for no more than 1,000
+        return min(self.backoff_limit_s, self.backoff_s * 2**doublings) if barren else 0.0

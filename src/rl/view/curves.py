@@ -4,9 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from rl.records.run import Run
+from rl.run_dir.events import Event
 from rl.run_dir.metric_names import OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
 from rl.view.answers import Curves, Mark, Metric, Metrics, Series
@@ -56,7 +58,7 @@ class Places:
         elif axis == "time":
             self.steps, times = wall_times(run)
             self.at = times - times[:1]
-        self.by_step = axis == "step"
+        self.by_step, self.by_time = axis == "step", axis == "time"
 
     def __call__(self, steps: np.ndarray) -> np.ndarray:
         if self.by_step:
@@ -111,17 +113,21 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
     found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
     found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
-    for event in run.events:
-        if event.event in ("death", "restart") and len(steps):
-            step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
-            found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
-    for event in [event for event in run.events if event.event == "start" and event.process == "rl"][1:]:
-        if len(steps):
-            found.append(("restart", int(np.interp(event.time, times, steps)), "rl: started again"))
     found += [("change", step, text) for step, text in changes(run)]
-    places = place(np.array([step for _, step, _ in found], np.int64))
-    marks = zip(found, places.tolist(), strict=True)
+    places = place(np.array([step for _, step, _ in found], np.int64)).tolist()
+    for event in happened(run) if len(steps) else ():
+        step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
+        found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
+        places.append(max(0.0, event.time - times[0]) if place.by_time else float(place(np.array([step]))[0]))
+    marks = zip(found, places, strict=True)
     return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
+
+
+def happened(run: Run) -> list[Event]:
+    """Deaths and restarts; the second start of `rl` itself is one, too."""
+    starts = [event for event in run.events if event.event == "start" and event.process == "rl"]
+    again = [msgspec.structs.replace(event, event="restart") for event in starts[1:]]
+    return [*(event for event in run.events if event.event in ("death", "restart")), *again]
 
 
 def eval_versions(run: Run) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.spans import Counted, Done
+from rl.records.spans import Done
 from rl.records.timeline import SLACK_S, Mark, spread
 from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
@@ -62,7 +62,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
         raise RunError(f"{given}: nothing is between them; the run lasted from {first} to {last}")
     found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
-    lanes = sorted([*lanes, *gauge_lanes(found.gauges, end)], key=lambda lane: (rank(lane.process), lane.process))
+    lanes = sorted([*lanes, *gauge_lanes(found, end)], key=lambda lane: (rank(lane.process), lane.process))
     if not any(lane.process.startswith("trainer") for lane in lanes):
         lanes = [*metric_lanes(run, begin, end), *lanes]
     shown, *notes = longest(lanes)
@@ -91,7 +91,7 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
     working = [(done.begin, done.end) for done in recorded.spans if WAITS.get(done.name) in WORKED_FOR and done.name not in IDLE]
     for process in {counted.process for counted in recorded.gauges}:
         for name in GAUGES:
-            working += [(first, last) for first, last, value in held(recorded.gauges, process, name, end) if value]
+            working += [(first, last) for first, last, value in held(recorded, process, name, end) if value]
     for first, last in [*sorted(working), (end, end)]:
         if min(first, end) - at >= least:
             found.append(Span(name="quiet", begin=at, end=min(first, end), text="no process worked"))
@@ -124,19 +124,23 @@ def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
     return lanes, f"shown are {', '.join(more)}: so much was done at once" if more else ""
 
 
-def held(gauges: list[Counted], process: str, name: str, end: float) -> list[tuple[float, float, float]]:
-    """(begin, end, value) of a number of a process: each value holds until the next one, for GAUGE_S at most."""
-    values = [(one.time, one.values[name]) for one in gauges if one.process == process and name in one.values]
+def held(recorded: Recorded, process: str, name: str, end: float) -> list[tuple[float, float, float]]:
+    """(begin, end, value) of a number of a process: each value holds until the next one, or its death, for GAUGE_S at most."""
+    values = [(one.time, one.values[name]) for one in recorded.gauges if one.process == process and name in one.values]
+    deaths = [mark.time for mark in recorded.marks if mark.name in ("death", "stop") and mark.process in (process, "rl")]
     nexts = [*(time for time, _ in values[1:]), end]
-    return [(at, min(time, at + GAUGE_S), value) for (at, value), time in zip(values, nexts, strict=False)]
+    return [
+        (at, min([time, at + GAUGE_S, *(death for death in deaths if death >= at)]), value)
+        for (at, value), time in zip(values, nexts, strict=False)
+    ]
 
 
-def gauge_lanes(gauges: list[Counted], end: float) -> list[Lane]:
+def gauge_lanes(recorded: Recorded, end: float) -> list[Lane]:
     """How many requests or rollouts were under way, as spans whose names are the parts of the most, in LEVELS."""
     lanes = []
-    for process in dict.fromkeys(one.process for one in gauges):
+    for process in dict.fromkeys(one.process for one in recorded.gauges):
         for name in GAUGES:
-            values = held(gauges, process, name, end)
+            values = held(recorded, process, name, end)
             if most := max((value for _, _, value in values), default=0):
                 spans = [
                     Span(name=f"level {round(value / most * LEVELS)}", begin=at, end=until, text=f"{value:g} {GAUGES[name]}")

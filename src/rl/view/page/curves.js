@@ -96,9 +96,11 @@ function Section({ title, metrics, shared, open: shown, toggle }) {
   const lines = useMemo(() => linesOf(answer.data, runs), [answer.data]);
   const change_ = (/** @type {Metric} */ metric) => (order === "fell" ? 1 : -1) * moved(lines.get(metric.name)?.[0].values ?? []).share;
   const listed = order ? [...metrics].sort((a, b) => change_(a) - change_(b)) : metrics;
+  const none = order && lines.size > 0 && !listed.some((/** @type {Metric} */ metric) => change_(metric) < 0);
   return html`<details class="section" open=${shown} onToggle=${(/** @type {any} */ e) => e.target.open !== shown && toggle(e.target.open)}>
     <summary><h2>${title}</h2> <span class="faint">${metrics.length}</span></summary>
     ${answer.error && html`<${Fault} text=${answer.error} />`}
+    ${shown && none && html`<p class="faint">None of these ${order}.</p>`}
     ${shown && html`<div class="charts">${listed.map((/** @type {Metric} */ metric) => lines.has(metric.name) && html`
       <${Chart} key=${metric.name} title=${metric.name} what=${metric.what} lines=${lines.get(metric.name)} marks=${marks} axis=${axis}
         weight=${shared.weight} zoom=${shared.zoom} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;

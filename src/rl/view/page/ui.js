@@ -12,7 +12,7 @@ const SIGNS = { live: "●", ended: "✓", died: "✕", stopped: "■", unreadab
 
 /** The state of a run: a sign and a word, so that it does not hang on the colour. @param {{state: keyof SIGNS, why?: string}} props */
 export function State({ state, why }) {
-  return html`<span class=${`state ${state}`} title=${why || null}><span aria-hidden="true">${SIGNS[state]}</span> ${state}</span>`;
+  return html`<span class=${`state ${state}`} title=${why || null}><span aria-hidden="true">${SIGNS[state]}</span> ${window.recorded && state === "live" ? "was live" : state}</span>`;
 }
 
 /** A small curve. @param {{values: (number | null)[], label: string}} props */
