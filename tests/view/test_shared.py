@@ -135,7 +135,8 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     for module in ("rl.run_dir.metrics", "rl.records.metrics"):
         monkeypatch.setattr(f"{module}.parse_line", parse)
     for _ in range(3):
-        health = desk.health(OfRun(run="x"))
+        health, lanes = desk.health(OfRun(run="x")), desk.timeline(TimelineParameters(run="x")).lanes
+    assert [(lane.process, len(lane.spans), lane.spans[-1].text) for lane in lanes] == [("trainer", 50, "step 50: forward and backward")]
     assert parsed == [] and health.lines[0].startswith("step 50 of 9") and "2.0 s a step" in health.lines[0]
     with (files.metrics.with_suffix("") / "trainer.jsonl").open("a") as file:
         file.write(json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5}) + "\n")

@@ -84,6 +84,11 @@ class Process:
         return self.silent_s > SILENT_S
 
     @property
+    def heard(self) -> bool:
+        """Whether it has a heartbeat, and that is not missing."""
+        return self.status.heartbeat is not None and not self.silent
+
+    @property
     def there(self) -> bool:
         """Whether it can still do something; one on another machine is given the benefit of the doubt."""
         return self.alive is not False
@@ -110,7 +115,7 @@ class RunState:
 
     @property
     def alive(self) -> bool:
-        signs = (process.alive or (process.alive is None and not process.silent) for process in self.processes.values())
+        signs = (process.alive or (process.alive is None and process.heard) for process in self.processes.values())
         return any(signs) or bool(self.launcher and self.launcher.alive)
 
     @property

@@ -1,5 +1,7 @@
 """A run's numbers as columns, followed while they are written."""
 
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,15 @@ class Table:
             order = np.argsort(steps)
             self.order = steps[order], rows[order]
         return self.order
+
+    def since(self, begin: float, names: Sequence[str]) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """(step, time, finite values of some metrics) of each line that was written since a time, ascending by step."""
+        steps, rows = self.ordered()
+        columns = {name: self.arrays[name] for name in names if name in self.arrays}
+        for i in np.flatnonzero(self.times[rows] >= begin):
+            row = rows[i]
+            values = {name: float(column[row]) for name, column in columns.items()}
+            yield int(steps[i]), float(self.times[row]), {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class Metrics:

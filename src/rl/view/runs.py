@@ -113,8 +113,8 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     return RunRow(
         key=key,
         name=visible(run.root.name),
-        model=Path(config.model.name).name if config else "",
-        environments=[env.label for env in config.orchestrator.environment] if config and not config.sft else [],
+        model=visible(Path(config.model.name).name) if config else "",
+        environments=[visible(env.label) for env in config.orchestrator.environment] if config and not config.sft else [],
         state=state,
         why=visible(why),
         step=run.step,
@@ -200,7 +200,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
         try:
             configs.append(run.config)
         except RunError as error:
-            faults.append(f"{key}: {error}")
+            faults.append(f"{key}: {visible(str(error))}")
             configs.append(None)
     return Comparison(runs=list(keys), settings=setting_diffs(configs), evals=eval_points(runs), learned=learned(runs), faults=faults)
 

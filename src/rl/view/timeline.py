@@ -10,7 +10,6 @@ from rl.records.run import Run
 from rl.records.spans import Done
 from rl.records.timeline import SLACK_S, Mark, spread
 from rl.records.timeline import Timeline as Recorded
-from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
 from rl.view.answers import Lane, Moment, Span, Timeline
@@ -48,6 +47,7 @@ STEP_PARTS = (
     ("parity", "compares with inference"),
 )
 """Parts of the trainer's step in their order, where a run has no spans: `time/<name>` is their length."""
+TIMES = ["time/step", *(f"time/{name}" for name, _ in STEP_PARTS)]
 
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
@@ -171,16 +171,13 @@ def natural(lane: str) -> tuple[str, int]:
 def metric_lanes(run: Run, begin: float, end: float) -> list[Lane]:
     """Lanes as the metrics tell them, for runs without spans: the parts of the trainer's steps, the orchestrator's batches, evaluations."""
     trainer, orchestrator, evals = list[Span](), list[Span](), list[Span]()
-    for (step, source), line in sorted(read_metrics(run.run_dir.metrics).items()):
-        time = line.get("time")
-        if not time or time < begin:
-            continue
-        if source == "trainer":
-            trainer += step_parts(step, float(time), line)
-        elif source == "orchestrator" and line.get("time/batch"):
-            orchestrator.append(Span(name="batch", begin=time - line["time/batch"], end=time, text=f"batch {step}"))
-        elif source == "eval" and line.get("time/eval"):
-            evals.append(Span(name="eval", begin=time - line["time/eval"], end=time, text=f"evaluation of version {step}"))
+    tables = run.numbers.tables
+    for step, time, line in tables["trainer"].since(begin, TIMES) if "trainer" in tables else ():
+        trainer += step_parts(step, time, line)
+    for step, time, line in tables["orchestrator"].since(begin, ["time/batch"]) if "orchestrator" in tables else ():
+        orchestrator += [Span(name="batch", begin=time - seconds, end=time, text=f"batch {step}") for seconds in line.values()]
+    for step, time, line in tables["eval"].since(begin, ["time/eval"]) if "eval" in tables else ():
+        evals += [Span(name="eval", begin=time - seconds, end=time, text=f"evaluation of version {step}") for seconds in line.values()]
     found = {"trainer": trainer, "orchestrator": orchestrator, "evaluations": evals}
     inside = {name: [span for span in spans if span.begin <= end and span.end >= begin] for name, spans in found.items()}
     return [Lane(process=name, name="", spans=spans) for name, spans in inside.items() if spans]
