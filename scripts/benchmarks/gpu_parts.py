@@ -282,7 +282,7 @@ def storage(bench: Bench) -> None:
     size = sum(p.numel() for p in learner.model.parameters())
     timed("publish: copy", 2 * size, lambda: versions.snapshot(learner.model, base, dtype, {}, world))
     timed("publish: digests", 2 * size, lambda: made["publish: copy"].digests)
-    timed("publish: write", 2 * size, lambda: made["publish: copy"].write(bench.folder / "weights" / "000001", bench.folder / "d.json"))
+    timed("publish: write", 2 * size, lambda: made["publish: copy"].write(bench.folder / "weights" / "000001"))
     timed("checkpoint: copy", 12 * size, lambda: checkpoint.snapshot(learner.model, learner.optimizer, world))
     path, name = bench.folder / "checkpoints" / "000001", checkpoint.fingerprint(learner.model)
     timed("checkpoint: write", 12 * size, lambda: checkpoint.write(path, 1, made["checkpoint: copy"], name, world))

@@ -133,7 +133,7 @@ def restored(config: RLConfig) -> Any:
     clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
     evaluator = Evaluator(config, pool, {"e": SimpleNamespace(worker_env="e", num_tasks=4)}, StepClock())
     policy = ServedPolicy(pool, run_dir, "/base", evaluator)
-    status = SimpleNamespace(current=None, advance=lambda count: None)
+    status = SimpleNamespace(current=None, advance=lambda count: None, warn=lambda warning: None)
     one = Orchestrator(config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {})
     asyncio.run(one.builder.restore())
     return one

@@ -485,7 +485,9 @@ def test_stopped_by_its_user_after_a_death_whatever_its_processes_left(run, gone
     run.event("death", "trainer", 400, reason="ended with exit code 1", exit=1)
     run.event("stop", "rl", 300, reason="SIGINT")
     assert run.diagnosis().state == "stopped"
-    assert run.bottleneck() == f"the run was stopped at step 12 of 100; continue it with `rl @ {run.dir.config} --resume`"
+    assert (
+        run.bottleneck() == f"the run was stopped by SIGINT 5 min ago at step 12 of 100; continue it with `rl @ {run.dir.config} --resume`"
+    )
 
 
 def counts(env, finished, trained, **failed):
@@ -494,6 +496,8 @@ def counts(env, finished, trained, **failed):
 
 
 def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_ended_well(run, gone):
+    envs = [{"id": name} for name in ("bad", "doubtful", "good", "lost", "solved")]
+    run.config = RLConfig.model_validate(run.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}})
     run.rl(gone)
     run.metrics(range(1, 101), **{"time/step": 10.0})
     lost = {f"rollouts/lost/{name}": [8, 0] for name in ("finished", "trained")} | {"env/lost/quarantined": 1}

@@ -204,7 +204,7 @@ def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     with pytest.raises(
-        RunError, match=r"ended with code 1.*; it lacks .*: uv pip install --python \S+/bare/bin/python (.|\n)*No module named"
+        RunError, match=r"ended with code 1.*; it lacks .*: `uv pip install --python \S+/bare/bin/python (.|\n)*No module named"
     ):
         run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
     assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]

@@ -62,7 +62,8 @@ class StubOrchestrator:
 
     def answer(self, request):
         if isinstance(request, Published):
-            self.published.append((request.version.policy_version, request.version.path))
+            if not request.version.memory:  # it is announced again when its folder is there
+                self.published.append((request.version.policy_version, request.version.path))
             return Acknowledged(self.oldest_needed)
         if isinstance(request, GetProbe):
             return Probe([])  # there is no inference to sample from

@@ -62,7 +62,9 @@ def short_name(env_id: str) -> str:
         found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
         return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
     path = Path(env_id.split("@")[0])
-    return (path if path.name not in ("", "..", "~") else path.expanduser().resolve()).stem
+    if env_id.startswith((".", "/", "~")) and path.name in ("", "..", "~"):
+        path = path.expanduser().resolve()
+    return path.stem
 
 
 def read_id(env_id: str) -> Source:

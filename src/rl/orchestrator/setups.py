@@ -62,7 +62,8 @@ async def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
 
 def vocab_size(model: Path) -> int:
     """Number of token ids of the model in a folder, by its config.json, where a model for more than text has a part for it; 0: not said."""
-    fields = json.loads((model / "config.json").read_bytes())
+    config = model / "config.json"
+    fields = json.loads(config.read_bytes()) if config.exists() else {}
     return int(fields.get("text_config", fields).get("vocab_size", 0))
 
 

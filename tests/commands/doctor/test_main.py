@@ -72,7 +72,7 @@ def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
     config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "say-digit"}, {"id": "ada/hello@1.0"}]}})
     found = [check.text for check in configuration.environments(config, None, tmp_path, children) if check.level == "warn"]
     assert found == [
-        "environment say-digit: its home is not there; a start makes it, with classic",
+        "environment say-digit: its home is not there; a start makes it, with verifiers>=0.3.1,<0.4",
         "environment hello: its home is not there; a start makes it, with ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
     ]
     assert not (tmp_path / "homes").exists()
