@@ -1,5 +1,6 @@
 import errno
 import os
+import subprocess
 import sys
 
 import pytest
@@ -31,6 +32,13 @@ from rl.wire.inference_client import InferenceLostError
 )
 def test_the_exit_code_says_what_to_do_about_an_error(error, code):
     assert exit_code(error) == code
+
+
+@pytest.mark.parametrize("role", ["orchestrator.main", "trainer.main", "inference.main", "envs.worker"])
+def test_a_role_is_imported_without_a_thread(role):
+    """One with a thread leaves no copy of itself behind, and starts from nothing when it has died. numpy starts one."""
+    code = f"import os, rl.{role}; print(len(os.listdir('/proc/self/task')))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"
 
 
 def test_a_second_orchestrator_on_one_directory_ends_and_touches_nothing(tmp_path, monkeypatch, capsys):
