@@ -1,13 +1,13 @@
 """What became of each environment's rollouts, by the orchestrator's metrics: how many failed and why, and whether any was trained."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import RunState
-from rl.run_dir.metrics import Curve, Lines, Numbers, environment_rewards
+from rl.run_dir.metrics import Curve, Lines, Numbers, ReadOnce, environment_rewards
 from rl.wire.rollouts import Cause
 
 MANY = 0.1
@@ -34,26 +34,8 @@ class Played:
         return ", ".join(part for part in (nothing, failed, "it is left out" if self.left_out else "") if part)
 
 
-def played(lines: Sequence[dict[str, Any]]) -> dict[str, Played]:
-    """By environment, from lines of the orchestrator in the order of their steps. Those of earlier versions of rl have no counts."""
-    found: dict[str, Played] = {}
-    for key, value in ((key, value) for line in lines for key, value in line.items() if is_count(key)):
-        _, env, name = key.split("/")
-        one = found.setdefault(env, Played())
-        if name == "finished":
-            one.finished += int(value)
-        elif name == "trained":
-            one.trained += int(value)
-        elif name.startswith("failed_"):
-            one.failed[name.removeprefix("failed_")] += int(value)
-    for env, one in found.items():
-        one.left_out = f"env/{env}/quarantined" in lines[-1]
-    counted = {key.split("/")[1] for key in lines[-1] if is_count(key) and key.endswith("/finished")} if lines else set()
-    return {env: one for env, one in sorted(found.items()) if env in counted}
-
-
-def played_so_far(numbers: Numbers, envs: Iterable[str]) -> dict[str, Played]:
-    """What `played` gives for all steps of a run, for those of `envs` of which the newest step has counts."""
+def played(numbers: Numbers, envs: Iterable[str]) -> dict[str, Played]:
+    """What became of the rollouts of `envs`, those of which the newest step has counts: earlier versions of rl wrote none."""
     newest, found = (numbers.steps("orchestrator") or [None])[-1], {}
 
     def points(env: str, name: str, kind: str = "rollouts", last: int | None = None) -> Curve:
@@ -69,6 +51,12 @@ def played_so_far(numbers: Numbers, envs: Iterable[str]) -> dict[str, Played]:
     return found
 
 
+def played_in(lines: Lines) -> dict[str, Played]:
+    """The same of all environments that metric lines are of."""
+    keys = (key.split("/") for (_, source), line in lines.items() if source == "orchestrator" for key in line if is_count(key))
+    return played(ReadOnce(lines), sorted({env for _, env, name in keys if name == "finished"}))
+
+
 def is_count(metric: str) -> bool:
     """Whether `played` reads a metric."""
     kind, _, rest = metric.partition("/")
@@ -76,14 +64,9 @@ def is_count(metric: str) -> bool:
     return kind in ("rollouts", "env") and (name in ("finished", "trained", "quarantined") or name.startswith("failed_"))
 
 
-def lines_of_orchestrator(lines: Lines) -> list[dict[str, Any]]:
-    """The orchestrator's lines by step."""
-    return [line for (_, source), line in sorted(lines.items()) if source == "orchestrator"]
-
-
 def step_texts(line: dict[str, Any]) -> list[str]:
     """Of a step's environments the mean reward and the share of rollouts that failed: `sums 0.25, 12% failed`. One alone has the latter."""
-    rewards, counts = environment_rewards(line), played([line])
+    rewards, counts = environment_rewards(line), played_in({(0, "orchestrator"): line})
     texts = {env: "-" if value is None else f"{value:.2f}" for env, value in (dict.fromkeys(counts) | rewards).items()}
     faults = {env: fault for env, one in counts.items() if (fault := step_fault(one))}
     if len(texts) == 1:
@@ -103,7 +86,7 @@ def environment_problems(state: RunState) -> list[Problem]:
     """Environments that are left out, or of which only failures came; and, not serious, those of which many rollouts failed."""
     said = [event for event in state.recent_events if event.event == "warning"]
     found = []
-    for env, one in played_so_far(state.numbers, sorted(entry.label for entry in state.config.orchestrator.environment)).items():
+    for env, one in played(state.numbers, sorted(entry.label for entry in state.config.orchestrator.environment)).items():
         serious = one.left_out or (not one.trained and one.failed.total() > 0)
         if serious or one.failed.total() > MANY * one.finished:
             about = [event.reason.replace(f"environment {env}:", "at first:", 1) for event in said if event.env == env]

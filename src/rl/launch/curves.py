@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.diagnosis.environments import is_count, lines_of_orchestrator, played
+from rl.diagnosis.environments import is_count, played_in
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import Curve, Lines, MetricsReader, curve, environment_rewards
 from rl.run_dir.origin import first_step
@@ -66,7 +66,7 @@ def environment_curves(lines: Lines) -> dict[str, Curve]:
 def environment_lines(lines: Lines) -> list[str]:
     """The reward of each environment, where there are several, and what is the matter with the rollouts of any."""
     rewarded = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
-    faults = {env: one.fault for env, one in played(lines_of_orchestrator(lines)).items()}
+    faults = {env: one.fault for env, one in played_in(lines).items()}
     envs = sorted({*rewarded, *faults})
     shown = {env: trend(curve(lines, "orchestrator", f"reward/{env}/mean")[1]) or "-" for env in envs if len(envs) > 1 or faults.get(env)}
     return [f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "") for env, text in shown.items()]
