@@ -139,20 +139,38 @@ def test_a_run_that_is_gone_is_said_to_be_gone(tab, place):
     tab.faults[:] = [fault for fault in tab.faults if "run=second: Failed to load resource" not in fault]  # what was asked meanwhile
 
 
-def test_j_goes_on_to_the_next_page_and_back(tab, place):
+@pytest.fixture
+def more_steps(place):
+    """Ten steps of 6 rollouts more in the first run, as long as a test needs them."""
+    run = RunDir(place / "first", place / "first/weights")
     for step in range(5, 15):
-        made.write_step(RunDir(place / "first", place / "first/weights"), step, [made.group(100 * step + i, [0.0, 1.0]) for i in range(3)])
+        made.write_step(run, step, [made.group(100 * step + i, [0.0, 1.0]) for i in range(3)])
+    yield
+    for step in range(5, 15):
+        (place / f"first/rollouts/{step:06d}.jsonl").unlink()
+
+
+def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.go("#/rollouts?run=first")
     tab.until("document.querySelectorAll('.rows li').length === 50")
-    tab.page.locator(".rows li a").last.click()
-    tab.page.keyboard.press("j")
+    pressed = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))"
+    tab.page.evaluate(f"document.querySelector('.rows li:last-child a').click(); {pressed}")  # before the page has drawn the click
     tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
     tab.go("#/runs")
     tab.page.wait_for_load_state("networkidle")
-    for step in range(5, 15):
-        (place / f"first/rollouts/{step:06d}.jsonl").unlink()
+
+
+def test_j_goes_through_the_tasks_and_escape_leaves_one(tab):
+    tab.go("#/tasks?run=first&step=3")
+    tab.until("document.querySelectorAll('.tasks tbody tr').length > 2")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("j")
+    tab.until("!!document.querySelector('.tasks tbody tr:nth-child(2)[aria-current=true]')")
+    assert "step=" not in tab.page.url
+    tab.page.keyboard.press("Escape")
+    tab.until("!document.querySelector('.tasks tr[aria-current=true]') && !location.hash.includes('task=')")
 
 
 def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):

@@ -4,6 +4,7 @@ import { html, useMemo } from "./core.js";
 import { useAnswer } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { diff } from "./diff.js";
+import { useMoving } from "./keys.js";
 import { number, plural, reward, signed } from "./format.js";
 import { change, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
@@ -21,6 +22,7 @@ export function Tasks({ run, values, live }) {
   const { data, error } = useAnswer("tasks", { run, kind, number: values.number, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
   const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
   const chosen = values.task !== undefined && values.env;
+  useMoving(data, (data?.rows ?? []).map(nameOf), LIMIT, (now) => now.task !== undefined && now.env ? nameOf({ env: now.env, task: now.task }) : "", openTask);
   return html`<div class=${`two${chosen ? " chosen" : ""}`}>
     <section class="list" aria-label="Tasks">
       <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span><span class="grow"></span>
@@ -31,14 +33,23 @@ export function Tasks({ run, values, live }) {
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${values.number ? `No rollout of task ${values.number} is there.` : "No rollout has been scored yet."}</p>`}
       ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right" title="Mean reward of the first third of the versions that played it">First</th><th class="right" title="Mean reward of the last third of the versions that played it">Last</th><th class="right">Change</th></tr></thead><tbody>
-        ${data.rows.map((row) => html`<tr key=${`${row.env}/${row.task}`} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
+        ${data.rows.map((row) => html`<tr key=${nameOf(row)} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
           <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
           <td class=${`right ${(row.change ?? 0) > 0 ? "good" : (row.change ?? 0) < 0 ? "bad" : "faint"}`}>${signed(row.change)}</td></tr>`)}</tbody></table>`}
       ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Task">${chosen ? html`<${One} key=${`${values.env}/${values.task}/${kind}`} run=${run} kind=${kind} values=${values} live=${live} />`
-      : html`<p class="empty">Choose a task to see what the model made of it, version by version.</p>`}</section></div>`;
+      : html`<p class="empty">Choose a task, or press <kbd>j</kbd>, to see what the model made of it, version by version.</p>`}</section></div>`;
+}
+
+/** @param {{env: string, task: number | string}} row */
+const nameOf = ({ env, task }) => `${env}/${task}`;
+
+/** What names a task in the address, and nothing of another one. @param {string} name */
+function openTask(name) {
+  const cut = name.lastIndexOf("/");
+  return { env: name.slice(0, Math.max(0, cut)) || null, task: name.slice(cut + 1) || null, a: null, b: null, step: null };
 }
 
 /** The address without what belongs to another task. @param {Record<string, string>} values */
