@@ -24,7 +24,7 @@ SEEDED_AT_IMPORT = (
     ("sympy.core.random", "rng.seed"),
     ("sympy.core.random", "_assumptions_rng.seed"),
 )
-"""Modules that seed generators of random numbers while they are imported, and what seeds them anew. Python does that itself for `random`."""
+"""Modules that seed random numbers while they are imported, and what seeds them anew. Python does so itself for `random`."""
 
 GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
 """Files that a process has open once it has used a GPU's driver. A fork of it would find no GPU, and might silently compute on the CPU."""
