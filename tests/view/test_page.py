@@ -1,5 +1,6 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import pytest
 
 from rl.launch.children import Children
 from rl.run_dir.paths import RunDir
+from rl.view.export import write_page
+from rl.view.library import Library
 from rl.view.main import main as view
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
-from tests.view.made import HOSTILE, make_runs
+from tests.view.made import HOSTILE, STEPS, make_runs
 from tests.view.serving import serving
 
 PAGES = {
@@ -254,6 +257,26 @@ def test_a_live_run_moves_by_itself(tab, place):
     tab.page.wait_for_selector(".runs tbody tr")
     MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
     tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
+
+
+def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_path):
+    """Also where the file has not all of its rollouts: of those alone every number would be another one."""
+    file, library = tmp_path / "part.html", Library([place / "first"])
+    for version in range(STEPS, STEPS + 2):  # the first of each is in the file, and its mean is 0
+        group = made.group(100 + version, [0.0, 1.0, 1.0, 1.0], task=7, version=version, text="so it is" * 2000)
+        made.write_step(RunDir(place / "first", place / "first/weights"), version + 1, [group])
+    write_page(library, file, 475_000)
+    page = browser.new_context(offline=True).new_page()
+    page.set_default_timeout(10_000)
+    page.goto(f"{file.as_uri()}#/tasks?run=first&env=sums&task=7&step={STEPS}")
+    page.wait_for_selector(".dots")
+    said = page.locator(".detail").inner_text()
+    assert "16 rollouts of 6 versions" in said and (kept := int(re.search(r"(\d+) of them are in this file", said)[1])) < 16
+    assert "0.500 (version 3, 2 rollouts) → 0.750 (version 4, 4 rollouts)" in said.replace("\n", " ")
+    assert page.locator(".dots circle.one").count() == kept and page.locator(".dots circle.ring").count() > 0
+    page.context.close()
+    for version in range(STEPS, STEPS + 2):
+        (place / f"first/rollouts/{version + 1:06d}.jsonl").unlink()
 
 
 def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_path):
