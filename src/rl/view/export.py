@@ -74,7 +74,7 @@ def with_newest_logs(found: Health) -> Health:
 
 
 def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
-    """Adds the tasks that changed most, each with all its versions, as far as there is room. Returns (bytes, what is left out, in words)."""
+    """Adds the tasks that changed most, with all their versions, as far as there is room. Returns (bytes, what is left out, in words)."""
     kept, total, used = 0, 0, 0
     for kind in ("train", "eval"):
         rows, every = tasks.ordered(run, kind), tasks.without_rollouts(run, kind)

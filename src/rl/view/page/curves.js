@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useState } from "./core.js";
 import { useAnswer } from "./api.js";
-import { COLOURS, Chart, moved } from "./chart.js";
+import { Chart, Sign, markOf, moved } from "./chart.js";
 import { duration, number } from "./format.js";
 import { change, go, link } from "./router.js";
 import { Choice, Entry, Fault } from "./ui.js";
@@ -51,7 +51,7 @@ const slug = (title) => title.toLowerCase().replace(/[^a-z]+/g, "-");
 
 /** The colours of the runs. @param {{runs: string[]}} props */
 export function Legend({ runs }) {
-  return html`<span class="legend">${runs.map((run, i) => html`<a key=${run} href=${link("curves", { run: [run] })}><i style=${{ background: `var(${COLOURS[i % COLOURS.length]})` }}></i>${run}</a>`)}</span>`;
+  return html`<span class="legend">${runs.map((run, i) => html`<a key=${run} href=${link("curves", { run: [run] })}><${Sign} i=${i} />${run}</a>`)}</span>`;
 }
 
 /** @param {[number, number]} zoom @param {string} axis */
@@ -114,7 +114,7 @@ const opener = (name) => (/** @type {string} */ run, /** @type {number} */ step)
 export function linesOf(data, runs) {
   const found = new Map(/** @type {[string, any[]][]} */ ([]));
   for (const series of data?.series ?? []) {
-    const line = { ...series, label: series.run, colour: COLOURS[runs.indexOf(series.run) % COLOURS.length] };
+    const line = { ...series, label: series.run, ...markOf(runs.indexOf(series.run)) };
     found.set(series.name, [...(found.get(series.name) ?? []), line]);
   }
   return found;

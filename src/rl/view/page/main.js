@@ -37,6 +37,7 @@ function App() {
   useEffect(() => {
     document.title = place.page === "runs" ? "rl view" : `${shown.title} · ${keys.join(", ")} · rl view`;
   }, [place.page, keys.join()]);
+  useEffect(() => document.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "center", block: "nearest" }), [at, keys.length > 1]);
   const chosen = known.filter((run) => keys.includes(run.key));
   const gone = runs.data ? place.run.filter((key) => !known.some((run) => run.key === key)) : [];
   asOf(chosen.map((run) => run.state === "live" ? "live" : `${run.changed}`).join());
