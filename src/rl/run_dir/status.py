@@ -25,8 +25,6 @@ from rl.system.terminal import clip
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
-FLUSHES = 4
-"""Times that spans are written in one HEARTBEAT_S: what a killed process did since the last one is lost."""
 MAX_WARNING = 500
 """Characters of a warning that are kept; a log has all of it."""
 PHASE_LANE = "phase"
@@ -219,9 +217,9 @@ class Status:
 
     def _beat(self) -> None:
         for count in itertools.count(1):
-            if self.stopped.wait(HEARTBEAT_S / FLUSHES):
+            if self.stopped.wait(HEARTBEAT_S / spans.FLUSHES):
                 return
-            if count % FLUSHES == 0:
+            if count % spans.FLUSHES == 0:
                 self._write()
                 spans.gauges(progress=self.progress, **{name: read() for name, read in self.gauges.items()})
             spans.flush()

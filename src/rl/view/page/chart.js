@@ -4,6 +4,8 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./core.js";
 import { duration, number } from "./format.js";
 
 export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+const INCREMENTS = /** @type {Record<string, number[]>} */ ({ step: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000],
+  time: [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800] });
 const HEIGHT = 170, AWAY = { left: -10, top: -10 };
 
 /** What tells a run from the others: a colour, and dashes, of which there is another pattern for each eight of them. @param {number} i its place among the runs */
@@ -52,7 +54,7 @@ export function joined(lines, weight) {
 }
 
 /** @param {{title: string, what: string, lines: Line[], marks: import("./types").Mark[], axis: string, weight: number,
- *   zoom: [number, number] | null, setZoom: (zoom: [number, number] | null) => void, open: (run: string, step: number) => void, height?: number}} props */
+ *   zoom: [number, number] | null, span: [number, number] | null, setZoom: (zoom: [number, number] | null) => void, open: (run: string, step: number) => void, height?: number}} props */
 export function Chart(props) {
   const { title, what, lines, axis, weight, zoom, height = HEIGHT } = props;
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
@@ -69,19 +71,20 @@ export function Chart(props) {
     dark.addEventListener("change", changed);
     return () => { removeEventListener("theme", changed); dark.removeEventListener("change", changed); };
   }, []);
+  const between = zoom ?? (props.span && props.span[0] < props.span[1] ? props.span : null);
   const shape = lines.map((line) => line.label + line.colour).join("|");
   useLayoutEffect(() => {
     const data = joined(lines, weight);
     if (plot.current && plot.current.shape === `${shape}/${axis}/${theme}`) {
-      plot.current.setData(data, !now.current.zoom);
-      if (zoom) plot.current.setScale("x", { min: zoom[0], max: zoom[1] });
+      plot.current.setData(data, !between);
+      if (between) plot.current.setScale("x", { min: between[0], max: between[1] });
       return;
     }
     plot.current?.destroy();
     plot.current = new uPlot(options(now, box.current?.clientWidth || 300, height, setAt), data, box.current);
     plot.current.shape = `${shape}/${axis}/${theme}`;
-    if (zoom) plot.current.setScale("x", { min: zoom[0], max: zoom[1] });
-  }, [lines, weight, axis, shape, theme, zoom?.[0], zoom?.[1], props.marks]);
+    if (between) plot.current.setScale("x", { min: between[0], max: between[1] });
+  }, [lines, weight, axis, shape, theme, between?.[0], between?.[1], props.marks]);
   useEffect(() => {
     const watch = new ResizeObserver(() => plot.current && box.current && plot.current.setSize({ width: box.current.clientWidth, height }));
     if (box.current) watch.observe(box.current);
@@ -145,7 +148,7 @@ function reading(lines, at, axis, weight) {
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
     ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title=${window.recorded ? "The band has the least and the greatest" : "The band has the least and the greatest; zoom in for single steps"}>mean of ${found[0].line.each} </span>`}`}
     ${weight > 0 && html`<span class="faint">smoothed </span>`}
-    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(values.get(line)?.[i])}${weight > 0 && found.length === 1 && html`<span class="faint">, measured ${number(line.values[i])}</span>`}${line.errors[i] ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
+    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(values.get(line)?.[i])}${weight > 0 && found.length === 1 && html`<span class="faint">, measured ${number(line.values[i])}</span>`}${line.errors[i] && (!weight || found.length === 1) ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
 }
 
 /** @param {Line} line @param {number} i @param {string} axis */
@@ -167,11 +170,11 @@ function options(now, width, height, setAt) {
   const texts = { step: number, samples: short, tokens: short, time: duration };
   const format = (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map((mark) => texts[/** @type {"step"} */ (axis)](mark));
   return {
-    width, height, legend: { show: false }, padding: [8, 8, 0, 0], focus: { alpha: 1 },
+    width, height, legend: { show: false }, padding: [8, axis === "time" ? 26 : 8, 0, 0], focus: { alpha: 1 },
     cursor: { sync: { key: "rl" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
     scales: { x: { time: false }, y: { range: (/** @type {any} */ _u, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
-      { stroke: ink, grid, ticks: grid, font, size: 26, space: 60, values: format, incrs: axis === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000] : undefined },
+      { stroke: ink, grid, ticks: grid, font, size: 26, space: 60, values: format, incrs: INCREMENTS[axis] },
       { stroke: ink, grid, ticks: grid, font, size: axisWidth, space: 30, values: (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map(number) },
     ],
     series: [{}, ...lines.flatMap((/** @type {Line} */ line) => {

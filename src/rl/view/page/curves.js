@@ -94,6 +94,7 @@ function Section({ title, metrics, shared, open: shown, toggle }) {
   useEffect(() => { if (answer.data?.series.some((one) => one.each > 1)) setLong(true); }, [answer.data]);
   const marks = useMemo(() => (answer.data?.marks ?? []).filter((mark) => runs.length === 1 || mark.kind === "death"), [answer.data]);
   const lines = useMemo(() => linesOf(answer.data, runs), [answer.data]);
+  const span = useMemo(() => spanOf(answer.data), [answer.data]);
   const change_ = (/** @type {Metric} */ metric) => (order === "fell" ? 1 : -1) * moved(lines.get(metric.name)?.[0].values ?? []).share;
   const listed = order ? [...metrics].sort((a, b) => change_(a) - change_(b)) : metrics;
   const none = order && lines.size > 0 && !listed.some((/** @type {Metric} */ metric) => change_(metric) < 0);
@@ -103,7 +104,13 @@ function Section({ title, metrics, shared, open: shown, toggle }) {
     ${shown && none && html`<p class="faint">None of these ${order}.</p>`}
     ${shown && html`<div class="charts">${listed.map((/** @type {Metric} */ metric) => lines.has(metric.name) && html`
       <${Chart} key=${metric.name} title=${metric.name} what=${metric.what} lines=${lines.get(metric.name)} marks=${marks} axis=${axis}
-        weight=${shared.weight} zoom=${shared.zoom} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
+        weight=${shared.weight} zoom=${shared.zoom} span=${span} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
+}
+
+/** From the first point of all curves to the last one, so that they are over each other. @param {import("./types").Curves | null} data @returns {[number, number] | null} */
+function spanOf(data) {
+  const ends = (data?.series ?? []).flatMap(({ x }) => [x[0], x[x.length - 1]]).filter((at) => at !== null);
+  return ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
 }
 
 /** Where a click on a point leads: an evaluation's rollouts, or the step's. @param {string} name */

@@ -8,7 +8,7 @@ import { identity } from "./rows.js";
 /** @typedef {import("./types").TaskVersion} TaskVersion */
 /** @typedef {{row: import("./types").RolloutRow, value: number, x: number}} Dot */
 
-const LEFT = 46, RIGHT = 16, TOP = 16, BOTTOM = 128, RADIUS = 4.5, APART = 5;
+const LEFT = 46, RIGHT = 16, TOP = 16, BOTTOM = 128, RADIUS = 4.5, APART = 5, MARGIN = 36;
 
 /** @param {{versions: TaskVersion[], a?: string, b?: string}} props */
 export function Dots({ versions, a, b }) {
@@ -32,7 +32,7 @@ export function Dots({ versions, a, b }) {
   };
   return html`<svg ref=${box} class="dots" viewBox=${`0 0 ${width} 150`} role="group" aria-label=${`Mean reward ${reward(first.mean)} at version ${first.version}, ${reward(last.mean)} at version ${last.version}; arrow keys go from rollout to rollout`}>
     ${[low, high].map((value) => html`<line class="grid" x1="40" x2=${width - 10} y1=${y(value)} y2=${y(value)} /><text x="34" y=${y(value) + 4} text-anchor="end">${number(value)}</text>`)}
-    <text x=${x[0]} y="147" text-anchor=${versions.length > 1 ? "start" : "middle"}>version ${first.version}</text>${versions.length > 1 && html`<text x=${x[x.length - 1]} y="147" text-anchor="end">${last.version}</text>`}
+    <text x=${x[0]} y="147" text-anchor="middle">version ${first.version}</text>${versions.length > 1 && html`<text x=${x[x.length - 1]} y="147" text-anchor="middle">${last.version}</text>`}
     ${means.length > 1 && html`<polyline class="mean" points=${means.map((one) => `${one.x},${y(one.mean)}`).join(" ")} />`}
     ${means.filter(({ count, rows }) => rows.length < count).map((one) => html`<circle key=${`mean ${one.version}`} class="ring" cx=${one.x} cy=${y(one.mean)} r="6.5"><title>version ${one.version}: mean ${reward(one.mean)} of ${plural(one.count, "rollout")}, ${one.rows.length} of them in this file</title></circle>`)}
     ${dots.map((dot, i) => html`<circle key=${identity(dot.row)} class=${`one ${identity(dot.row) === a ? "a" : identity(dot.row) === b ? "b" : ""}`} cx=${dot.x} cy=${y(dot.value)} r=${RADIUS} role="button" tabindex=${identity(dot.row) === stop ? 0 : -1}
@@ -43,13 +43,13 @@ export function Dots({ versions, a, b }) {
 function placed(versions, width) {
   const [from, to] = [versions[0].version, versions[versions.length - 1].version];
   if (from === to) return [(LEFT + width - RIGHT) / 2];
-  return versions.map(({ version }) => LEFT + 8 + ((version - from) / (to - from)) * (width - LEFT - RIGHT - 16));
+  return versions.map(({ version }) => LEFT + MARGIN + ((version - from) / (to - from)) * (width - LEFT - RIGHT - 2 * MARGIN));
 }
 
 /** How far from its place a version's dots may reach: to the middle between it and the next one, and to the edge. @param {number[]} x @param {number} i @param {number} width */
 function roomAt(x, i, width) {
   const gaps = [i > 0 ? (x[i] - x[i - 1]) / 2 : Infinity, i < x.length - 1 ? (x[i + 1] - x[i]) / 2 : Infinity, x[i] - LEFT, width - RIGHT - x[i]];
-  return Math.max(0, Math.min(...gaps) - RADIUS);
+  return Math.max(0, Math.min(...gaps) - RADIUS - 1);
 }
 
 /** The dots of a version: equal rewards side by side, closer where there is little room. @param {TaskVersion} version @param {number} x @param {number} room @returns {Dot[]} */

@@ -76,6 +76,7 @@ function One({ run, kind, values, live }) {
     <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
     ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
+    ${sides && absent(sides).length > 0 && html`<p class="note">No answer of version ${absent(sides).join(" and ")} is in this file; those compared below are of other versions.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
     <${Dots} versions=${data.versions} a=${left && identity(left)} b=${right && identity(right)} />
@@ -92,18 +93,18 @@ function around(versions, step) {
   return [before[before.length - 1] ?? after[0], after[0] ?? before[before.length - 1]];
 }
 
-/** The rollouts to compare: before and behind a step those that are most like their version's mean, else the best of the first version and of the last one. Of versions
- * that have some; undefined where none has. @param {TaskVersion[]} versions @param {[TaskVersion, TaskVersion] | null} sides */
+/** The rollouts to compare: before and behind a step those that are most like their version's mean, if they are in this file; else the best of the first version that has
+ * some and of the last one. Undefined where none has. @param {TaskVersion[]} versions @param {[TaskVersion, TaskVersion] | null} sides */
 function pair(versions, sides) {
   const [from, to] = [versions[0], versions[versions.length - 1]];
   if (!from) return [];
-  if (sides) return sides.map((side) => typical(nearest(versions, side.version)));
+  if (sides?.every(({ rows }) => rows.length)) return sides.map(typical);
   const first = best(from.rows);
   return [first, best(to.rows.filter((row) => row !== first)) ?? first];
 }
 
-/** @param {TaskVersion[]} versions @param {number} to */
-const nearest = (versions, to) => [...versions].sort((x, y) => Math.abs(x.version - to) - Math.abs(y.version - to))[0];
+/** The versions of which no answer is in this file. @param {TaskVersion[]} sides */
+const absent = (sides) => [...new Set(sides.filter(({ rows }) => !rows.length).map(({ version }) => version))];
 
 /** The rollout whose reward is nearest to the mean. @param {TaskVersion} version */
 function typical({ rows, mean }) {
