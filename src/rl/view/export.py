@@ -74,21 +74,23 @@ def with_newest_logs(found: Health) -> Health:
 
 
 def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
-    """Adds the tasks that changed most, with all their versions, as far as there is room. Returns (bytes, what is left out, in words)."""
-    kept, total, used = 0, 0, 0
-    for kind in ("train", "eval"):
+    """Adds the tasks that changed most, with all their versions, as far as there is room, half of it for held-out ones. Returns (bytes,
+    what is left out, in words)."""
+    kept, total, left = 0, 0, room
+    for kind, reserved in (("train", room // 2), ("eval", 0)):
         rows, every = tasks.ordered(run, kind), tasks.without_rollouts(run, kind)
         listed, own = content["tasks"].setdefault(kind, []), content["task"].setdefault(kind, {})
         for row in rows:
             one = every[row.env, row.task]
-            used += len(msgspec.json.encode([row, one])) + len(row.env)
-            if used > room:
+            bytes_ = len(msgspec.json.encode([row, one])) + len(row.env)
+            if bytes_ > left - reserved:
                 break
+            left -= bytes_
             listed.append(row)
             own[f"{row.env}/{row.task}"] = one
         kept, total = kept + len(listed), total + len(rows)
     left_out = f"{kept:,} of {total:,} tasks are in this file, those that changed most; --max-mib takes more" if kept < total else ""
-    return min(used, room), left_out
+    return room - left, left_out
 
 
 def logs(run: Run) -> Iterator[tuple[str, Any]]:
