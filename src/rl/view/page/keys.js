@@ -15,6 +15,9 @@ const CHARTS = [
   ["Shift + drag", "move along"],
   ["double click", "the whole run again"],
   ["click", "the rollouts of that step"],
+  ["Tab, then ← →", "from point to point, or from rollout to rollout of a task"],
+  ["Enter", "the rollouts of that step; the later one of a task’s two answers, with Shift the earlier one"],
+  ["Home, Esc", "the whole run again"],
 ];
 
 /** Listens to keys. Pages hear of `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
