@@ -9,39 +9,27 @@ from torch import Tensor
 MAX_BLOCK = 1024
 """Tokens of a block at most; a search over the blocks comes before one inside a block."""
 ROWS = 16
-"""Rows whose probabilities are in memory at once, which is kept: they stay in the cache, and for 12 MiB of fresh memory the kernel's zeros
-took longer than all the rest."""
+"""Rows of which probabilities are made at once, in the place of the logits: they are in the cache still when they are added up, and fresh
+memory of that size, which the kernel fills with zeros, would take longer than all the rest."""
 
 
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row, by its probability, and its log-probability in nats; both [rows, 1].
 
-    logits: [rows, vocabulary], float32. uniform: [rows], float64 from 0 up to but not 1.
+    logits: [rows, vocabulary], float32; probabilities afterwards. uniform: [rows], float64 from 0 up to but not 1.
 
     By inversion: the token at which the sum of the probabilities up to it first exceeds `uniform`. Of two searches, one over blocks of
     tokens and one inside a block, each adds up in float64: the smallest probability counts, and a token whose logit is -inf never comes.
     """
-    parts = [draw_rows(part, wanted) for part, wanted in zip(logits.split(ROWS), uniform.split(ROWS), strict=True)]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
-
-
-def draw_rows(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """`draw` for at most ROWS rows."""
     width = block_width(logits.shape[1])
-    blocks = torch.softmax(logits, dim=-1, out=scratch(logits.shape[1])[: len(logits)]).view(len(logits), -1, width)
-    ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    sums = [torch.softmax(part, dim=-1, out=part).view(len(part), -1, width).sum(dim=-1) for part in logits.split(ROWS)]
+    ends = torch.cat(sums).cumsum(dim=-1, dtype=torch.float64)
     wanted = uniform.unsqueeze(1) * ends[:, -1:]
     block = first_above(ends, wanted)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(len(logits)), block.squeeze(1)]
+    inside = logits.view(len(logits), -1, width)[torch.arange(len(logits)), block.squeeze(1)]
     place = first_above(inside.cumsum(dim=-1, dtype=torch.float64), wanted - before)
     return block * width + place, inside.gather(1, place).log()
-
-
-@functools.lru_cache(maxsize=1)
-def scratch(vocabulary: int) -> Tensor:
-    """Memory for the probabilities of ROWS rows."""
-    return torch.empty(ROWS, vocabulary)
 
 
 def first_above(ends: Tensor, wanted: Tensor) -> Tensor:

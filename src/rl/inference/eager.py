@@ -15,10 +15,12 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from rl.inference.draw import draw
-from rl.inference.threads import VECTOR, choose_threads
+from rl.inference.threads import Threads
 
 KERNEL = "vllm_c_cpu"
 """vLLM's kernels in C++ of the norms, under a name of their own: it has them for CPUs and takes them on GPUs alone."""
+VECTOR = 16
+"""Values that vLLM's norm in C++ computes at once; a row is a whole number of these."""
 
 
 def can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
@@ -85,13 +87,16 @@ class DrawingSampler(Sampler):
         return self.kept[: logits.numel()].view_as(logits).copy_(logits)
 
 
-def speed_up(runner: Any) -> None:
-    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model everything else."""
+def speed_up(runner: Any) -> Threads | None:
+    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model everything else.
+
+    Returns what chooses the threads, None where all compute everything.
+    """
     if type(runner.sampler) is Sampler and runner.speculative_config is None:
         runner.sampler = DrawingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
     if runner.compilation_config.mode != CompilationMode.NONE:
-        return
+        return None
     for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
         op.set_default([KERNEL, "native"])
-    if runner.parallel_config.world_size == 1:  # several workers wait for each other inside of a step anyway
-        choose_threads(runner)
+    # Several workers wait for each other inside of a step anyway.
+    return Threads(runner) if runner.parallel_config.world_size == 1 else None

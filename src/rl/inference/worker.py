@@ -18,6 +18,7 @@ from rl.system.linux import end_with_parent, place
 
 if TYPE_CHECKING:
     from rl.inference.staging import Staged
+    from rl.inference.threads import Threads
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Tensors by name, whole."""
@@ -58,6 +59,7 @@ class WeightLoader:
     """Mixed into vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls the methods between two steps of the engine."""
 
     _staged: "Future[Staged | Weights] | None" = None
+    _threads: "Threads | None" = None
 
     def begin(self, server_pid: int, server_place: str) -> bool:
         """What has to be done once, before the first request. Returns whether this worker is on the server's host; one on another node ends
@@ -78,7 +80,7 @@ class WeightLoader:
         count_uncompiled()
         if self.vllm_config.speculative_config is None:
             self.model_runner.input_batch.generators = Generators()
-        speed_up(self.model_runner)
+        self._threads = speed_up(self.model_runner)
 
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.
@@ -151,6 +153,8 @@ class WeightLoader:
         else:
             self.reload_weights(weights_iterator=iter(staged))
             repack_embeddings(self.model_runner.get_model())
+        if self._threads:
+            self._threads.adopt()
 
 
 def count_uncompiled() -> None:
