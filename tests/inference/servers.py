@@ -15,11 +15,13 @@ import httpx
 import msgspec
 import psutil
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.in_memory import InMemory, make
+from rl.run_dir.in_memory import InMemory
 from rl.run_dir.safetensors import tensor_digests
+from rl.trainer.store.arena import Arena
 from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
@@ -82,11 +84,12 @@ class Server:
 @contextmanager
 def in_memory(version: Path) -> Iterator[InMemory]:
     """The weights of a version as its trainer has them in memory."""
-    data = (version / "model.safetensors").read_bytes()
-    file = make(len(data))
-    os.pwrite(file.fd, data, 0)
-    yield file
-    os.close(file.fd)
+    tensors = load_file(version / "model.safetensors")
+    arena = Arena({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        arena.tensors[name].copy_(tensor)
+    yield arena.seal(arena.tensors)
+    del arena
 
 
 def write_digests(folder: Path) -> None:
