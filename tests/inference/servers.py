@@ -51,6 +51,9 @@ class Server:
         where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory)}
         return self.post("/load_weights", policy_version=policy_version, **where)
 
+    def prepare(self, policy_version: int, memory: InMemory) -> httpx.Response:
+        return self.post("/prepare_weights", policy_version=policy_version, path="", memory=msgspec.to_builtins(memory))
+
     def status(self) -> dict:
         return httpx.get(self.url + "/status", timeout=30, headers=self.headers).json()
 
@@ -84,12 +87,20 @@ class Server:
 @contextmanager
 def in_memory(version: Path) -> Iterator[InMemory]:
     """The weights of a version as its trainer has them in memory."""
+    arena, file = arena_of(version)
+    yield file
+    del arena
+
+
+def arena_of(version: Path) -> tuple[Arena, InMemory]:
+    """The memory of a trainer that has cast a version into it."""
     tensors = load_file(version / "model.safetensors")
     arena = Arena({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         arena.tensors[name].copy_(tensor)
-    yield arena.seal(arena.tensors)
-    del arena
+    file = arena.seal(arena.tensors)
+    assert file
+    return arena, file
 
 
 def write_digests(folder: Path) -> None:

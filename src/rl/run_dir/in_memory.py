@@ -10,6 +10,7 @@ has a shared lock (flock(2)), and each content a name of its own, with which its
 import contextlib
 import fcntl
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ LABEL = "rl-weights"
 """The kernel's name of such a file, in /proc."""
 MARK_AT = 8
 """Where the mark stands: behind the header's length."""
+
+TRIES, TRY_AGAIN_S = 3, 0.001
+"""For a lock that the maker has for some microseconds."""
 
 
 class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +63,16 @@ def make_again(file: InMemory) -> InMemory | None:
     return msgspec.structs.replace(file, name=new_name())
 
 
+def is_read(file: InMemory) -> bool:
+    """Whether somebody reads what this process has made."""
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file.fd, fcntl.LOCK_UN)
+    return False
+
+
 def new_name() -> str:
     return f"rl-{uuid.uuid4().hex}"
 
@@ -80,8 +94,11 @@ def opened(file: InMemory | None) -> Iterator[Path | None]:
 
 def holds(fd: int, file: InMemory) -> bool:
     """Whether an open file is this one, with this content, which its maker leaves alone until `fd` is closed."""
-    with contextlib.suppress(OSError):  # no file in memory; or its maker takes it just now
-        if os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:{LABEL} (deleted)":
+    for _ in range(TRIES):
+        with contextlib.suppress(OSError):  # no file in memory; or its maker looks whether it is read just now
+            if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{LABEL} (deleted)":
+                return False
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return os.pread(fd, len(file.mark), MARK_AT) == file.mark
+        time.sleep(TRY_AGAIN_S)
     return False

@@ -116,6 +116,7 @@ def snapshot(
             value = value.to(dtypes[name]).full_tensor()
         if arena:
             arena.tensors[name].copy_(local(value))
+    faults.point("weights.cast")
     return Version(arena.tensors, model, base, dtype, made_by, arena) if arena else None
 
 
