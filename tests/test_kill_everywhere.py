@@ -239,7 +239,7 @@ def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
     assert {f"checkpoint.{place}" for place in ("saved", "manifest", "fsync", "rename", "done", "remove", "removed")} <= names
     assert {f"digests.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
     assert {"metrics.torn", "ask.GetBatch", "asked.GetBatch", "ask.Published", "asked.Published"} <= names
-    assert {"weights.cast", "ask.Coming", "asked.Coming", "weights.coming", "weights.in_memory"} <= names
+    assert {"weights.cast", "ask.Coming", "asked.Coming", "weights.in_memory"} <= names
     lives = chain_of(tmp_path / "trace")
     batches = [make_batch(step) for step in range(1, 2 * len(lives))]
     killed, straight = (make_config(tmp_path / name, model, "--max_steps", "1000", *flags) for name in ("killed", "straight"))

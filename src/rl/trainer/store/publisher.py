@@ -6,6 +6,7 @@ with depends on it. Older versions stay, and the next one waits, until it is.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Collection
 from functools import partial
@@ -60,8 +61,8 @@ class Publisher:
         self.wait.about(Phase.PUBLISHING, number, "writing it")
         is_new = not path.exists()
         if self.client and is_new and version.in_memory:
-            self.client.coming(WeightVersion(number, str(path), version.in_memory))
-            faults.point("weights.coming")
+            coming = WeightVersion(number, str(path), version.in_memory)
+            threading.Thread(target=self.client.coming, args=(coming,), name="coming", daemon=True).start()
         if not self._is_there(number, path, version):
             fence = partial(check_fence, self.run_dir.lock("trainer"))
             with spans.span("digest_version", "publisher", number):
