@@ -27,7 +27,7 @@ def sha256_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_each(hash_of: Callable[[T], str], things: Iterable[T], spare: int = 0) -> list[str]:
-    """The hash of each thing, on as many threads as there are cores, MAX_THREADS at most, but `spare` ones: hashlib lets others run."""
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) - spare))) as threads:
+def hash_each(hash_of: Callable[[T], str], things: Iterable[T]) -> list[str]:
+    """The hash of each thing, on as many threads as there are cores, MAX_THREADS at most: hashlib lets others run meanwhile."""
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         return list(threads.map(hash_of, things))

@@ -52,10 +52,9 @@ class Version:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each tensor's bytes by its name in the file. A core takes about a second for each GB; one is left to a server of this
-        host, which stages the version meanwhile."""
+        """SHA-256 of each tensor's bytes by its name in the file. A core takes about a second for each GB."""
         views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
-        return dict(zip(self.named, hash_each(sha256, views, spare=1), strict=True))
+        return dict(zip(self.named, hash_each(sha256, views), strict=True))
 
     @cached_property
     def in_memory(self) -> InMemory | None:
