@@ -99,8 +99,8 @@ class ServedPolicy:
     def prepare(self, number: int, memory: InMemory | None) -> None:
         """Has the servers read a version that must not be used yet, so that loading it is a matter of milliseconds once it may be.
 
-        Not one that is trained again, behind the loaded one. Not while it would have to wait for another load, or for an evaluation: it would
-        be held for long, and perhaps in vain.
+        Not one that is trained again, behind the loaded one. Not while it would have to wait for another load, or for an evaluation:
+        it would be held for long, and perhaps in vain.
         """
         if number <= self.loaded or self.num_pins or self.load_lock.locked():
             return
