@@ -185,6 +185,7 @@ TARGETS = {
             messages.GetBatch(3),
             messages.GetBatchPart(3, 1 << 22),
             messages.Published(messages.WeightVersion(4, "/w/000004")),
+            messages.Coming(messages.WeightVersion(4, "/w/000004")),
             messages.GetProbe(2),
         ),
     ),

@@ -67,6 +67,7 @@ REQUESTS = st.one_of(
     st.builds(messages.GetBatch, st.integers(1, 10**6)),
     st.builds(messages.GetBatchPart, st.integers(1, 10**6), st.integers(0, 2**40)),
     st.builds(messages.Published, VERSION),
+    st.builds(messages.Coming, VERSION),
     st.builds(messages.GetProbe, st.integers(0, 10**6)),
 )
 STATUSES = st.builds(status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT)

@@ -15,11 +15,13 @@ import httpx
 import msgspec
 import psutil
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.in_memory import InMemory, make
+from rl.run_dir.in_memory import InMemory
 from rl.run_dir.safetensors import tensor_digests
+from rl.trainer.store.arena import Arena
 from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
@@ -48,6 +50,9 @@ class Server:
     def load(self, policy_version: int, path: Path | None = None, memory: InMemory | None = None) -> httpx.Response:
         where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory)}
         return self.post("/load_weights", policy_version=policy_version, **where)
+
+    def prepare(self, policy_version: int, memory: InMemory) -> httpx.Response:
+        return self.post("/prepare_weights", policy_version=policy_version, path="", memory=msgspec.to_builtins(memory))
 
     def status(self) -> dict:
         return httpx.get(self.url + "/status", timeout=30, headers=self.headers).json()
@@ -82,11 +87,20 @@ class Server:
 @contextmanager
 def in_memory(version: Path) -> Iterator[InMemory]:
     """The weights of a version as its trainer has them in memory."""
-    data = (version / "model.safetensors").read_bytes()
-    file = make(len(data))
-    os.pwrite(file.fd, data, 0)
+    arena, file = arena_of(version)
     yield file
-    os.close(file.fd)
+    del arena
+
+
+def arena_of(version: Path) -> tuple[Arena, InMemory]:
+    """The memory of a trainer that has cast a version into it."""
+    tensors = load_file(version / "model.safetensors")
+    arena = Arena({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        arena.tensors[name].copy_(tensor)
+    file = arena.seal(arena.tensors)
+    assert file
+    return arena, file
 
 
 def write_digests(folder: Path) -> None:

@@ -28,6 +28,7 @@ from tests.inference.servers import (
     TOKEN,
     TOLERANCE,
     Server,
+    arena_of,
     assert_logprobs,
     damaged_copy,
     in_memory,
@@ -198,6 +199,35 @@ def test_every_token_has_its_version_while_weights_are_loaded(servers, kind, tmp
     again = server.generate(prompts[-1], max_tokens=30, temperature=1.0)
     assert [version for version, _ in again["policy_versions"]] == [2]
     assert_logprobs(server, prompts[-1], again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_version_is_prepared_in_advance_and_not_used_before_it_is_loaded(servers, kind, tmp_path):
+    """Its trainer dies before it has announced it, and makes another one: that is loaded, whatever was prepared."""
+    server = servers[kind]
+    assert server.status()["policy_version"] == 2
+    (dead, dead_memory), (arena, memory) = arena_of(server.weights[3]), arena_of(server.weights[1])
+    assert server.prepare(1, dead_memory).json() == {"prepared": True}
+    assert not dead.empty(dead.like), "its memory was given away under a server that reads it"
+    assert_version(server, 2)
+    assert server.prepare(1, memory).json() == {"prepared": True}
+    assert dead.empty(dead.like), "nobody wants the other one any more"
+    assert server.prepare(1, dead_memory).json() == {"prepared": False}, "it is not what it was"
+    assert server.prepare(1, memory).json() == {"prepared": True}
+    loaded = server.load(1, tmp_path, memory).json()
+    assert loaded["policy_version"] == 1 and loaded["stage_s"] == 0 < loaded["pause_s"] and arena.empty(arena.like)
+    assert_version(server, 1)
+    assert server.prepare(1, memory).json() == {"prepared": False}, "it is loaded"
+    assert server.prepare(3, arena.seal(arena.tensors)).json() == {"prepared": True}
+    assert server.load(2).json()["stage_s"] > 0, "another version was prepared"
+    assert arena.empty(arena.like)
+    assert_version(server, 2)
+
+
+def assert_version(server, version):
+    answer = server.generate(PROMPT, max_tokens=20, temperature=1.0)
+    assert [stamp for stamp, _ in answer["policy_versions"]] == [version]
+    assert_logprobs(server, PROMPT, answer)
 
 
 def test_ready_and_loading_twice(servers):

@@ -14,6 +14,7 @@ from rl.wire.messages import (
     Acknowledged,
     BatchPart,
     BatchReady,
+    Coming,
     GetBatchPart,
     GetProbe,
     NotReady,
@@ -64,6 +65,8 @@ class StubOrchestrator:
         if isinstance(request, Published):
             if not request.version.memory:  # it is announced again when its folder is there
                 self.published.append((request.version.policy_version, request.version.path))
+            return Acknowledged(self.oldest_needed)
+        if isinstance(request, Coming):
             return Acknowledged(self.oldest_needed)
         if isinstance(request, GetProbe):
             return Probe([])  # there is no inference to sample from

@@ -1,5 +1,7 @@
 """The threads beside the training: one batch ahead, one version behind, and whose errors are whose."""
 
+import fcntl
+import os
 import threading
 import time
 
@@ -7,6 +9,7 @@ import pytest
 
 from rl.config.trainer import WeightsConfig
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.trainer.prefetch import Prefetch
@@ -78,6 +81,9 @@ class Client:
     def __init__(self):
         self.versions, self.release = [], threading.Event()
 
+    def coming(self, version):
+        pass
+
     def published(self, version, wait):
         wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
         assert self.release.wait(10)
@@ -90,12 +96,14 @@ class Empty:
 
     def __init__(self, in_memory=None, write_s=0.0):
         self.in_memory, self.write_s = in_memory, write_s
+        self.writing = threading.Event()
 
     def write_record(self, record, fence):
         record.parent.mkdir(exist_ok=True)
         record.touch()
 
     def write(self, path, **_):
+        self.writing.set()
         time.sleep(self.write_s)
         path.mkdir(parents=True)
 
@@ -143,15 +151,28 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
     client.release.set()
     answer = client.published
 
-    def published(version, wait):
+    def see(version):
         seen.append((version.memory, run_dir.digests(1).exists(), run_dir.weights(1).exists()))
+
+    def published(version, wait):
+        see(version)
         return answer(version, wait)
 
+    monkeypatch.setattr(client, "coming", see)
     monkeypatch.setattr(client, "published", published)
     publisher = Publisher(run_dir, WeightsConfig(), client, Wait(10, nothing))
-    publisher.start(1, Empty("in memory", write_s=0.5), checkpoints={})
+    file = make(100)
+    reader = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    version = Empty(file, write_s=0.5)
+    publisher.start(1, version, checkpoints={})
+    time.sleep(0.3)
+    assert len(seen) == 2 and not version.writing.is_set(), "its folder was written while a server read it"
+    os.close(reader)
+    assert version.writing.wait(0.3)
     publisher.finish()
-    assert seen == [("in memory", True, False), (None, True, True)]
+    os.close(file.fd)
+    assert seen == [(file, False, False), (file, True, False), (None, True, True)]
     assert publisher.metrics()["time/publish_latency"] < 0.5
 
 

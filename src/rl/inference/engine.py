@@ -1,6 +1,7 @@
 """vLLM's engine with a policy version: every sampled token has exactly one, also when weights are loaded while requests are in flight."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
@@ -50,6 +51,8 @@ class VersionedEngine(AsyncLLM):
     """What new requests are answered with; None is the base model."""
     all_here: bool = False
     """Whether all workers are on this host."""
+    prepared: InMemory | None = None
+    """What the workers have staged besides, to be loaded soon."""
     broken: str = ""
     """Why the engine must not be used any more, although its process lives."""
     swapping: bool = False
@@ -63,6 +66,8 @@ class VersionedEngine(AsyncLLM):
         self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
         self.sampling = spans.Busy("sampling", "requests")
         self.load_lock = asyncio.Lock()
+        self.image = contextlib.ExitStack()
+        """Holds what is prepared open until it is loaded or forgotten: workers may read it until then."""
         self.adapter_ids = itertools.count(1)
         self.adapter_versions: dict[int, int] = {}
         self.loaded_adapters: set[int] = set()
@@ -122,10 +127,39 @@ class VersionedEngine(AsyncLLM):
         assert output.finished and len(logprobs) == len(sampled), "one final output with one logprob for each token"
         return Generation(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
+    async def prepare_weights(self, policy_version: int, memory: InMemory | None) -> bool:
+        """Has every worker stage a version out of its trainer's memory, for `load_weights` of the same memory to use. Returns whether it is
+        prepared. Raises RunError.
+
+        Nothing may be sampled with it yet: its trainer may die before anybody knows what it was.
+        """
+        async with self.load_lock:
+            if policy_version == self.policy_version or self.slots or not self.all_here:
+                return False
+            await self.forget_prepared()
+            image = self.image.enter_context(opened(memory))
+            if image:
+                try:
+                    await asyncio.to_thread(self.check_fit, image)
+                    await self.stage(policy_version, str(image))
+                except RunError:
+                    self.image.close()
+                    raise
+                self.prepared = memory
+            return image is not None
+
+    async def forget_prepared(self) -> None:
+        """Gives back what was prepared and is not loaded."""
+        if self.prepared:
+            self.prepared = None
+            await self.on_every_worker("forget_weights")
+        self.image.close()
+
     async def load_weights(self, policy_version: int, path: str, memory: InMemory | None = None) -> LoadedVersion:
         """Loads a version under running requests. Raises RunError with the old version still served.
 
-        With `memory` it is read there where that can be reached, and need not be checked; elsewhere it waits for the folder.
+        With `memory` it is read there where that can be reached, and need not be checked, nor even read if that was prepared; elsewhere it
+        waits for the folder.
 
         Loading what is loaded does nothing.
         """
@@ -134,6 +168,9 @@ class VersionedEngine(AsyncLLM):
                 return LoadedVersion(policy_version)
             self.loading = policy_version
             try:
+                if memory and memory == self.prepared:
+                    return await self._load_prepared(policy_version)
+                await self.forget_prepared()
                 with opened(memory if self.all_here else None) as image:
                     if memory and not image:
                         await until_there(Path(path))
@@ -144,6 +181,13 @@ class VersionedEngine(AsyncLLM):
                 raise
             finally:
                 self.loading = None
+
+    async def _load_prepared(self, policy_version: int) -> LoadedVersion:
+        """Swaps what every worker has staged."""
+        self.prepared = None
+        with self.image:
+            drain_s, pause_s = await self.swap(policy_version)
+        return LoadedVersion(policy_version, drain_s=drain_s, pause_s=pause_s)
 
     async def _load_weights(self, policy_version: int, path: str) -> LoadedVersion:
         start, folder = time.perf_counter(), Path(path)

@@ -1,4 +1,4 @@
-"""The HTTP routes that we add to vLLM's app: /generate, /load_weights, /status, /ready."""
+"""The HTTP routes that we add to vLLM's app: /generate, /prepare_weights, /load_weights, /status, /ready."""
 
 import asyncio
 from typing import Annotated, Any
@@ -43,7 +43,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
-    """Body of `/load_weights`; the path is one that the server's machine sees."""
+    """Body of `/load_weights` and `/prepare_weights`; the path is one that the server's machine sees."""
 
     policy_version: Annotated[int, Meta(ge=0)]
     path: str
@@ -98,6 +98,18 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
         except asyncio.CancelledError:
             return refusal(503, "stopping", "the server ends; repeat the request elsewhere or later")
         return reply(200, sampled)
+
+    @router.post("/prepare_weights")
+    async def prepare_weights(request: Request) -> Response:
+        """Reads a policy version that is in its trainer's memory, and goes on serving the one it has. 422: it does not fit."""
+        try:
+            body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
+            prepared = await asyncio.shield(engine.prepare_weights(body.policy_version, body.memory))
+        except msgspec.DecodeError as error:
+            return refusal(400, "bad_request", str(error))
+        except RunError as error:
+            return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
+        return reply(200, {"prepared": prepared})
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> Response:

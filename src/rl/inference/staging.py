@@ -124,6 +124,7 @@ def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]
             elif old is not new:
                 before.append(old.data)
                 old.data = new.data
+                new.__dict__.clear()  # its loader is a method of the twin: the two would keep each other, and with them these values
     for name, child in twin._modules.items():
         if child is not twins.get(live._modules.get(name)):  # type: ignore[arg-type]
             before.append(live._modules.get(name))

@@ -16,6 +16,8 @@ SHARED_GPU_MEMORY = 0.35
 """vLLM's fraction of a GPU that it shares with the trainer, whose weights, gradients and two float32 moments need most of the rest."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 """Settings of glibc to keep freed memory. Without them page faults took 90 s of system time in a benchmark (FSDP2, 135M, on CPU)."""
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+"""The memory of replaced weights, which one thread frees, is another's for the next ones."""
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP's threads wait for each other before they sleep: some 10 us, so that vLLM has the cores that it needs. A step is ten
 thousand small operators, and threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) took 3.3 s for one of 2.4 s."""
@@ -106,6 +108,7 @@ def split(config: RLConfig, box: Machine) -> Split:
         trainer_env |= MALLOC | SPIN
     if not inference_gpus:
         inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
+        inference_env |= MALLOC | ONE_ARENA
     return Split(
         trainer=Share(trainer_gpus, trainer_cores, trainer_env),
         inference=Share(inference_gpus, inference_cores, inference_env),

@@ -73,6 +73,8 @@ class ServedPolicy:
         """Server -> the load that is under way."""
         self.loading: dict[str, int] = {}
         """Server -> the version that it is loading."""
+        self.preparing: dict[str, asyncio.Task[None]] = {}
+        """Server -> what it was last told to prepare, if it may be at it."""
         self.pauses: dict[str, float] = {}
         """Server -> for how long its last load paused generation, seconds."""
         self.failures: dict[str, Failure] = {}
@@ -93,6 +95,27 @@ class ServedPolicy:
         """Takes notice of a version that is complete, in memory or else on disk, whose place is known: a path that comes over the wire is
         not followed."""
         self.versions[number] = WeightVersion(number, str(self.run_dir.weights(number)), memory)
+
+    def prepare(self, number: int, memory: InMemory | None) -> None:
+        """Has the servers read a version that must not be used yet, so that loading it is a matter of milliseconds once it may be.
+
+        Not one that is trained again, behind the loaded one. Not while it would have to wait for another load, or for an evaluation:
+        it would be held for long, and perhaps in vain.
+        """
+        if number <= self.loaded or self.num_pins or self.load_lock.locked():
+            return
+        version = WeightVersion(number, str(self.run_dir.weights(number)), memory)
+        for url in self.servers.known:
+            if url not in self.preparing:
+                self.preparing[url] = asyncio.create_task(self._prepare(url, version))
+
+    async def _prepare(self, url: str, version: WeightVersion) -> None:
+        try:
+            await self.servers.prepare(url, version)
+        except (AwayError, OSError, InferenceLostError) as error:  # it is loaded whole, or that says what is wrong
+            log.info("inference at %s did not prepare version %d: %s", url, version.policy_version, error)
+        finally:
+            del self.preparing[url]
 
     def forget(self, final: int) -> None:
         """Drops versions before the loaded one that wait for no evaluation: none of them is loaded again."""

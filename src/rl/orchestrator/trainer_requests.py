@@ -14,6 +14,7 @@ from rl.wire.batch_file import batch_head, batch_part
 from rl.wire.messages import (
     Acknowledged,
     BatchPart,
+    Coming,
     GetBatch,
     GetBatchPart,
     GetProbe,
@@ -59,14 +60,20 @@ class TrainerRequests:
                     group.create_task(self.answer_part(server, sender, step, offset))
                 case GetProbe(version):
                     group.create_task(self.answer_probe(server, sender, version))
+                case Coming(version):
+                    await server.reply(sender, self.acknowledged())
+                    self.policy.prepare(version.policy_version, version.memory)
                 case Published(version):
                     self.activity += 1
                     self.policy.note(version.policy_version, version.memory)
                     self.policy.forget(self.progress.final)
-                    needed = self.policy.oldest_needed(self.progress.final)
-                    keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})
-                    await server.reply(sender, Acknowledged(needed, keep))
+                    await server.reply(sender, self.acknowledged())
                     await self.progress.notify()
+
+    def acknowledged(self) -> Acknowledged:
+        """Which versions something still waits for."""
+        keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})
+        return Acknowledged(self.policy.oldest_needed(self.progress.final), keep)
 
     async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:
         """Answers with the batch, or that there will be none, or within a few seconds that it is not ready. Raises CorruptFileError."""

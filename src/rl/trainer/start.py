@@ -86,6 +86,8 @@ class Trainer:
     metrics: MetricsLog | None
     """Rank 0's."""
     status: Status
+    version: versions.Version | None = None
+    """The one that was published last. Rank 0's."""
 
     @property
     def last(self) -> int:
@@ -128,8 +130,9 @@ class Trainer:
         self.status.enter(Phase.PUBLISHING, self.step)
         self.publisher.finish()  # before the copy: two of them would take twice the memory
         made_by = determinism.conditions(learner.settings, learner.world, mode_of(learner.model))
-        version = versions.snapshot(learner.model, self.base, DTYPES[self.config.model.dtype], made_by, learner.world)
-        self.publisher.start(self.step, version, {self.saver.step, self.saver.began})
+        dtype = DTYPES[self.config.model.dtype]
+        self.version = versions.snapshot(learner.model, self.base, dtype, made_by, learner.world, self.version)
+        self.publisher.start(self.step, self.version, {self.saver.step, self.saver.began})
 
     def probe(self, timer: Timer) -> dict[str, float]:
         """Compares trainer and inference on version `step`, if no batch since the last checkpoint allowed it. Returns the metrics."""

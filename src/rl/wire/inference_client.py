@@ -294,6 +294,13 @@ class InferenceServers:
         server.answered(time.monotonic() - began, len(answer.token_ids))
         return answer
 
+    async def prepare(self, url: str, version: WeightVersion) -> None:
+        """Has a server read a version that it must not use yet. Whether it can shows when it is loaded. Raises AwayError, OSError and
+        InferenceLostError."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_s):
+                await self._send("POST", url, "/prepare_weights", msgspec.to_builtins(version))
+
     async def load(self, url: str, version: WeightVersion) -> float:
         """Loads a version into one server. Returns for how long that paused generation, seconds.
 

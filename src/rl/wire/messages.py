@@ -87,7 +87,7 @@ class WeightVersion(msgspec.Struct, frozen=True):
     """Where processes of the trainer's host can read it before its folder is there."""
 
 
-# Trainer -> orchestrator. Both are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
+# Trainer -> orchestrator. All are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
 
 
 class GetBatch(msgspec.Struct, tag=True):
@@ -105,6 +105,12 @@ class GetBatchPart(msgspec.Struct, tag=True):
 
 class Published(msgspec.Struct, tag=True):
     """Announces that a version is complete, in memory or, without that, on disk; the orchestrator loads it into inference."""
+
+    version: WeightVersion
+
+
+class Coming(msgspec.Struct, tag=True):
+    """Tells of a version that is in memory while its digests are not written yet: servers may prepare it, and nobody may use it."""
 
     version: WeightVersion
 
@@ -146,7 +152,7 @@ class RunEnded(msgspec.Struct, tag=True):
 
 
 class Acknowledged(msgspec.Struct, tag=True):
-    """`Published` has been noted. Versions below `oldest_needed` may be deleted: nothing waits for them any more."""
+    """`Published` or `Coming` has been noted. Versions below `oldest_needed` may be deleted: nothing waits for them any more."""
 
     oldest_needed: int
     keep: list[int] = []
@@ -159,5 +165,5 @@ class Probe(msgspec.Struct, tag=True):
     samples: list[TrainingSample]
 
 
-Request = GetBatch | GetBatchPart | Published | GetProbe
+Request = GetBatch | GetBatchPart | Published | Coming | GetProbe
 Reply = BatchReady | BatchPart | NotReady | RunEnded | Acknowledged | Probe

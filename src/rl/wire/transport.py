@@ -33,6 +33,7 @@ from rl.wire.messages import (
     Acknowledged,
     BatchPart,
     BatchReady,
+    Coming,
     GetBatch,
     GetBatchPart,
     GetProbe,
@@ -50,6 +51,7 @@ ATTEMPT_S = 20.0
 """One request waits this long for an answer before it is sent again; the orchestrator answers NotReady well before."""
 ADDRESS_CHECK_S = 0.5
 """So often the client checks, while it waits, whether the orchestrator has another address now."""
+COMING_S = 1.0
 ANSWER_WITHIN_S = 5.0
 """The orchestrator answers within this time, if only by NotReady."""
 MAX_REQUEST_BYTES = 1 << 16
@@ -207,6 +209,12 @@ class OrchestratorClient:
         number = version.policy_version
         what = f"the acknowledgement of version {number}"
         return self._ask_until(Published(version), (Acknowledged,), what, Phase.ANNOUNCING_VERSION, number, wait)
+
+    def coming(self, version: WeightVersion) -> None:
+        """Tells of a version that servers may prepare while it is hashed. Nothing depends on it: one attempt, of a second at most."""
+        with contextlib.suppress(NoAnswerError):
+            if address := read_address(self.status_path):
+                self._ask(address, Coming(version), COMING_S)
 
     def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
         """A few completions by exactly this version; none when inference holds a later one, or does not load it within `timeout_s`."""

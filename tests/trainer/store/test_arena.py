@@ -1,8 +1,11 @@
 """Tensors in a file in memory that others read as safetensors."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -66,3 +69,30 @@ def test_a_file_of_another_place_process_or_descriptor_is_not_opened(arena):
         assert len(list(Path("/proc/self/fd").iterdir())) == before
     with opened(None) as path:
         assert path is None
+
+
+def test_its_memory_is_used_again_once_nobody_reads_it(arena):
+    file, pages = arena.seal(arena.tensors), arena.memory.data_ptr()
+    with opened(file) as path:
+        assert not arena.empty(LIKE), "it was given away under a reader"
+        assert read_header(path).keys() == LIKE.keys()
+    assert not arena.empty({"a": LIKE["a"]})
+    assert arena.empty(LIKE) and arena.file.fd == file.fd and arena.memory.data_ptr() == pages
+    with opened(file) as before, opened(arena.file) as unfinished:  # of what it held, and of what it does not hold yet
+        assert before is None and unfinished is None
+    assert arena.seal(arena.tensors).name != file.name
+    with opened(file) as before, opened(arena.file) as now:
+        assert before is None and read_header(now).keys() == LIKE.keys()
+
+
+def test_a_reader_in_another_process_keeps_its_content_and_gives_it_back_by_dying(arena):
+    file = arena.seal(arena.tensors)
+    code = "import sys, msgspec; from rl.run_dir.in_memory import *; file = msgspec.json.decode(sys.argv[1], type=InMemory)\n"
+    code += "with opened(file) as path: print(path is not None, flush=True); sys.stdin.read()"
+    argument = msgspec.json.encode(file).decode()
+    with subprocess.Popen([sys.executable, "-c", code, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout.readline() == "True\n"
+        assert not arena.empty(LIKE)
+        reader.kill()
+        reader.wait()
+        assert arena.empty(LIKE)

@@ -31,6 +31,7 @@ class Arena:
 
     def __init__(self, like: Mapping[str, tuple[torch.Size, torch.dtype]]):
         """`like`: shape and type of each tensor."""
+        self.like = dict(like)
         sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in like.items()}
         self.start = HEADER_BYTES + HEADER_BYTES_EACH * len(like)
         self.size = self.start + sum(sizes.values())
@@ -47,16 +48,22 @@ class Arena:
     def __del__(self) -> None:
         os.close(self.file.fd)
 
+    def empty(self, like: Mapping[str, tuple[torch.Size, torch.dtype]]) -> bool:
+        """Makes room for other values. False if it is no room for these tensors, or while somebody reads the file."""
+        file = in_memory.make_again(self.file) if self.like == like else None
+        self.file = file or self.file
+        return file is not None
+
     def seal(self, named: Mapping[str, Tensor]) -> InMemory | None:
         """Writes the header: the file holds `named`. None, and no header, unless these are the arena's own tensors, or parts of them."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, object] = {}
         first, end = self.memory.data_ptr() + self.start, 0
         for name, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
             if not tensor.is_contiguous() or tensor.data_ptr() != first + end or tensor.dtype not in NAMES:
                 return None
             entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
             end += tensor.nbytes
-        header = json.dumps(entries).encode()
+        header = self.file.mark + b"," + json.dumps(entries).encode()[1:]
         if self.start + end != self.size or len(header) > self.start - 8:
             return None
         os.pwrite(self.file.fd, (self.start - 8).to_bytes(8, "little") + header.ljust(self.start - 8), 0)

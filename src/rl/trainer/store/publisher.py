@@ -1,11 +1,12 @@
 """The thread that announces, writes and deletes policy versions while the next step trains.
 
-A version is announced as soon as its digests are known, for others on this host read it from this process's memory, and once more when its
-files are whole. They are made durable behind that: nothing that a resume begins with depends on it. Older versions stay, and the next one
-waits, until it is.
+Servers of this host read a version from this process's memory and prepare it while it is hashed. As soon as its digests are known it is
+announced, so that it may be used, and once more when its files are whole. They are made durable behind that: nothing that a resume begins
+with depends on it. Older versions stay, and the next one waits, until it is.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Collection
 from functools import partial
@@ -15,6 +16,7 @@ from rl.config.trainer import WeightsConfig
 from rl.run_dir import spans
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError, make_durable
+from rl.run_dir.in_memory import InMemory, is_read
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
@@ -28,6 +30,8 @@ from rl.wire.transport import OrchestratorClient, Wait
 
 DISK_S = 60.0
 """For a version to be written, beyond what the orchestrator may take."""
+LET_READ_S, LOOK_EVERY_S = 1.0, 0.01
+"""For servers to have a version out of memory before its folder is written."""
 
 
 class Publisher:
@@ -55,13 +59,19 @@ class Publisher:
     def _publish(self, number: int, version: Version, checkpoints: Collection[int], since: float) -> None:
         path = self.run_dir.weights(number).absolute()
         self.wait.about(Phase.PUBLISHING, number, "writing it")
+        is_new = not path.exists()
+        if self.client and is_new and version.in_memory:
+            coming = WeightVersion(number, str(path), version.in_memory)
+            threading.Thread(target=self.client.coming, args=(coming,), name="coming", daemon=True).start()
         if not self._is_there(number, path, version):
-            fence, is_new = partial(check_fence, self.run_dir.lock("trainer")), not path.exists()
+            fence = partial(check_fence, self.run_dir.lock("trainer"))
             with spans.span("digest_version", "publisher", number):
                 version.write_record(self.run_dir.digests(number), fence)
             if is_new and version.in_memory:
                 self._announce(WeightVersion(number, str(path), version.in_memory), since)
                 faults.point("weights.in_memory")
+            if version.in_memory:
+                self._let_read(version.in_memory)
             with spans.span("write_version", "publisher", number):
                 # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
                 version.write(path, new=is_new, fence=fence)
@@ -72,6 +82,13 @@ class Publisher:
                 make_durable(made)
         keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
         self.retention.delete_old(number, keep, needed.oldest_needed)
+
+    def _let_read(self, file: InMemory) -> None:
+        """Waits until nobody reads a version any more, LET_READ_S at most: writing it meanwhile would hold up the servers, which have
+        nothing else to do, by a third."""
+        deadline = time.monotonic() + LET_READ_S
+        while is_read(file) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
 
     def _announce(self, version: WeightVersion, since: float) -> Acknowledged:
         """Tells the orchestrator of a version that was begun to be published at `since`. Returns what it still needs."""

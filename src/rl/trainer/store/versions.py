@@ -93,24 +93,30 @@ class Version:
 
 
 @torch.no_grad()
-def snapshot(model: PreTrainedModel, base: Path, dtype: torch.dtype, made_by: dict[str, Any], world: World) -> Version | None:
+def snapshot(
+    model: PreTrainedModel, base: Path, dtype: torch.dtype, made_by: dict[str, Any], world: World, before: Version | None = None
+) -> Version | None:
     """A copy of the model's weights, to be written while it trains on; None on all ranks but 0. Every rank calls this.
 
     Tensors are cast before they travel, one at a time; rank 0 keeps them whole, in a file in memory. Nothing of it is shared with
-    the model. A tied head is named once. Of a model with adapters only these are copied.
+    the model. A tied head is named once. Of a model with adapters only these are copied. `before`: a version that nobody here needs any
+    more; its memory is used again unless another process reads it.
     """
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent)]
     if lora.has_adapters(model):
         named = [*lora.trainable(model).items()]
     dtypes = {name: dtype if value.is_floating_point() else value.dtype for name, value in named}
-    arena = Arena({name: (value.shape, dtypes[name]) for name, value in named}) if world.is_main else None
+    like, arena = {name: (value.shape, dtypes[name]) for name, value in named}, None
+    if world.is_main:
+        arena = before.arena if before and before.arena and before.arena.empty(like) else Arena(like)
     for name, value in named:
         value = value.detach()
         if isinstance(value, DTensor) and world.size > 1:
             value = value.to(dtypes[name]).full_tensor()
         if arena:
             arena.tensors[name].copy_(local(value))
+    faults.point("weights.cast")
     return Version(arena.tensors, model, base, dtype, made_by, arena) if arena else None
 
 
