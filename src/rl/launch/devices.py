@@ -19,6 +19,9 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "171
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP's threads wait for each other before they sleep: some 10 us, so that vLLM has the cores that it needs. A step is ten
 thousand small operators, and threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) took 3.3 s for one of 2.4 s."""
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Has glibc ask for pages of 2 MiB, which many systems give to those alone who ask. A step of the engine reads all weights once, so with
+pages of 4 KiB it looks up one after the other: a decode step of 135M parameters took 5 to 8% longer."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 
@@ -106,6 +109,7 @@ def split(config: RLConfig, box: Machine) -> Split:
         trainer_env |= MALLOC | SPIN
     if not inference_gpus:
         inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
+        inference_env |= HUGE_PAGES
     return Split(
         trainer=Share(trainer_gpus, trainer_cores, trainer_env),
         inference=Share(inference_gpus, inference_cores, inference_env),
