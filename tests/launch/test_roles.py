@@ -24,16 +24,3 @@ def test_commands(tmp_path):
 def test_on_few_cores_the_trainer_starts_last(tmp_path, cores, args, after):
     found = roles(config(*args), RunDir(tmp_path, tmp_path / "weights"), divide(0, *args, cores=cores))
     assert {role.name: role.after for role in found} == {"inference": "", "orchestrator": "", "trainer": after}
-
-
-def test_an_engine_on_the_cpu_gets_huge_pages_and_tunables_that_are_set_win(tmp_path, monkeypatch):
-    def tunables() -> dict[str, str | None]:
-        found = roles(config(), RunDir(tmp_path, tmp_path / "weights"), divide(0))
-        return {role.name: role.env.get("GLIBC_TUNABLES") for role in found}
-
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert tunables() == {"inference": "glibc.malloc.hugetlb=1", "orchestrator": None, "trainer": None}
-    set_already = "glibc.malloc.hugetlb=0"
-    monkeypatch.setenv("GLIBC_TUNABLES", set_already)
-    assert tunables() == {"inference": f"glibc.malloc.hugetlb=1:{set_already}", "orchestrator": set_already, "trainer": set_already}
-    assert "GLIBC_TUNABLES" not in divide(2).inference.env

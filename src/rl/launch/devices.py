@@ -21,9 +21,6 @@ ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP's threads wait for each other before they sleep: some 10 us, so that vLLM has the cores that it needs. A step is ten
 thousand small operators, and threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) took 3.3 s for one of 2.4 s."""
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Has glibc ask for pages of 2 MiB, which many systems give to those alone who ask. A step of the engine reads all weights once, so with
-pages of 4 KiB it looks up one after the other: a decode step of 135M parameters took 5 to 8% longer."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 

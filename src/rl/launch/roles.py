@@ -45,17 +45,9 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     return [sys.executable, *module]  # one rank needs no agent, which would import torch first: 3 s
 
 
-def environment(share: devices.Share) -> dict[str, str]:
-    """This process's with what the share says. Tunables of glibc go together, and those that are set already win."""
-    env, tunables = {**os.environ, **share.env}, "GLIBC_TUNABLES"
-    if tunables in os.environ and tunables in share.env:
-        env[tunables] = f"{share.env[tunables]}:{os.environ[tunables]}"
-    return env
-
-
 def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path) -> Child:
     """Starts one process of a run on its share of the machine, for a command that watches over it itself."""
-    return children.start(name, command(name, run_dir, ranks), environment(share), log_dir, share.cores)
+    return children.start(name, command(name, run_dir, ranks), {**os.environ, **share.env}, log_dir, share.cores)
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
@@ -70,7 +62,7 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
         shares = {"trainer": division.trainer}
     found, few_cores = [], len({*division.trainer.cores, *division.inference.cores}) < MANY_CORES
     for name, share in shares.items():
-        env, cores = (environment(share), share.cores) if share else (dict(os.environ), None)
+        env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
         one_process = name != "trainer" or division.ranks == 1
         after = "orchestrator" if name == "trainer" and few_cores else ""
         found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process, after=after))
