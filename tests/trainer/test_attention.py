@@ -111,7 +111,7 @@ def test_kept_probabilities_give_the_bits_of_recomputed_ones(monkeypatch, sunk):
 
 def test_blocks_are_computed_together_where_their_padding_costs_less_than_a_call():
     """Eight prompts of 44, each with four answers, in rows of one length and of several."""
-    rows = (([24] * 8, [(8, 140, 140)]), ([24] * 7 + [23], [(8, 140, 140)]), ([24] * 6 + [50] * 2, [(10, 144, 144)]))
+    rows = (([24] * 8, [(8, 140, 144)]), ([24] * 7 + [23], [(8, 140, 144)]), ([24] * 6 + [50] * 2, [(10, 144, 144)]))
     for lengths, shapes in rows:
         ends, positions = [], []
         for length in lengths:

@@ -15,6 +15,8 @@ BLOCK_QUERIES = range(32, 129)
 """A block's least number of queries, whatever it sees, and its largest where it holds no branch."""
 TREE_QUERIES = 256
 """The most queries of a block with branches."""
+WHOLE_KEYS = 16
+"""The keys of a bundle are padded to a multiple of so many: a softmax over 144 numbers takes less than one over 140."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,11 @@ def bundle(blocks: list[Block]) -> list[Bundle]:
 
 
 def padded_mask(masks: list[Tensor]) -> Tensor:
-    """[q, k] each -> [B, q, k]."""
+    """[q, k] each -> [B, q, k]; a single one stays as it is."""
     if len(masks) == 1:
         return masks[0][None]
-    padded = masks[0].new_zeros(len(masks), max(mask.shape[0] for mask in masks), max(mask.shape[1] for mask in masks))
+    width = -(-max(mask.shape[1] for mask in masks) // WHOLE_KEYS) * WHOLE_KEYS
+    padded = masks[0].new_zeros(len(masks), max(mask.shape[0] for mask in masks), width)
     for whole, mask in zip(padded, masks, strict=True):
         whole[: mask.shape[0]] = -torch.inf
         whole[: mask.shape[0], : mask.shape[1]] = mask

@@ -10,9 +10,9 @@ from rl.trainer.modes import Mode, is_compiled
 from rl.trainer.packing import micro_batch_tokens
 from rl.trainer.parallel.world import World
 
-ARITHMETIC = "2 (attention in bundles, norms rounded once)"
+ARITHMETIC = "2 (attention in bundles, fewer roundings in norms and rotary embeddings)"
 """The sums and roundings that this code makes of a batch. What changes a bit of a result gets another number here."""
-UNRECORDED = {"arithmetic": "1 (attention block by block, norms as transformers has them)"}
+UNRECORDED = {"arithmetic": "1 (attention block by block, norms and rotary embeddings as transformers has them)"}
 """Conditions of versions that were made before these were recorded."""
 
 
