@@ -67,9 +67,12 @@ def test_a_run_that_fails_says_why(tmp_path, capfd):
         rl.train(
             {"model": {"name": "./nowhere"}, "output_dir": str(tmp_path), "orchestrator": {"environment": ENV | {"id": "missing-env"}}}
         )
-    assert "missing-env" in str(error.value) and "missing-env" in capfd.readouterr().out
+    said = next(line for line in str(error.value).splitlines() if line.startswith("rl: "))
+    assert "missing-env" in str(error.value) and said not in capfd.readouterr().out  # a notebook would have it twice
     with pytest.raises(ConfigError, match="bogus"):
         rl.evaluate(config={"bogus": 1})
+    with pytest.raises(ConfigError, match="outputs/none@best: there is no such run"):
+        rl.evaluate("outputs/none@best")
     with pytest.raises(RunError, match=r"(?s)rl eval ended with \d+:.*@99: "):
         rl.evaluate(
             f"{make_run(tmp_path / 'x').root}@99", orchestrator__environment={"id": str(Path("environments/reverse_text").absolute())}

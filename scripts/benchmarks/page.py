@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from records import make
 
-from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.run_dir.token_log import write_token_log
 from rl.wire.batch_file import write_batch, write_rollouts
@@ -68,6 +67,20 @@ def make_long(folder: Path, tokens: int) -> RunDir:
     return run_dir
 
 
+def write_metrics(run_dir: RunDir, steps: int) -> None:
+    """A line of the orchestrator and one of the trainer for each step, with a dozen numbers."""
+    names = {
+        "orchestrator": ("reward/mean", "rollouts/finished", "rollouts/length_mean", "rollouts/truncated", "entropy/mean", "lag/mean"),
+        "trainer": ("loss/mean", "validation/loss", "mismatch_kl/mean", "optim/grad_norm", "time/step", "perf/tokens_per_s"),
+    }  # fmt: skip
+    values = np.random.default_rng(0).uniform(0.1, 0.9, (steps, 6)).round(6).tolist()
+    with run_dir.metrics.open("w") as file:
+        for step in range(1, steps + 1):
+            for source, own in names.items():
+                line = {"step": step, "time": 1.7e9 + 10 * step, "source": source, **dict(zip(own, values[step - 1], strict=True))}
+                file.write(json.dumps(line) + "\n")
+
+
 def scroll(page: Page) -> dict[str, float]:
     """Scrolls what scrolls on the page from its top to its end; the longest task and the most elements meanwhile."""
     page.evaluate(WATCH)
@@ -96,20 +109,29 @@ def until(page: Page, expression: str, timeout_s: float = 300.0) -> float:
 
 
 def look(page: Page, base: str) -> dict[str, float]:
-    """The first page of rollouts, cold and warm, and one that is filtered."""
+    """How long each page takes until it is there, the first time and again, and a list that is filtered."""
     shown = (
         "/rollouts/.test(document.querySelector('.list [aria-live]')?.innerText ?? '') && document.querySelectorAll('.rows li').length > 0"
     )
+    pages = {
+        "runs": ("runs", "document.querySelectorAll('.runs tbody tr').length > 1"),
+        "curves": ("curves?run=x", "document.querySelectorAll('.chart canvas').length > 9"),
+        "rollouts": ("rollouts?run=x", shown),
+        "tasks": ("tasks?run=x", "document.querySelectorAll('.tasks tbody tr').length > 9"),
+    }
     found = {}
-    for name in ("cold_s", "warm_s"):
-        page.goto("about:blank")
-        began = time.perf_counter()
-        page.goto(f"{base}/#/rollouts?run=x")
-        until(page, shown)
-        found[name] = round(time.perf_counter() - began, 3)
+    for name, (where, there) in pages.items():
+        for state in ("cold", "warm"):
+            page.goto("about:blank")
+            began = time.perf_counter()
+            page.goto(f"{base}/#/{where}")
+            until(page, there)
+            found[f"{name}_{state}_s"] = round(time.perf_counter() - began, 3)
+    page.goto(f"{base}/#/rollouts?run=x")
+    until(page, shown)
     before = page.locator(".list [aria-live]").inner_text()
     page.get_by_role("button", name=re.compile("^no signal")).click()
-    found["filter_s"] = until(page, f"document.querySelector('.list [aria-live]').innerText !== {json.dumps(before)}")
+    found["filter_s"] = until(page, f"{shown} && document.querySelector('.list [aria-live]').innerText !== {json.dumps(before)}")
     return found
 
 
@@ -119,8 +141,7 @@ def resident_mib(pid: int) -> float:
 
 def measure(folder: Path, steps: int, rollouts: int, characters: int, tokens: int) -> dict[str, object]:
     many, long = make(folder / "x", steps, rollouts, characters), make_long(folder, tokens)
-    for step in range(1, steps + 1, max(1, steps // 2000)):
-        MetricsLog(many.metrics, "trainer").write(step, {"loss/mean": 0.5})
+    write_metrics(many, steps)
     command = [sys.executable, "-m", "rl.main", "view", str(many.root), str(long.root), "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")})
     assert server.stdout

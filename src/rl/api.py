@@ -123,25 +123,30 @@ def toml_value(value: Any) -> str:
 
 
 def run_command(args: list[str]) -> None:
-    """Runs `rl ARGS` and shows what it prints. Raises ConfigError or RunError if it fails; an interrupt is passed on to it, and
-    waits for its end."""
+    """Runs `rl ARGS` and shows what it prints, but for the error that it ends with. Raises ConfigError or RunError with that if it fails;
+    an interrupt is passed on to it, and waits for its end."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     # In a session of its own, so that an interrupt reaches it once: a second one kills a run in the middle of its stop.
     with subprocess.Popen([sys.executable, "-m", "rl.main", *args], **pipes, start_new_session=True) as process:
         assert process.stdout
-        last: deque[str] = deque(maxlen=LAST_LINES)
+        last, held = deque[str](maxlen=LAST_LINES), list[str]()
+        name = f"rl {args[0]}" if args and args[0].isalpha() else "rl"
         try:
             for line in process.stdout:
                 last.append(line)
+                if held or line.startswith(f"{name}: "):  # the error that ends it, which the exception says
+                    held.append(line)
+                    if len(held) <= LAST_LINES:
+                        continue
+                    line, held = "".join(held), []
                 print(line, end="", flush=True)
             code = process.wait()
         finally:
             if process.poll() is None:
                 stop(process)
     if code:
-        raise (ConfigError if code == FAULTY else RunError)(
-            f"rl {args[0] if args and args[0].isalpha() else ''} ended with {code}:\n" + "".join(last).rstrip()
-        )
+        raise (ConfigError if code == FAULTY else RunError)(f"{name} ended with {code}:\n" + "".join(held or last).rstrip())
+    print("".join(held), end="", flush=True)
 
 
 def stop(process: "subprocess.Popen[str]") -> None:

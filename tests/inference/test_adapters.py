@@ -75,6 +75,13 @@ def answers_during(server: Server, load: list[int]) -> list[dict]:
     return answers
 
 
+def test_two_servers_of_a_run_draw_other_numbers(servers):
+    """They had the run's seed: a group that both had answered held the same answers twice."""
+    servers["auto"].load(1)
+    first, second = ({tuple(server.generate([10, *PROMPT], max_tokens=8)["token_ids"]) for _ in range(8)} for server in servers.values())
+    assert not first & second and len(first) == len(second) == 8
+
+
 def test_merged_adapters_have_the_logprobs_of_peft(servers):
     server = servers["auto"]
     answers = answers_during(server, [1, 2])

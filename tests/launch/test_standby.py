@@ -70,6 +70,20 @@ def test_a_copy_takes_over_without_importing_again_and_leaves_the_next(children,
     assert not any(psutil.pid_exists(pid) for pid in [*pids, waiting])
 
 
+def test_each_copy_draws_random_numbers_of_its_own(children, tmp_path):
+    command = role(
+        imports="global numpy, fingerprint_rng; import numpy.random; from datasets.fingerprint import fingerprint_rng",
+        work=f"print(numpy.random.rand(), fingerprint_rng.random(), True, flush=True)\n{WAIT}",
+    )
+    drawn = []
+    for _ in range(3):
+        child = begin(children, tmp_path, command, warm=True)
+        drawn += until(lambda child=child: [line.split()[:2] for line in said(child) if line.startswith("0.")])
+        until(children.waiting)
+        kill(children, child)
+    assert len({one for one, _ in drawn}) == len({other for _, other in drawn}) == 3
+
+
 def test_who_is_told_to_start_from_nothing_does_and_the_copy_ends(children, tmp_path):
     first = begin(children, tmp_path, role())
     (waiting,) = until(children.waiting)

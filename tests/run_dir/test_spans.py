@@ -8,6 +8,7 @@ import pytest
 from rl.run_dir import spans
 from rl.run_dir.spans import DECODER, Busy, Gauges, Span, Start
 from rl.run_dir.status import Phase, Status
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -84,6 +85,16 @@ def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
     found = lines(folder)
     assert [(line.name, line.step) for line in found if isinstance(line, Span)] == [("starting", None), ("training", 1), ("publishing", 1)]
     assert any(line.values == {"progress": 0, "requests": 4} for line in found if isinstance(line, Gauges)) and spans.recorder is None
+
+
+def test_what_was_done_is_written_within_a_second(folder, tmp_path):
+    """A process that is killed loses what it had not written: of the two seconds between heartbeats that would be too much."""
+    spans.start(folder, "p")
+    status = Status(tmp_path / "status" / "p.json", "p")
+    spans.note("done", 1.0, 2.0)
+    until(lambda: (folder / "p.jsonl").exists(), 1.2)
+    assert [line.name for line in lines(folder) if isinstance(line, Span)] == ["done"]
+    status.close()
 
 
 def test_several_requests_at_once_are_one_span(folder, monkeypatch):

@@ -4,12 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl.launch.children import Children
 from rl.system.errors import RunError
+from rl.view import tasks
 from rl.view.bundle import digest
-from rl.view.export import write_page
+from rl.view.export import add_tasks, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
 from tests.view.made import make_runs
@@ -29,8 +31,22 @@ def test_a_page_keeps_its_size_and_says_what_is_left_out(place, tmp_path):
     content = recorded(part)
     assert 6 <= kept < 30 and len(content["rollouts"]) == kept and content["left_out"] == said[1]
     assert {"40/0", "40/1", "42/1"} <= content["rollouts"].keys()
+    versions = content["task"]["train"]["sums/7"]["versions"]
+    assert [(one["version"], one["mean"], one["count"]) for one in versions] == [(version, 0.5, 2) for version in range(4)]
+    assert content["tasks_left_out"] == "" and len(content["tasks"]["train"]) == len(content["task"]["train"]) == 4
     with pytest.raises(RunError, match="curves and logs alone take"):
         write_page(library, part, 1000)
+
+
+def test_tasks_that_have_no_room_are_counted(place):
+    run = Library([place / "first"]).run("first")
+    rows, content = tasks.ordered(run, "train"), {"tasks": {}, "task": {}}
+    every = tasks.without_rollouts(run, "train")
+    first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
+    used, said = add_tasks(content, run, 2 * first + 60)
+    assert first < used <= 2 * first + 60 and said == "2 of 7 tasks are in this file, those that changed most; --max-mib takes more"
+    assert content["tasks"]["train"] == rows[:1] and [*content["task"]["train"]] == [f"sums/{rows[0].task}"]
+    assert len(content["tasks"]["eval"]) == len(content["task"]["eval"]) == 1
 
 
 def test_no_secret_is_in_it_and_no_text_ends_an_element(place, tmp_path, monkeypatch):

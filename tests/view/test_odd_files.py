@@ -43,6 +43,17 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(kind="columns")["step"].max() == 6
 
 
+def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
+    made(tmp_path / "x")
+
+    def faulty(*_: object) -> RunRow:
+        raise TypeError("a fault")
+
+    monkeypatch.setattr("rl.view.runs.run_row", faulty)
+    with pytest.raises(TypeError, match="a fault"):
+        rows(Desk(Library([tmp_path])))
+
+
 def test_times_that_no_clock_shows_are_passed_over(tmp_path):
     files, desk = made(tmp_path / "x"), Desk(Library([tmp_path]))
     for time in (1e300, -1e300):

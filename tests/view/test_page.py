@@ -1,5 +1,6 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import pytest
 
 from rl.launch.children import Children
 from rl.run_dir.paths import RunDir
+from rl.view.export import write_page
+from rl.view.library import Library
 from rl.view.main import main as view
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
-from tests.view.made import HOSTILE, make_runs
+from tests.view.made import HOSTILE, STEPS, make_runs
 from tests.view.serving import serving
 
 PAGES = {
@@ -74,6 +77,10 @@ def test_every_page_fits_its_window_and_has_names_for_a_screen_reader(browser, a
         assert found.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
         assert found.page.evaluate(UNNAMED) == [], name
         assert found.page.evaluate(PALE) == [], name
+        left, right = found.page.evaluate(
+            "{const box = document.querySelector('nav [aria-current]').getBoundingClientRect(); [box.left, box.right]}"
+        )
+        assert 0 <= left < right <= width, name
     found.close()
 
 
@@ -116,6 +123,59 @@ def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
     tab.until("document.querySelector('.list [aria-live]').innerText === '6 rollouts'")
 
 
+def test_charts_are_read_and_opened_by_keys(tab):
+    tab.go("#/curves?run=first&q=reward%2Fmean&from=1.5&to=4.2")
+    tab.page.wait_for_selector(".chart canvas")
+    tab.page.locator("select").last.focus()
+    for _ in range(8):
+        tab.page.keyboard.press("Tab")
+        if tab.page.evaluate("document.activeElement.matches('.plot')"):
+            break
+    said = "document.querySelector('.chart [aria-live]').innerText"
+    tab.page.keyboard.press("ArrowLeft")
+    tab.until(f"{said} === 'step 4 0.7'")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.until(f"{said} === 'step 3 0.4'")
+    for _ in range(4):
+        tab.page.keyboard.press("ArrowLeft")
+    tab.until(f"{said} === 'step 2 0.3'")  # as far as one sees
+    tab.page.keyboard.press("Home")
+    tab.until("!location.hash.includes('from=')")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.page.keyboard.press("Enter")
+    tab.until("location.hash.startsWith('#/rollouts') && location.hash.includes('begin=3')")
+
+
+def test_a_smoothed_number_is_said_to_be_one(tab):
+    tab.go("#/curves?run=first&q=reward%2Fmean&smooth=0.9")
+    tab.page.wait_for_selector(".chart canvas")
+    mean = (0.1 * 0.9**3 + 0.3 * 0.9**2 + 0.4 * 0.9 + 0.7) / (0.9**3 + 0.9**2 + 0.9 + 1)
+    assert f"smoothed {mean:.4f}, measured 0.7" in tab.text(".chart .reading")
+
+
+def test_each_of_many_runs_has_a_mark_of_its_own_and_numbers_read_well(tab):
+    marks = tab.page.evaluate("import('/page/chart.js').then((m) => [...Array(40).keys()].map((i) => JSON.stringify(m.markOf(i))))")
+    assert len({*marks}) == 40
+    format_js = "import('/page/format.js').then((m) => [m.bytes(1023 * 1024), m.bytes(1.5 * 2 ** 20), m.bytes(12), m.duration(0)])"
+    assert tab.page.evaluate(format_js) == ["1023 KiB", "1.50 MiB", "12 B", "0 s"]
+
+
+def test_keys_of_pages_do_nothing_behind_the_help_and_no_time_of_day_is_said_to_be_none(tab):
+    tab.go(PAGES["timeline"][0])
+    tab.page.wait_for_selector(".lanes rect")
+    tab.page.keyboard.press("?")
+    assert "from point to point" in tab.text("dialog")
+    for key in "1236jk/":
+        tab.page.keyboard.press(key)
+    assert tab.page.url.endswith(PAGES["timeline"][0]) and tab.count("dialog[open]") == 1
+    tab.page.keyboard.press("Escape")
+    clock = tab.page.locator("[data-search]")
+    clock.fill("25:99")
+    clock.press("Enter")
+    assert tab.text(".bad[role=alert]") == "no time of day: 10:41, or 10:41:30"
+
+
 def test_each_section_of_the_curves_opens_from_its_title_and_from_an_address(tab):
     tab.go("#/curves?run=first&sections=none")
     tab.page.wait_for_selector("details.section")
@@ -139,20 +199,38 @@ def test_a_run_that_is_gone_is_said_to_be_gone(tab, place):
     tab.faults[:] = [fault for fault in tab.faults if "run=second: Failed to load resource" not in fault]  # what was asked meanwhile
 
 
-def test_j_goes_on_to_the_next_page_and_back(tab, place):
+@pytest.fixture
+def more_steps(place):
+    """Ten steps of 6 rollouts more in the first run, as long as a test needs them."""
+    run = RunDir(place / "first", place / "first/weights")
     for step in range(5, 15):
-        made.write_step(RunDir(place / "first", place / "first/weights"), step, [made.group(100 * step + i, [0.0, 1.0]) for i in range(3)])
+        made.write_step(run, step, [made.group(100 * step + i, [0.0, 1.0]) for i in range(3)])
+    yield
+    for step in range(5, 15):
+        (place / f"first/rollouts/{step:06d}.jsonl").unlink()
+
+
+def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.go("#/rollouts?run=first")
     tab.until("document.querySelectorAll('.rows li').length === 50")
-    tab.page.locator(".rows li a").last.click()
-    tab.page.keyboard.press("j")
+    pressed = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))"
+    tab.page.evaluate(f"document.querySelector('.rows li:last-child a').click(); {pressed}")  # before the page has drawn the click
     tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
     tab.go("#/runs")
     tab.page.wait_for_load_state("networkidle")
-    for step in range(5, 15):
-        (place / f"first/rollouts/{step:06d}.jsonl").unlink()
+
+
+def test_j_goes_through_the_tasks_and_escape_leaves_one(tab):
+    tab.go("#/tasks?run=first&step=3")
+    tab.until("document.querySelectorAll('.tasks tbody tr').length > 2")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("j")
+    tab.until("!!document.querySelector('.tasks tbody tr:nth-child(2)[aria-current=true]')")
+    assert "step=" not in tab.page.url
+    tab.page.keyboard.press("Escape")
+    tab.until("!document.querySelector('.tasks tr[aria-current=true]') && !location.hash.includes('task=')")
 
 
 def test_rollouts_are_filtered_walked_through_and_opened_in_another_window(tab):
@@ -208,6 +286,37 @@ def test_a_task_shows_what_changed_between_two_versions(tab):
     assert tab.page.locator(".side del").all_inner_texts() == ["1"] and tab.page.locator(".side ins").all_inner_texts() == ["3"]
 
 
+def test_dots_stay_at_their_version_and_are_chosen_by_keys(tab, place):
+    many = [made.group(100 + version, [*([1.0] * 16), 0.0], task=9, version=version) for version in (4, 5, 8)]
+    for step, group in enumerate(many, start=5):
+        made.write_step(RunDir(place / "first", place / "first/weights"), step, [group])
+    for width in (390, 1280):
+        tab.page.set_viewport_size({"width": width, "height": 800})
+        tab.go("#/runs")
+        tab.go("#/tasks?run=first&env=sums&task=9")
+        tab.page.wait_for_selector(".side")
+        circles = "[...document.querySelectorAll('.dots circle.one')]"
+        dots = tab.page.evaluate(f"{circles}.map((one) => [one.querySelector('title').textContent, +one.getAttribute('cx')])")
+        right = tab.page.evaluate("document.querySelector('.dots').viewBox.baseVal.width")
+        x = {version: [at for title, at in dots if title.startswith(f"version {version},")] for version in (4, 5, 8)}
+        assert [len(some) for some in x.values()] == [17, 17, 17] and min(x[4]) > 40 and max(x[8]) < right - 10
+        assert max(x[4]) + 9 < min(x[5]) and max(x[5]) + 9 < min(x[8])
+    assert tab.count(".dots [tabindex='0']") == 1
+    tab.page.locator(".dots [tabindex='0']").focus()
+    tab.page.keyboard.press("End")
+    tab.page.keyboard.press("ArrowLeft")
+    tab.page.keyboard.press("Enter")
+    tab.until("location.hash.includes('b=108%2F15')")
+    tab.page.keyboard.press("Home")
+    tab.page.keyboard.press("Shift+Enter")
+    tab.until("location.hash.includes('a=104%2F0')")
+    assert tab.page.evaluate("document.activeElement.ariaLabel") == "version 4, rollout 0: reward 1.000, the earlier one"
+    tab.go("#/runs")
+    tab.page.wait_for_load_state("networkidle")
+    for step in (5, 6, 7):
+        (place / f"first/rollouts/{step:06d}.jsonl").unlink()
+
+
 def test_the_clock_of_the_timeline_stands_over_its_lines(tab):
     """Each label is centred on its line, at any width: the grid has its own idea of what `left: 0` is."""
     for width in (390, 1280):
@@ -236,6 +345,26 @@ def test_a_live_run_moves_by_itself(tab, place):
     tab.page.wait_for_selector(".runs tbody tr")
     MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
     tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
+
+
+def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_path):
+    """Also where the file has not all of its rollouts: of those alone every number would be another one."""
+    file, library = tmp_path / "part.html", Library([place / "first"])
+    for version in range(STEPS, STEPS + 2):  # the first of each is in the file, and its mean is 0
+        group = made.group(100 + version, [0.0, 1.0, 1.0, 1.0], task=7, version=version, text="so it is" * 2000)
+        made.write_step(RunDir(place / "first", place / "first/weights"), version + 1, [group])
+    write_page(library, file, 475_000)
+    page = browser.new_context(offline=True).new_page()
+    page.set_default_timeout(10_000)
+    page.goto(f"{file.as_uri()}#/tasks?run=first&env=sums&task=7&step={STEPS}")
+    page.wait_for_selector(".dots")
+    said = page.locator(".detail").inner_text()
+    assert "16 rollouts of 6 versions" in said and (kept := int(re.search(r"(\d+) of them are in this file", said)[1])) < 16
+    assert "0.500 (version 3, 2 rollouts) → 0.750 (version 4, 4 rollouts)" in said.replace("\n", " ")
+    assert page.locator(".dots circle.one").count() == kept and page.locator(".dots circle.ring").count() > 0
+    page.context.close()
+    for version in range(STEPS, STEPS + 2):
+        (place / f"first/rollouts/{version + 1:06d}.jsonl").unlink()
 
 
 def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_path):

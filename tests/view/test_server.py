@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from rl.orchestrator.judge import Rules, judge
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
+from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system.errors import RunError
@@ -157,7 +158,7 @@ def test_curves_over_every_axis_with_what_happened(ask):
     names = ["reward/mean", "eval/held-out/reward_mean"]
     by_axis = {axis: ask("curves", run=["first"], name=names, axis=axis) for axis in ("step", "samples", "tokens", "time")}
     assert by_axis["step"].series[0].x == [1, 2, 3, 4] and by_axis["samples"].series[0].x == [8, 16, 24, 32]
-    assert by_axis["tokens"].series[0].x == [200, 400, 600, 800] and by_axis["time"].series[0].x[0] == 0
+    assert by_axis["tokens"].series[0].x == [200, 400, 600, 800] and by_axis["time"].series[0].x[0] == pytest.approx(60, abs=2)
     assert by_axis["samples"].series[1].x == [0, 32]  # evaluations of versions 0 and 4
     assert {mark.kind for mark in by_axis["step"].marks} == {"eval", "death"}
     part = ask("curves", run=["first"], name=["reward/mean"], begin=2.5, end=3).series[0]
@@ -284,8 +285,40 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (68.0, 98.0)]
     append_event(files.events, Event(time=now - 35, event="death", process="inference"))
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (65.0, 98.0)]
-    with pytest.raises(RunError, match=r"begin = 5.0, end = 1.0: nothing is between"):
-        desk.timeline(TimelineParameters(run="x", begin=5.0, end=1.0))
+    with pytest.raises(RunError, match=r"^begin = 1795402589.404 is after end = 1$"):
+        desk.timeline(TimelineParameters(run="x", begin=1795402589.404, end=1.0))
+
+
+def test_numbers_of_a_process_end_with_it(tmp_path):
+    """Also where all were killed at once and nobody noted a death: its phases say until when it lived."""
+    files, desk = made_of_spans(tmp_path / "x"), Desk(Library([tmp_path]))
+    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+    clock = Start(process="inference", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
+    life = [Span(name="serving", begin=1.0, end=9.5, lane="phase"), Span(name="serving", begin=9.6, end=11.0, lane="phase")]
+    more = [Gauges(at=8.0, values={"requests": 3}), Gauges(at=10.0, values={"requests": 5})]
+    again = [Span(name="serving", begin=13.0, end=40.0, lane="phase"), Gauges(at=20.0, values={"requests": 2}), Gauges(at=26.0, values={})]
+    (files.spans / "inference.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *life, *more, *again)))
+    (lane,) = (lane for lane in desk.timeline(TimelineParameters(run="x")).lanes if lane.name == "in flight")
+    assert [(span.begin - 1000, span.end - 1000, span.text[0]) for span in lane.spans] == [(8, 10, "3"), (10, 11, "5"), (20, 24, "2")]
+
+
+def test_of_many_equal_spans_as_many_are_shown_as_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.view.timeline.MOST_SPANS", 6)
+    files, desk = made_of_spans(tmp_path / "x"), Desk(Library([tmp_path]))
+    clock = Start(process="trainer", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
+    lines = [Span(name="step", begin=2.0 * i, end=2.0 * i + (1.5 if i == 8 else 0.5), lane="step") for i in range(10)]
+    (files.spans / "trainer.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *lines)))
+    found = desk.timeline(TimelineParameters(run="x"))
+    assert [span.begin - 1000 for lane in found.lanes for span in lane.spans] == [0, 2, 4, 6, 8, 16]
+    assert found.note.startswith("the 6 longest of 10 spans: of those of 0.5 s or less not all are here")
+
+
+def made_of_spans(root: Path) -> RunDir:
+    """A run with a folder for spans, and for its state."""
+    files = make_run(root)
+    for folder in (files.spans, files.status_dir):
+        folder.mkdir()
+    return files
 
 
 def test_rewards_after_as_many_rollouts_are_those_of_the_newest_step_at_least():
@@ -402,8 +435,25 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     for seconds in (1000.0, 1005.5):
         append_event(files.events, Event(time=seconds, event="start", process="rl"))
     death, again = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind in ("death", "restart")]
-    assert (again.step, again.x, again.text) == (5, 4.5, "rl: restart")  # a run that was killed and resumed
-    assert (death.step, death.x) == (3, 2.5)  # though the evaluation of the base model came a quarter of an hour before
+    assert (again.step, again.x, again.text) == (5, 1004.5, "rl: restart")  # a run that was killed and resumed
+    assert (death.step, death.x) == (3, 1002.5)  # a quarter of an hour behind the evaluation of the base model, with which the run began
+
+
+def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
+    """A batch is committed long before it is trained, and the step's first line is the commit's."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+    times = {"orchestrator": (1010.0, 1030.0), "trainer": (1025.0, 1110.0), "eval": (1005.0, 1120.0)}
+    names = {"orchestrator": "reward/mean", "trainer": "loss/mean", "eval": "eval/e/reward_mean"}
+    for source, two in times.items():
+        for step, second in enumerate(two, start=source != "eval"):
+            with files.metrics.open("a") as file:
+                file.write(json.dumps({"step": step, "time": second, "source": source, names[source]: 0.5}) + "\n")
+    found = desk.curves(CurveParameters(run=["x"], name=[*names.values()], axis="time"))
+    places = {one.name: one.x for one in found.series}
+    assert places == {"reward/mean": [10, 30], "loss/mean": [25, 110], "eval/e/reward_mean": [5, 120]}
+    assert [mark.x for mark in found.marks if mark.kind == "eval"] == [5, 120]
 
 
 def test_two_runs_of_one_name_are_both_shown(tmp_path):
@@ -418,8 +468,12 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
     for path, status, words in (
         ("rollouts?run=first&sort=nothing", 409, "nothing"),
         ("rollouts?run=first&limit=100000", 409, "limit"),
-        ("rollouts?run=first&begin=x", 400, "begin"),
-        ("curves?run=first&axis=y", 400, "axis"),
+        ("rollouts?run=first&begin=1.5", 400, "begin = 1.5: give a whole number"),
+        ("rollouts?run=first&tool_errors=perhaps", 400, "tool_errors = perhaps: give true or false"),
+        ("rollout?run=first&group=xyz&rollout=0", 400, "group = xyz: give a whole number"),
+        ("timeline?run=first&begin=x", 400, "begin = x: give a number"),
+        ("rollout?run=first&group=1", 400, "rollout: is missing; give a whole number"),
+        ("curves?run=first&axis=y", 400, "axis = y: give one of step, samples, tokens, time"),
         ("rollout?run=first&group=999&rollout=0", 409, "group 999"),
         ("health?run=first&other=1", 400, "no such parameter"),
     ):

@@ -8,7 +8,7 @@ from typing import Any
 from rl.commands.arena import Job, arena, run, say, task_count
 from rl.commands.eval_report import eval_part, finished_report, show, write_report
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
-from rl.commands.policy_spec import Source, resolve
+from rl.commands.policy_spec import Source, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
 from rl.config.orchestrator import EnvSource, EvalConfig
@@ -58,6 +58,7 @@ def main(args: list[str], children: Children) -> int:
     config, line, values = load("rl eval", args, OPTIONS, HELP, optional=("orchestrator.environment",))
     config = evaluations_only(config, values["limit"], values["samples"], quick="quick" in line.switches)
     if not config.orchestrator.eval:
+        check_policy(values["policy"] or "")
         fail("rl eval", "nothing to evaluate: give an environment (--orchestrator.environment.id owner/name), a file (@ run.toml) or a run")
     return run("rl eval", children, evaluate(config, line, values, children))
 

@@ -102,13 +102,19 @@ def named_run(spec: str) -> Path:
     return root
 
 
+def check_policy(spec: str) -> None:
+    """Raises ConfigError for what names a run that is not there."""
+    if spec and not re.match(r"https?://", spec) and not split_run(spec):
+        check_not_a_run(spec)
+
+
 def check_not_a_run(spec: str) -> None:
     """Raises ConfigError for a misspelt run. A folder passes, and an id on the hub, which does not start with a folder that exists."""
     if Path(spec).expanduser().is_dir():
         return
     path = Path(spec.rpartition("@")[0] or spec).expanduser()
     parent = path.parent
-    if spec.startswith(("/", ".", "~")) or spec.count("/") > 1 or (spec.count("/") == 1 and parent.is_dir()):
+    if spec.startswith(("/", ".", "~")) or "@" in spec or spec.count("/") > 1 or (spec.count("/") == 1 and parent.is_dir()):
         runs = runs_in(parent, path.name)
         remedy = f"in {parent} there are the runs {runs}" if runs else "give a model's folder, its id on the hub, or a run"
         raise ConfigError(f"{spec}: there is no such run and no such model folder; {remedy}")

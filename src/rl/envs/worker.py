@@ -120,8 +120,9 @@ class Worker:
             await socket.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
             before = now
             spans.gauges(playing=len(self.plays))
-            spans.flush()
-            await asyncio.sleep(HEARTBEAT_S)
+            for _ in range(spans.FLUSHES):
+                spans.flush()
+                await asyncio.sleep(HEARTBEAT_S / spans.FLUSHES)
 
     def describe(self, question: Describe) -> Description:
         limits = (self.env.num_tasks(question.split), question.num_tasks)

@@ -16,7 +16,6 @@ OWNED = {
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
     "chat_template": "model.chat_template",
-    "seed": "seed",
     "host": "inference.host",
     "port": "inference.port",
     "enable_lora": "trainer.lora",
@@ -28,6 +27,7 @@ OWNED = {
 FIXED = {
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from (processed_logprobs)",
     "worker_extension_cls": "the worker extension loads the weights",
+    "seed": "each start of a server has a seed of its own: with the same one, servers would sample the same answers",
     "api_server_count": "one API process stamps the policy versions",
     "uds": "the server binds inference.host and inference.port",
     "config": "put its keys into [inference.vllm]",

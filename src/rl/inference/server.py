@@ -4,6 +4,7 @@ import asyncio
 import errno
 import importlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -276,7 +277,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         "host": settings.host,
         "max_model_len": model.max_model_len,
         "dtype": model.dtype,
-        "seed": config.seed,
+        "seed": secrets.randbits(32),  # several servers, and the attempts of one, must not sample alike
         "trust_remote_code": model.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",

@@ -120,14 +120,18 @@ class Metrics:
         names = sorted({name for table in tables.values() for name in table.arrays})
         return {"step": steps[order], "source": sources[order], "time": times[order], **{name: column(name) for name in names}}
 
+    def source(self, name: str) -> str | None:
+        """The first source by name that has a metric; None where none has it."""
+        return next((of for of, table in sorted(self.tables.items()) if name in table.arrays), None)
+
     def curve(self, name: str, source: str | None = None) -> Curve:
         """The finite values of a metric over steps; of several sources that have it, of the first by name. Empty where none has it."""
-        for of, table in sorted(self.tables.items()):
-            if source in (None, of) and name in table.arrays:
-                steps, rows = table.ordered()
-                values = table.arrays[name][rows]
-                return steps[np.isfinite(values)], values[np.isfinite(values)]
-        return np.empty(0, np.int64), np.empty(0)
+        table = self.tables.get(source or self.source(name) or "")
+        if table is None or name not in table.arrays:
+            return np.empty(0, np.int64), np.empty(0)
+        steps, rows = table.ordered()
+        values = table.arrays[name][rows]
+        return steps[np.isfinite(values)], values[np.isfinite(values)]
 
     # As a diagnosis asks, see rl.run_dir.metrics.Numbers.
 

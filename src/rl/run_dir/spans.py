@@ -4,8 +4,8 @@ A process that calls `start` appends to its own file; without that nothing here 
 times behind it are of its host's monotonic clock, so a clock that is set does not tear a timeline apart. When the file has MAX_BYTES it
 becomes `<process>.jsonl.old`, in place of the one before: so the newest spans are there, and at most twice as many bytes.
 
-What is noted waits in memory for `flush`, at most two seconds; what a killed process had not written is lost. A disk that cannot be written
-costs the spans alone.
+What is noted waits in memory for `flush`, half a second at most; what a killed process had not written is lost. A disk that cannot be
+written costs the spans alone.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ import msgspec
 from rl.system.linux import place
 
 MAX_BYTES = 4 << 20
+FLUSHES = 4
+"""Times that whoever has a heartbeat every two seconds flushes in between: one takes 16 microseconds with eight spans."""
 LATEST = 1e11
 """A time beyond it, in some thousand years, is damage; seconds since the epoch."""
 MAX_WAITING = 10_000
@@ -148,7 +150,7 @@ def stop() -> None:
 
 
 def flush() -> None:
-    """Writes what waits: to be called every two seconds by a thread or loop that does something anyway."""
+    """Writes what waits: to be called by a thread or loop that does something anyway."""
     if recorder:
         recorder.flush()
 

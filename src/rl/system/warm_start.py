@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 
 from rl.system.linux import end_with_parent
 
@@ -16,6 +17,14 @@ PIPES = "RL_STANDBY"
 
 THREADLESS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """What keeps libraries from starting threads."""
+
+SEEDED_AT_IMPORT = (
+    ("numpy.random", "seed"),
+    ("datasets.fingerprint", "fingerprint_rng.seed"),  # names of cache files
+    ("sympy.core.random", "rng.seed"),
+    ("sympy.core.random", "_assumptions_rng.seed"),
+)
+"""Modules that seed random numbers while they are imported, and what seeds them anew. Python does so itself for `random`."""
 
 GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
 """Files that a process has open once it has used a GPU's driver. A fork of it would find no GPU, and might silently compute on the CPU."""
@@ -119,3 +128,12 @@ def take_over(orders: int) -> None:
     if order["arguments"] is not None:
         sys.argv[1:] = order["arguments"]
     tempfile.tempdir = None  # another TMPDIR
+    seed_anew()
+
+
+def seed_anew() -> None:
+    """Gives this process random numbers of its own: without it all copies would draw the same ones."""
+    for name, seed in SEEDED_AT_IMPORT:
+        if module := sys.modules.get(name):
+            with suppress(AttributeError):  # of another version
+                attrgetter(seed)(module)()

@@ -293,6 +293,8 @@ class TaskVersion(Answer):
 
     version: int
     mean: float | None
+    count: int
+    """How many there are; an exported page has fewer rows."""
     rows: list[RolloutRow]
 
 

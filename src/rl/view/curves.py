@@ -48,6 +48,8 @@ class Places:
 
     def __init__(self, run: Run, axis: Axis):
         self.steps, self.at = np.empty(0), np.empty(0)
+        self.sources, self.begin = dict[str, tuple[np.ndarray, np.ndarray]](), 0.0
+        """Over time: `line_times`, and when the run began, seconds since the epoch."""
         if axis == "samples":
             self.steps, counts = run.numbers.curve("rollouts/finished")
             self.at = np.cumsum(counts)
@@ -57,15 +59,24 @@ class Places:
             self.steps, self.at = steps, np.cumsum(speed * np.array([seconds.get(step, 0.0) for step in steps.tolist()]))
         elif axis == "time":
             self.steps, times = wall_times(run)
-            self.at = times - times[:1]
+            self.sources = line_times(run)
+            lines = [float(own.min()) for _, own in self.sources.values() if len(own)]
+            self.begin = min([*lines, *(event.time for event in run.events)], default=0.0)
+            self.at = times - self.begin
         self.by_step, self.by_time = axis == "step", axis == "time"
 
-    def __call__(self, steps: np.ndarray) -> np.ndarray:
+    def __call__(self, steps: np.ndarray, source: str | None = None) -> np.ndarray:
+        """The places of steps [n]. source: whose lines are meant: over time each source has its own."""
         if self.by_step:
             return steps.astype(float)
-        if not len(self.steps):
+        known, at = self.steps, self.at
+        if source in self.sources and len(self.sources[source][0]):
+            known, times = self.sources[source]
+            at = np.maximum.accumulate(times) - self.begin
+        if not len(known):
             return np.full(len(steps), np.nan)
-        return np.interp(steps, [0, *self.steps] if self.steps[0] > 0 else self.steps, [0.0, *self.at] if self.steps[0] > 0 else self.at)
+        from_zero = known[0] > 0 and not self.by_time
+        return np.interp(steps, [0, *known] if from_zero else known, [0.0, *at] if from_zero else at)
 
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +92,9 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
     """One metric of one run; None where the run has no value of it."""
     steps, values = run.numbers.curve(name)
     error_steps, errors = run.numbers.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
-    inside = np.flatnonzero((place(steps) >= ends[0]) & (place(steps) <= ends[1]))
+    source = run.numbers.source(name)
+    places = place(steps, source)
+    inside = np.flatnonzero((places >= ends[0]) & (places <= ends[1]))
     if not len(inside):
         return None
     part = slice(max(0, inside[0] - 1), inside[-1] + 2)
@@ -101,7 +114,7 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
         firsts=firsts.tolist() if each > 1 else [],
         lows=lows.tolist(),
         highs=highs.tolist(),
-        x=place(steps).tolist(),
+        x=place(steps, source).tolist(),
         values=values.tolist(),
         errors=[known.get(step) for step in steps.tolist()] if known else [],
         each=each,
@@ -114,11 +127,12 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
     found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
     found += [("change", step, text) for step, text in changes(run)]
-    places = place(np.array([step for _, step, _ in found], np.int64)).tolist()
+    sources = {"eval": "eval", "checkpoint": "trainer", "change": "trainer"}
+    places = [float(place(np.array([step]), sources[kind])[0]) for kind, step, _ in found]
     for event in happened(run) if len(steps) else ():
         step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
         found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
-        places.append(max(0.0, event.time - times[0]) if place.by_time else float(place(np.array([step]))[0]))
+        places.append(event.time - place.begin if place.by_time else float(place(np.array([step]))[0]))
     marks = zip(found, places, strict=True)
     return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
 

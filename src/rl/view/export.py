@@ -22,7 +22,8 @@ from rl.view.library import Library
 from rl.view.server import PAGE
 
 AXES: tuple[curves.Axis, ...] = ("step", "samples", "tokens", "time")
-MOST_TASKS = 2000
+TASKS_SHARE = 0.2
+"""Of the size, for tasks and their versions."""
 TOKEN_SHARE = 0.3
 """Of the size, for what is known token by token."""
 LOG_LINES = 200
@@ -36,11 +37,11 @@ def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
     data = redact_json(msgspec.json.encode(content)).decode()
     text = document(PAGE, data, html.escape(f"{run.root.name} · rl view"))
     write_file(path.absolute(), text.encode())
-    return [f"{path}: {size(len(text.encode()))}, opens in any browser without a server", *([left_out] if left_out else [])]
+    return [f"{path}: {size(len(text.encode()))}, opens in any browser without a server", *left_out]
 
 
-def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
-    """(what the page gets in place of a server, what is left out of it in words)."""
+def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[str]]:
+    """(what the page gets in place of a server, what is left out of it, in sentences)."""
     metrics = curves.metrics([run])
     names = [metric.name for metric in metrics.metrics]
     row = runs.RunList(library=Library([run.root]))
@@ -50,7 +51,8 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
         "made": time.time(),
         "metrics": metrics,
         "curves": {axis: curves.curves([key], [run], names, axis, None, None) for axis in AXES},
-        "tasks": {kind: tasks.ordered(run, kind)[:MOST_TASKS] for kind in ("train", "eval")},
+        "tasks": {},
+        "task": {},
         "timeline": timeline.timeline(run, 0.0, None),
         "health": with_newest_logs(health.health(run)),
         "logs": dict(logs(run)),
@@ -60,14 +62,35 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], str]:
     left = max_bytes - len(msgspec.json.encode(content)) - sum(path.stat().st_size for path in PAGE.rglob("*.*js"))
     if left <= 0:
         raise RunError(f"--max-mib: curves and logs alone take {size(max_bytes - left)}; give more")
-    content["left_out"] = add_rollouts(content, run, left)
-    return content, content["left_out"]
+    used, content["tasks_left_out"] = add_tasks(content, run, int(left * TASKS_SHARE))
+    content["left_out"] = add_rollouts(content, run, left - used)
+    return content, [text for text in (content["tasks_left_out"], content["left_out"]) if text]
 
 
 def with_newest_logs(found: Health) -> Health:
     """Offers of each process the one log alone that is in the file."""
     processes = [msgspec.structs.replace(one, attempts=one.attempts[-1:]) for one in found.processes]
     return msgspec.structs.replace(found, processes=processes)
+
+
+def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
+    """Adds the tasks that changed most, with all their versions, as far as there is room, half of it for held-out ones. Returns (bytes,
+    what is left out, in words)."""
+    kept, total, left = 0, 0, room
+    for kind, reserved in (("train", room // 2), ("eval", 0)):
+        rows, every = tasks.ordered(run, kind), tasks.without_rollouts(run, kind)
+        listed, own = content["tasks"].setdefault(kind, []), content["task"].setdefault(kind, {})
+        for row in rows:
+            one = every[row.env, row.task]
+            bytes_ = len(msgspec.json.encode([row, one])) + len(row.env)
+            if bytes_ > left - reserved:
+                break
+            left -= bytes_
+            listed.append(row)
+            own[f"{row.env}/{row.task}"] = one
+        kept, total = kept + len(listed), total + len(rows)
+    left_out = f"{kept:,} of {total:,} tasks are in this file, those that changed most; --max-mib takes more" if kept < total else ""
+    return room - left, left_out
 
 
 def logs(run: Run) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -208,12 +208,30 @@ def parse(pairs: list[tuple[str, str]], kind: type[Parameters]) -> Any:
             given.setdefault(name, []).append(value)
         elif value != "":
             given[name] = value
+    for field in msgspec.structs.fields(kind):
+        if field.name in given:
+            given[field.name] = parse_value(field.name, given[field.name], field.type)
+        elif field.required:
+            raise msgspec.ValidationError(f"{field.name}: is missing; give {wanted(field.type)}")
+    return kind(**given)
+
+
+def parse_value(name: str, value: Any, kind: Any) -> Any:
+    """What a text of a query means. Raises msgspec.ValidationError."""
     try:
-        return msgspec.convert(given, kind, strict=False)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$.")
-        name = place.rstrip("`")
-        raise msgspec.ValidationError(f"{name} = {given.get(name)}: {what[:1].lower()}{what[1:]}" if name else what) from None
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        raise msgspec.ValidationError(f"{name} = {value}: give {wanted(kind)}") from None
+
+
+WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list[str]: "one or more texts"}
+
+
+def wanted(kind: Any) -> str:
+    """A type of parameters in words; that it may be left out is not said."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    return WORDS.get(kind) or " or ".join(WORDS[one] for one in get_args(kind) if one is not type(None))
 
 
 ROUTES = (

@@ -30,8 +30,9 @@ DISK_S = 60.0
 """For so long the size of a run that changes is believed: counting it looks at every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
 """Where several runs' rewards are compared, as parts of the shortest run, and over which part of it each is a mean."""
-DAMAGE = (RunError, OSError, ValueError, TypeError, LookupError, ArithmeticError)
-"""What reading files raises that hold something else than a run wrote: one such run must not hide the others."""
+DAMAGE = (RunError, OSError, ValueError)
+"""What reading files raises that hold something else than a run wrote: one such run must not hide the others. The readers know no other
+way to fail, so anything else is a fault of the page, which is to be seen as one."""
 PLACE_KEYS = ("name", "output_dir")
 """Settings that say where a run is, not what it does."""
 

@@ -1,5 +1,8 @@
 """Tasks over time: how the rewards of one task move from version to version."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import numpy as np
 
 from rl.records.columns import NONE
@@ -28,17 +31,42 @@ def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort:
 
 def task_rows(rollouts: Rollouts) -> list[TaskRow]:
     """Each task with its mean reward in the first and in the last third of the versions that played it. Failed rollouts have no reward."""
-    envs, numbers, versions, rewards = (rollouts.column(name) for name in ("env", "task", "version", "reward"))
-    kept = np.isfinite(rewards) & (versions != NONE)
-    envs, numbers, versions, rewards = envs[kept], numbers[kept], versions[kept], rewards[kept]
-    found = []
+    scored = np.isfinite(rollouts.column("reward")) & (rollouts.column("version") != NONE)
+    return [task_row(env, task, versions, rewards) for env, task, versions, rewards in by_task(rollouts, scored)]
+
+
+def by_task(rollouts: Rollouts, kept: np.ndarray) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+    """(environment, task, versions, rewards) of each task, its rollouts in the order of their versions. kept [n] bool: those that count."""
+    envs, numbers, versions, rewards = (rollouts.column(name)[kept] for name in ("env", "task", "version", "reward"))
     for env in sorted(set(envs.tolist())):
         of_env = np.flatnonzero(envs == env)
         order = of_env[np.lexsort((versions[of_env], numbers[of_env]))]
         cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-        for own in np.split(order, cuts) if len(order) else []:
-            found.append(task_row(env, int(numbers[own[0]]), versions[own], rewards[own]))
+        for own in np.split(order, cuts):
+            yield env, int(numbers[own[0]]), versions[own], rewards[own]
+
+
+def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], Task]:
+    """Every task by environment and number: its versions, but neither their rollouts nor the prompt."""
+    rollouts = run.rollouts(kind)
+    found = {}
+    for env, task, versions, rewards in by_task(rollouts, np.full(len(rollouts), True)):
+        played, starts = np.unique(versions, return_index=True)
+        parts = dict(zip(played.tolist(), np.split(rewards, starts[1:]), strict=True))
+        without = len(parts.pop(NONE, ()))
+        shown = [TaskVersion(version=version, mean=mean(part), count=len(part), rows=[]) for version, part in newest(parts)]
+        found[env, task] = Task(env=env, task=task, prompt=[], versions=shown, without_version=without, note=left_out(parts))
     return found
+
+
+def newest(versions: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """(version, what is of it) of the MOST_VERSIONS newest, ascending."""
+    return list(versions.items())[-MOST_VERSIONS:]
+
+
+def left_out(versions: Mapping[int, object]) -> str:
+    """How many versions `newest` leaves out, in words."""
+    return f"the newest {MOST_VERSIONS} of {len(versions)} versions" if len(versions) > MOST_VERSIONS else ""
 
 
 def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> TaskRow:
@@ -57,22 +85,24 @@ def one_task(run: Run, kind: str, env: str, task: int) -> Task:
     if not versions:
         failed = f": all {without} that played it failed before a token was sampled" if without else ""
         raise RunError(f"task {task} of {env}: no rollout of it is there{failed}")
-    shown = list(versions.items())[-MOST_VERSIONS:]
+    shown = newest(versions)
     return Task(
         env=env,
         task=task,
         prompt=prompt_of(shown[-1][1]),
         without_version=without,
-        note=f"the newest {MOST_VERSIONS} of {len(versions)} versions" if len(versions) > MOST_VERSIONS else "",
+        note=left_out(versions),
         versions=[
-            TaskVersion(version=version, mean=mean_of(rollouts), rows=[row_of(rollout) for rollout in rollouts])
+            TaskVersion(
+                version=version, mean=mean(rollouts.column("reward")), count=len(rollouts), rows=[row_of(rollout) for rollout in rollouts]
+            )
             for version, rollouts in shown
         ],
     )
 
 
-def mean_of(rollouts: Rollouts) -> float | None:
-    rewards = rollouts.column("reward")
+def mean(rewards: np.ndarray) -> float | None:
+    """The mean of those that are there; None where none is."""
     rewards = rewards[np.isfinite(rewards)]
     return float(rewards.mean()) if len(rewards) else None
 

@@ -33,6 +33,8 @@ IDLE = ("serving",)
 """What a server is in, whether it has requests or not."""
 ORDER = ("rl", "trainer", "inference", "orchestrator")
 GAUGES, LEVELS = {"requests": "in flight", "playing": "at play"}, 5
+JOIN_S = 0.5
+"""A phase that begins so soon behind another one belongs to the same life: times of two clocks differ by less."""
 GAUGE_S = 4.0
 """For so long a number holds, which is noted every two seconds, if no other comes."""
 DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
@@ -55,6 +57,8 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     first, last = extent(run)
     written = run.recording.ends or (first, last)
     first, last = min(first or written[0], written[0]), max(last, written[1])
+    if begin is not None and end is not None and begin > end:
+        raise RunError(f"begin = {begin:.15g} is after end = {end:.15g}")
     given = f"begin = {begin}, end = {end}"
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
@@ -125,14 +129,28 @@ def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
 
 
 def held(recorded: Recorded, process: str, name: str, end: float) -> list[tuple[float, float, float]]:
-    """(begin, end, value) of a number of a process: each value holds until the next one, or its death, for GAUGE_S at most."""
+    """(begin, end, value) of a number of a process: each value holds until the next one; where none comes within GAUGE_S, so long, but not
+    beyond its death, nor the last sign of life of its phases, or where it has none, of anyone's."""
     values = [(one.time, one.values[name]) for one in recorded.gauges if one.process == process and name in one.values]
     deaths = [mark.time for mark in recorded.marks if mark.name in ("death", "stop") and mark.process in (process, "rl")]
-    nexts = [*(time for time, _ in values[1:]), end]
+    phases = [done for done in recorded.spans if done.lane == PHASE_LANE and done.name != Phase.STARTING.value]
+    signs = [done for done in phases if done.process == process] or phases
+    nexts = [*(time for time, _ in values[1:]), math.inf]
     return [
-        (at, min([time, at + GAUGE_S, *(death for death in deaths if death >= at)]), value)
+        (at, min([following, end, *(death for death in deaths if death >= at)]), value)
         for (at, value), time in zip(values, nexts, strict=False)
+        for following in [time if time <= at + GAUGE_S else last_sign(signs, at)]
     ]
+
+
+def last_sign(signs: list[Done], at: float) -> float:
+    """Until when what lived at a time is known to have lived, GAUGE_S behind it at most. signs: phases in the order of their begins, of
+    which one follows the other in a life."""
+    until = at
+    for done in signs:
+        if done.begin <= until + JOIN_S and done.end > until:
+            until = done.end
+    return min(until, at + GAUGE_S)
 
 
 def gauge_lanes(recorded: Recorded, end: float) -> list[Lane]:
@@ -194,15 +212,17 @@ def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
 
 
 def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
-    """The longest spans if there are too many, and what that leaves out."""
-    lengths = np.sort([span.end - span.begin for lane in lanes for span in lane.spans])
+    """The MOST_SPANS longest spans if there are more, of equal ones the first; and what that leaves out."""
+    lengths = np.array([span.end - span.begin for lane in lanes for span in lane.spans])
     if len(lengths) <= MOST_SPANS:
         return lanes, ""
-    least = float(lengths[-MOST_SPANS])
-    kept = [
-        Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if span.end - span.begin > least]) for lane in lanes
-    ]
-    return kept, f"{len(lengths):,} spans: those of {least:.3g} s or less are left out, also of the shares; look at less time"
+    longest_first = np.argsort(-lengths, kind="stable")
+    least, chosen = float(lengths[longest_first[MOST_SPANS]]), iter(np.isin(np.arange(len(lengths)), longest_first[:MOST_SPANS]).tolist())
+    kept = [Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if next(chosen)]) for lane in lanes]
+    return kept, (
+        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: of those of {least:.3g} s or less not all are here, nor in the shares; "
+        "look at less time"
+    )
 
 
 def moments(marks: list[Mark]) -> list[Moment]:

@@ -4,7 +4,21 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./core.js";
 import { duration, number } from "./format.js";
 
 export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
-const HEIGHT = 170;
+const INCREMENTS = /** @type {Record<string, number[]>} */ ({ step: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000],
+  time: [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800] });
+const HEIGHT = 170, AWAY = { left: -10, top: -10 };
+
+/** What tells a run from the others: a colour, and dashes, of which there is another pattern for each eight of them. @param {number} i its place among the runs */
+export function markOf(i) {
+  const round = Math.floor(i / COLOURS.length);
+  return { colour: COLOURS[i % COLOURS.length], dash: round ? [9, 4, ...Array(round - 1).fill([2, 4]).flat()] : [] };
+}
+
+/** A piece of a run's line, to stand before its name. @param {{i: number}} props */
+export function Sign({ i }) {
+  const { colour, dash } = markOf(i);
+  return html`<svg class="sign" viewBox="0 0 26 10" aria-hidden="true"><line x1="1" x2="25" y1="5" y2="5" stroke-dasharray=${dash.join(" ") || null} style=${{ stroke: `var(${colour})` }} /></svg>`;
+}
 
 /** The value of a colour of the style sheet. @param {string} name */
 export function colour(name) {
@@ -23,7 +37,7 @@ export function smooth(values, weight) {
   });
 }
 
-/** @typedef {{label: string, colour: string, x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], firsts: number[], lows: number[], highs: number[], run: string, each: number}} Line */
+/** @typedef {{label: string, colour: string, dash: number[], x: (number | null)[], values: (number | null)[], errors: (number | null)[], steps: number[], firsts: number[], lows: number[], highs: number[], run: string, each: number}} Line */
 
 /** Lines of different x on one axis, as uPlot wants them. @param {Line[]} lines @param {number} weight */
 export function joined(lines, weight) {
@@ -40,7 +54,7 @@ export function joined(lines, weight) {
 }
 
 /** @param {{title: string, what: string, lines: Line[], marks: import("./types").Mark[], axis: string, weight: number,
- *   zoom: [number, number] | null, setZoom: (zoom: [number, number] | null) => void, open: (run: string, step: number) => void, height?: number}} props */
+ *   zoom: [number, number] | null, span: [number, number] | null, setZoom: (zoom: [number, number] | null) => void, open: (run: string, step: number) => void, height?: number}} props */
 export function Chart(props) {
   const { title, what, lines, axis, weight, zoom, height = HEIGHT } = props;
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
@@ -48,6 +62,7 @@ export function Chart(props) {
   const now = useRef(props);
   now.current = props;
   const [at, setAt] = useState(/** @type {number | null} */ (null));
+  const [said, setSaid] = useState("");
   const [theme, setTheme] = useState(0);
   useEffect(() => {
     const changed = () => setTheme((n) => n + 1);
@@ -56,27 +71,48 @@ export function Chart(props) {
     dark.addEventListener("change", changed);
     return () => { removeEventListener("theme", changed); dark.removeEventListener("change", changed); };
   }, []);
+  const between = zoom ?? (props.span && props.span[0] < props.span[1] ? props.span : null);
   const shape = lines.map((line) => line.label + line.colour).join("|");
   useLayoutEffect(() => {
     const data = joined(lines, weight);
     if (plot.current && plot.current.shape === `${shape}/${axis}/${theme}`) {
-      plot.current.setData(data, !now.current.zoom);
-      if (zoom) plot.current.setScale("x", { min: zoom[0], max: zoom[1] });
+      plot.current.setData(data, !between);
+      if (between) plot.current.setScale("x", { min: between[0], max: between[1] });
       return;
     }
     plot.current?.destroy();
     plot.current = new uPlot(options(now, box.current?.clientWidth || 300, height, setAt), data, box.current);
     plot.current.shape = `${shape}/${axis}/${theme}`;
-    if (zoom) plot.current.setScale("x", { min: zoom[0], max: zoom[1] });
-  }, [lines, weight, axis, shape, theme, zoom?.[0], zoom?.[1], props.marks]);
+    if (between) plot.current.setScale("x", { min: between[0], max: between[1] });
+  }, [lines, weight, axis, shape, theme, between?.[0], between?.[1], props.marks]);
   useEffect(() => {
     const watch = new ResizeObserver(() => plot.current && box.current && plot.current.setSize({ width: box.current.clientWidth, height }));
     if (box.current) watch.observe(box.current);
     return () => { watch.disconnect(); plot.current?.destroy(); plot.current = null; };
   }, []);
+  const pressed = (/** @type {KeyboardEvent} */ e) => {
+    const line = lines[0], u = plot.current;
+    if (!line || !u || e.ctrlKey || e.metaKey || e.altKey) return;
+    const shown = line.x.flatMap((x, i) => x !== null && x >= u.scales.x.min && x <= u.scales.x.max ? [i] : []);
+    if (e.key === "Home" || e.key === "Escape") {
+      setSaid("the whole run");
+      u.setCursor(AWAY);
+      props.setZoom(null);
+    } else if (e.key === "Enter" && at !== null) {
+      props.open(line.run, line.steps[nearest(line, at)]);
+    } else if ((e.key === "ArrowLeft" || e.key === "ArrowRight") && shown.length) {
+      const before = at === null ? shown.length : shown.indexOf(nearest(line, at));
+      const to = shown[Math.max(0, Math.min(shown.length - 1, before + (e.key === "ArrowRight" ? 1 : -1)))], x = line.x[to] ?? 0;
+      u.setCursor({ left: u.valToPos(x, "x"), top: 10 });
+      setAt(x);  // whole, where the cursor is on a pixel
+      setSaid(sentence(lines, x, axis));
+    } else return;
+    e.preventDefault();
+  };
   return html`<figure class="chart">
-    <figcaption><span class="title" title=${what}>${title}</span><span class="reading">${reading(lines, at, axis)}</span></figcaption>
-    <div ref=${box} role="img" aria-label=${spoken(title, lines)}></div></figure>`;
+    <figcaption><span class="title" title=${what}>${title}</span><span class="reading">${reading(lines, at, axis, weight)}</span></figcaption>
+    <div ref=${box} class="plot" tabindex="0" role="application" aria-roledescription="chart" aria-label=${spoken(title, lines)} onKeyDown=${pressed} onBlur=${() => { setSaid(""); plot.current?.setCursor(AWAY); }}></div>
+    <span class="sr" aria-live="polite">${said}</span></figure>`;
 }
 
 /** How far a curve went, from its first fifth to its last, and the part that this is of its whole range. @param {(number | null)[]} values */
@@ -91,23 +127,34 @@ export function moved(values) {
 /** A difference with its sign. @param {number} by */
 const change = (by) => `${by > 0 ? "+" : by < 0 ? "−" : "±"}${number(Math.abs(by))}`;
 
-/** The values at a place, or the newest. @param {Line[]} lines @param {number | null} at @param {string} axis */
-function reading(lines, at, axis) {
-  const found = lines.map((line) => {
-    if (at === null) return { line, i: line.values.length - 1 };
-    let best = -1;
-    line.x.forEach((x, i) => { if (x !== null && (best < 0 || Math.abs(x - at) < Math.abs(/** @type {number} */ (line.x[best]) - at))) best = i; });
-    return { line, i: best };
-  }).filter(({ i }) => i >= 0);
+/** The point of a line that is nearest to a place; -1 without one. @param {Line} line @param {number} at */
+function nearest(line, at) {
+  let best = -1;
+  line.x.forEach((x, i) => { if (x !== null && (best < 0 || Math.abs(x - at) < Math.abs(/** @type {number} */ (line.x[best]) - at))) best = i; });
+  return best;
+}
+
+/** What each line has at a place, for a screen reader. @param {Line[]} lines @param {number} at @param {string} axis */
+function sentence(lines, at, axis) {
+  const found = lines.map((line) => ({ line, i: nearest(line, at) })).filter(({ i }) => i >= 0);
+  return found.map(({ line, i }) => `${place(line, i, axis)} ${lines.length > 1 ? line.label : ""} ${number(line.values[i])}`).join("; ");
+}
+
+/** The values at a place, or the newest; smoothed ones as the lines are, and of one run that which was measured beside it.
+ * @param {Line[]} lines @param {number | null} at @param {string} axis @param {number} weight */
+function reading(lines, at, axis, weight) {
+  const found = lines.map((line) => ({ line, i: at === null ? line.values.length - 1 : nearest(line, at) })).filter(({ i }) => i >= 0);
+  const values = new Map(found.map(({ line }) => [line, smooth(line.values, weight)]));
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
     ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title=${window.recorded ? "The band has the least and the greatest" : "The band has the least and the greatest; zoom in for single steps"}>mean of ${found[0].line.each} </span>`}`}
-    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(line.values[i])}${line.errors[i] ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
+    ${weight > 0 && html`<span class="faint">smoothed </span>`}
+    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(values.get(line)?.[i])}${weight > 0 && found.length === 1 && html`<span class="faint">, measured ${number(line.values[i])}</span>`}${line.errors[i] && (!weight || found.length === 1) ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
 }
 
 /** @param {Line} line @param {number} i @param {string} axis */
 function place(line, i, axis) {
   const step = line.each > 1 && line.firsts[i] < line.steps[i] ? `mean of steps ${line.firsts[i]} to ${line.steps[i]}, ${number(line.lows[i])} to ${number(line.highs[i])};` : `step ${line.steps[i]}`;
-  return axis === "time" ? `${step} ${duration(line.x[i] ?? 0)}` : step;
+  return axis === "time" ? `${step}, ${duration(line.x[i] ?? 0)}` : step;
 }
 
 /** A chart in words, for a screen reader. @param {string} title @param {Line[]} lines */
@@ -123,17 +170,17 @@ function options(now, width, height, setAt) {
   const texts = { step: number, samples: short, tokens: short, time: duration };
   const format = (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map((mark) => texts[/** @type {"step"} */ (axis)](mark));
   return {
-    width, height, legend: { show: false }, padding: [8, 8, 0, 0], focus: { alpha: 1 },
+    width, height, legend: { show: false }, padding: [8, axis === "time" ? 26 : 8, 0, 0], focus: { alpha: 1 },
     cursor: { sync: { key: "rl" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
     scales: { x: { time: false }, y: { range: (/** @type {any} */ _u, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
-      { stroke: ink, grid, ticks: grid, font, size: 26, space: 60, values: format, incrs: axis === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000] : undefined },
+      { stroke: ink, grid, ticks: grid, font, size: 26, space: 60, values: format, incrs: INCREMENTS[axis] },
       { stroke: ink, grid, ticks: grid, font, size: axisWidth, space: 30, values: (/** @type {any} */ _u, /** @type {number[]} */ marks) => marks.map(number) },
     ],
     series: [{}, ...lines.flatMap((/** @type {Line} */ line) => {
       const stroke = colour(line.colour), few = line.values.length < 40;
       return [
-        { stroke, width: 1.8, points: { show: few, size: 4 }, spanGaps: true },
+        { stroke, width: 1.8, dash: line.dash, points: { show: few, size: 4 }, spanGaps: true },
         { stroke: `${stroke}55`, width: 1, points: { show: false }, spanGaps: true },
         { stroke: "transparent", points: { show: false }, spanGaps: true },
         { stroke: "transparent", points: { show: false }, spanGaps: true },
@@ -188,8 +235,7 @@ function listen(u, now) {
     const line = now.current.lines[0];
     if (Math.abs(e.clientX - down) > 4 || !line || e.detail > 1) return;
     const x = u.posToVal(u.cursor.left, "x");
-    const near = line.x.reduce((/** @type {number} */ best, /** @type {number} */ at, /** @type {number} */ i) => Math.abs(at - x) < Math.abs(line.x[best] - x) ? i : best, 0);
-    setTimeout(() => { if (u.over.isConnected) now.current.open(line.run, line.steps[near]); }, 250);
+    setTimeout(() => { if (u.over.isConnected) now.current.open(line.run, line.steps[nearest(line, x)]); }, 250);
   });
 }
 

@@ -2,7 +2,7 @@
 
 import { html, useMemo } from "./core.js";
 import { useAnswer } from "./api.js";
-import { COLOURS } from "./chart.js";
+import { Sign } from "./chart.js";
 import { Curves } from "./curves.js";
 import { reward } from "./format.js";
 import { Fault } from "./ui.js";
@@ -10,7 +10,7 @@ import { Fault } from "./ui.js";
 /** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
 export function Compare({ runs, values, live }) {
   const { data, error } = useAnswer("compare", { run: runs }, live ? 2000 : 0);
-  const head = runs.map((run, i) => html`<th key=${run} scope="col" class="right"><i class="dot" style=${{ background: `var(${COLOURS[i % COLOURS.length]})` }}></i>${run}</th>`);
+  const head = runs.map((run, i) => html`<th key=${run} scope="col" class="right"><${Sign} i=${i} />${run}</th>`);
   const evals = useMemo(() => newestCommon(data?.evals ?? []), [data]);
   return html`<div class="bar"><h1>Compare</h1><span class="faint">${runs.join(" · ")}</span></div>
     ${error && html`<${Fault} text=${error} />`}

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useState } from "./core.js";
 import { useAnswer } from "./api.js";
-import { COLOURS, Chart, moved } from "./chart.js";
+import { Chart, Sign, markOf, moved } from "./chart.js";
 import { duration, number } from "./format.js";
 import { change, go, link } from "./router.js";
 import { Choice, Entry, Fault } from "./ui.js";
@@ -51,7 +51,7 @@ const slug = (title) => title.toLowerCase().replace(/[^a-z]+/g, "-");
 
 /** The colours of the runs. @param {{runs: string[]}} props */
 export function Legend({ runs }) {
-  return html`<span class="legend">${runs.map((run, i) => html`<a key=${run} href=${link("curves", { run: [run] })}><i style=${{ background: `var(${COLOURS[i % COLOURS.length]})` }}></i>${run}</a>`)}</span>`;
+  return html`<span class="legend">${runs.map((run, i) => html`<a key=${run} href=${link("curves", { run: [run] })}><${Sign} i=${i} />${run}</a>`)}</span>`;
 }
 
 /** @param {[number, number]} zoom @param {string} axis */
@@ -94,6 +94,7 @@ function Section({ title, metrics, shared, open: shown, toggle }) {
   useEffect(() => { if (answer.data?.series.some((one) => one.each > 1)) setLong(true); }, [answer.data]);
   const marks = useMemo(() => (answer.data?.marks ?? []).filter((mark) => runs.length === 1 || mark.kind === "death"), [answer.data]);
   const lines = useMemo(() => linesOf(answer.data, runs), [answer.data]);
+  const span = useMemo(() => spanOf(answer.data), [answer.data]);
   const change_ = (/** @type {Metric} */ metric) => (order === "fell" ? 1 : -1) * moved(lines.get(metric.name)?.[0].values ?? []).share;
   const listed = order ? [...metrics].sort((a, b) => change_(a) - change_(b)) : metrics;
   const none = order && lines.size > 0 && !listed.some((/** @type {Metric} */ metric) => change_(metric) < 0);
@@ -103,7 +104,13 @@ function Section({ title, metrics, shared, open: shown, toggle }) {
     ${shown && none && html`<p class="faint">None of these ${order}.</p>`}
     ${shown && html`<div class="charts">${listed.map((/** @type {Metric} */ metric) => lines.has(metric.name) && html`
       <${Chart} key=${metric.name} title=${metric.name} what=${metric.what} lines=${lines.get(metric.name)} marks=${marks} axis=${axis}
-        weight=${shared.weight} zoom=${shared.zoom} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
+        weight=${shared.weight} zoom=${shared.zoom} span=${span} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
+}
+
+/** From the first point of all curves to the last one, so that they are over each other. @param {import("./types").Curves | null} data @returns {[number, number] | null} */
+function spanOf(data) {
+  const ends = (data?.series ?? []).flatMap(({ x }) => [x[0], x[x.length - 1]]).filter((at) => at !== null);
+  return ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
 }
 
 /** Where a click on a point leads: an evaluation's rollouts, or the step's. @param {string} name */
@@ -114,7 +121,7 @@ const opener = (name) => (/** @type {string} */ run, /** @type {number} */ step)
 export function linesOf(data, runs) {
   const found = new Map(/** @type {[string, any[]][]} */ ([]));
   for (const series of data?.series ?? []) {
-    const line = { ...series, label: series.run, colour: COLOURS[runs.indexOf(series.run) % COLOURS.length] };
+    const line = { ...series, label: series.run, ...markOf(runs.indexOf(series.run)) };
     found.set(series.name, [...(found.get(series.name) ?? []), line]);
   }
   return found;

@@ -21,6 +21,7 @@ export function signed(value) {
 
 /** A duration: `2 h 05 min`, `3 min 07 s`, `4.2 s`, `12 ms`. @param {number} seconds */
 export function duration(seconds) {
+  if (seconds === 0) return "0 s";
   if (seconds < 0.1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
@@ -55,7 +56,7 @@ export function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   for (; count >= 1024 && unit < units.length - 1; unit++) count /= 1024;
-  return `${unit ? count.toPrecision(3) : count} ${units[unit]}`;
+  return `${unit && count < 1000 ? count.toPrecision(3) : Math.round(count)} ${units[unit]}`;
 }
 
 /** `1 rollout`, `2 rollouts`. @param {number} count @param {string} noun */

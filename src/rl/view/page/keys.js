@@ -1,11 +1,11 @@
 // Keys: / search, j and k through lists, ? help, 1 to 6 the pages.
 
 import { html, useEffect, useRef } from "./core.js";
-import { go, link } from "./router.js";
+import { change, go, here, link } from "./router.js";
 
 const KEYS = [
   ["/", "search"],
-  ["j  k", "next and previous rollout"],
+  ["j  k", "next and previous rollout or task"],
   ["1 – 6", "Runs, Curves, Rollouts, Tasks, Timeline, Health"],
   ["Esc", "close what is open"],
   ["?", "this help"],
@@ -15,6 +15,9 @@ const CHARTS = [
   ["Shift + drag", "move along"],
   ["double click", "the whole run again"],
   ["click", "the rollouts of that step"],
+  ["Tab, then ← →", "from point to point, or from rollout to rollout of a task"],
+  ["Enter", "the rollouts of that step; the later one of a task’s two answers, with Shift the earlier one"],
+  ["Home, Esc", "the whole run again"],
 ];
 
 /** Listens to keys. Pages hear of `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
@@ -48,6 +51,42 @@ export function useKeys(pages, runs, setHelp) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, [pages.join(), runs.join()]);
+}
+
+/** j and k go through a list, page after page, and Escape leaves what is open. What is open is asked of the address: it knows of a click
+ * before the page has drawn it.
+ * @param {{offset: number, total: number} | null} list the answer that is shown @param {string[]} ids what its rows are called @param {number} limit rows on a page
+ * @param {(values: Record<string, string>) => string} chosen the row that the address names, or "" @param {(id: string) => Record<string, any>} choose what names a row in the address */
+export function useMoving(list, ids, limit, chosen, choose) {
+  const now = useRef({ list, ids, chosen, choose }), turned = useRef(0);
+  now.current = { list, ids, chosen, choose };
+  useEffect(() => {
+    if (turned.current && ids.length) open(choose(ids[turned.current > 0 ? 0 : ids.length - 1]));
+    turned.current = 0;
+  }, [list?.offset]);
+  useEffect(() => {
+    const moved = (/** @type {any} */ event) => {
+      const { list, ids, chosen, choose } = now.current, place = here(), way = event.detail;
+      if (!list || list.offset !== Number(place.values.offset ?? 0)) return;  // the rows of that page are on their way
+      const at = ids.indexOf(chosen(place.values)), to = list.offset + limit * way;
+      if (at >= 0 && !ids[at + way] && to >= 0 && to < list.total) {
+        turned.current = way;
+        return change({ offset: to || null }, true);
+      }
+      const next = ids[at < 0 ? 0 : Math.max(0, Math.min(ids.length - 1, at + way))];
+      if (next !== undefined) open(choose(next));
+    };
+    const left = () => now.current.chosen(here().values) && change(now.current.choose(""));
+    addEventListener("move", moved);
+    addEventListener("leave", left);
+    return () => { removeEventListener("move", moved); removeEventListener("leave", left); };
+  }, []);
+}
+
+/** Opens a row, and has it in sight. @param {Record<string, any>} values */
+function open(values) {
+  change(values, true);
+  requestAnimationFrame(() => document.querySelector(".list [aria-current=true]")?.scrollIntoView({ block: "nearest" }));
 }
 
 /** @param {{close: () => void}} props */

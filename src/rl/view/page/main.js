@@ -37,6 +37,7 @@ function App() {
   useEffect(() => {
     document.title = place.page === "runs" ? "rl view" : `${shown.title} · ${keys.join(", ")} · rl view`;
   }, [place.page, keys.join()]);
+  useEffect(() => document.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "center", block: "nearest" }), [at, keys.length > 1]);
   const chosen = known.filter((run) => keys.includes(run.key));
   const gone = runs.data ? place.run.filter((key) => !known.some((run) => run.key === key)) : [];
   asOf(chosen.map((run) => run.state === "live" ? "live" : `${run.changed}`).join());
@@ -50,7 +51,7 @@ function App() {
           <a key=${name} href=${link(name, { run: name === "runs" ? [] : keys })} aria-current=${at === name ? "page" : null}>${title}</a>`)}
       </nav>
       <span class="grow"></span>
-      ${window.recorded && html`<span class="faint">as of ${day(window.recorded.made)}</span>`}
+      ${window.recorded && html`<span class="faint made">as of ${day(window.recorded.made)}</span>`}
       ${at !== "runs" && chosen.length === 1 && html`<${State} state=${chosen[0].state} why=${chosen[0].why} />`}
       <${Theme} />
       <button class="quiet" onClick=${() => setHelp(true)} aria-label="Keys and help" title="Keys and help (?)">?</button>

@@ -103,19 +103,16 @@ function histogram(rows) {
 function tasks(all, values) {
   const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number)), sign = values.descending === false ? 1 : -1;
   const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
-  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: all.left_out ? [all.left_out] : [] };
+  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: all.tasks_left_out ? [all.tasks_left_out] : [] };
 }
 
-/** @param {any} all @param {any} values */
+/** A task: the file has the mean and the count of each of its versions, and some of their rollouts. @param {any} all @param {any} values */
 function oneTask(all, { kind, env, task }) {
-  const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task) && row.version !== null);
-  if (!rows.length) return null;
-  const numbers = [...new Set(rows.map((row) => row.version))].sort((a, b) => a - b);
-  const versions = numbers.map((version) => {
-    const own = rows.filter((row) => row.version === version), rewards = own.map((row) => row.reward).filter((value) => value !== null);
-    return { version, mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, rows: own };
-  });
-  const detail = /** @type {any} */ (Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === rows[rows.length - 1]));
-  const first = detail.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  return { env, task, prompt: detail.messages.slice(0, first < 0 ? undefined : first), versions, without_version: 0, note: all.left_out ? `${all.left_out}: means and counts below are of those in this file` : "" };
+  const known = all.task[kind][`${env}/${task}`];
+  if (!known) throw new Error(all.tasks_left_out || `task ${task} of ${env}: no rollout of it is in the run`);
+  const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task));
+  const versions = known.versions.map((/** @type {any} */ one) => ({ ...one, rows: rows.filter((row) => row.version === one.version) }));
+  const messages = rows.length ? detailOf(all, rows[rows.length - 1]).messages : [];
+  const first = messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
+  return { ...known, versions, prompt: messages.slice(0, first < 0 ? undefined : first) };
 }

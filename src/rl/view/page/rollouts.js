@@ -1,8 +1,9 @@
 // Rollouts: filters, a list, and one of them beside it.
 
-import { html, useEffect, useRef } from "./core.js";
+import { html } from "./core.js";
 import { useAnswer } from "./api.js";
 import { number, plural, reward } from "./format.js";
+import { useMoving } from "./keys.js";
 import { change, go, here, link } from "./router.js";
 import { Detail } from "./rollout.js";
 import { Fate, identity, level } from "./rows.js";
@@ -24,7 +25,7 @@ export function Rollouts({ run, values, live }) {
   const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
   const chosen = values.at ?? "";
-  useMoving(rows, chosen, offset, data?.total ?? 0);
+  useMoving(data, rows.map(identity), LIMIT, (now) => now.at ?? "", (id) => ({ at: id || null, token: null }));
   return html`<div class=${`three${chosen ? " chosen" : ""}`}>
     <aside class="filters" aria-label="Filters">
       <details open=${innerWidth > 800}><summary>Filters${Object.keys(wanted).length ? ` (${Object.keys(wanted).length})` : ""}</summary>
@@ -60,34 +61,6 @@ export function Rollouts({ run, values, live }) {
 function summary(data) {
   if (data.searched === null) return plural(data.total, "rollout");
   return data.complete ? `${data.total.toLocaleString("en")} of ${plural(data.searched, "rollout")}` : `${data.total.toLocaleString("en")} so far, in the first ${plural(data.searched, "rollout")}: narrow the filters to see more`;
-}
-
-/** j and k go through the list, page after page, and Escape leaves the rollout. @param {RolloutRow[]} rows @param {string} chosen @param {number} offset @param {number} total */
-function useMoving(rows, chosen, offset, total) {
-  const now = useRef({ rows, chosen, offset, total }), turned = useRef(0);
-  now.current = { rows, chosen, offset, total };
-  useEffect(() => {
-    if (turned.current && rows.length) change({ at: identity(rows[turned.current > 0 ? 0 : rows.length - 1]), token: null }, true);
-    turned.current = 0;
-  }, [rows]);
-  useEffect(() => {
-    const moved = (/** @type {any} */ event) => {
-      const { rows, chosen, offset, total } = now.current;
-      const at = rows.findIndex((row) => identity(row) === chosen), to = offset + LIMIT * event.detail;
-      if (at >= 0 && !rows[at + event.detail] && to >= 0 && to < total) {
-        turned.current = event.detail;
-        return change({ offset: to || null }, true);
-      }
-      const next = rows[at < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, at + event.detail))];
-      if (!next) return;
-      change({ at: identity(next), token: null }, true);
-      requestAnimationFrame(() => document.querySelector(".rows [aria-current=true]")?.scrollIntoView({ block: "nearest" }));
-    };
-    const left = () => here().values.at && change({ at: null, token: null });
-    addEventListener("move", moved);
-    addEventListener("leave", left);
-    return () => { removeEventListener("move", moved); removeEventListener("leave", left); };
-  }, []);
 }
 
 /** @param {{row: RolloutRow, chosen: boolean}} props */

@@ -4,7 +4,9 @@ import { html, useMemo } from "./core.js";
 import { useAnswer } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { diff } from "./diff.js";
-import { number, plural, reward, signed } from "./format.js";
+import { Dots } from "./dots.js";
+import { useMoving } from "./keys.js";
+import { plural, reward, signed } from "./format.js";
 import { change, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
 import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
@@ -21,6 +23,7 @@ export function Tasks({ run, values, live }) {
   const { data, error } = useAnswer("tasks", { run, kind, number: values.number, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
   const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
   const chosen = values.task !== undefined && values.env;
+  useMoving(data, (data?.rows ?? []).map(nameOf), LIMIT, (now) => now.task !== undefined && now.env ? nameOf({ env: now.env, task: now.task }) : "", openTask);
   return html`<div class=${`two${chosen ? " chosen" : ""}`}>
     <section class="list" aria-label="Tasks">
       <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span><span class="grow"></span>
@@ -31,14 +34,23 @@ export function Tasks({ run, values, live }) {
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${values.number ? `No rollout of task ${values.number} is there.` : "No rollout has been scored yet."}</p>`}
       ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right" title="Mean reward of the first third of the versions that played it">First</th><th class="right" title="Mean reward of the last third of the versions that played it">Last</th><th class="right">Change</th></tr></thead><tbody>
-        ${data.rows.map((row) => html`<tr key=${`${row.env}/${row.task}`} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
+        ${data.rows.map((row) => html`<tr key=${nameOf(row)} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
           <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
           <td class=${`right ${(row.change ?? 0) > 0 ? "good" : (row.change ?? 0) < 0 ? "bad" : "faint"}`}>${signed(row.change)}</td></tr>`)}</tbody></table>`}
       ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Task">${chosen ? html`<${One} key=${`${values.env}/${values.task}/${kind}`} run=${run} kind=${kind} values=${values} live=${live} />`
-      : html`<p class="empty">Choose a task to see what the model made of it, version by version.</p>`}</section></div>`;
+      : html`<p class="empty">Choose a task, or press <kbd>j</kbd>, to see what the model made of it, version by version.</p>`}</section></div>`;
+}
+
+/** @param {{env: string, task: number | string}} row */
+const nameOf = ({ env, task }) => `${env}/${task}`;
+
+/** What names a task in the address, and nothing of another one. @param {string} name */
+function openTask(name) {
+  const cut = name.lastIndexOf("/");
+  return { env: name.slice(0, Math.max(0, cut)) || null, task: name.slice(cut + 1) || null, a: null, b: null, step: null };
 }
 
 /** The address without what belongs to another task. @param {Record<string, string>} values */
@@ -54,23 +66,23 @@ function One({ run, kind, values, live }) {
   if (!data) return html`<p class="empty">Reading …</p>`;
   const all = data.versions.flatMap((version) => version.rows);
   const sides = values.step ? around(data.versions, Number(values.step)) : null;
-  const first = sides ? typical(sides[0]) : best(data.versions[0].rows);
-  const last = sides ? typical(sides[1]) : best(data.versions[data.versions.length - 1].rows.filter((row) => row !== first)) ?? first;
-  const [a, b] = [values.a ?? identity(first), values.b ?? identity(last)];
-  const [left, right] = [all.find((row) => identity(row) === a) ?? first, all.find((row) => identity(row) === b) ?? last];
+  const count = data.versions.reduce((sum, version) => sum + version.count, 0);
+  const [first, last] = pair(data.versions.filter((version) => version.rows.length), sides);
+  const [left, right] = [all.find((row) => identity(row) === values.a) ?? first, all.find((row) => identity(row) === values.b) ?? last];
   return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button>
     <h2>${data.env} task ${data.task}</h2>
-    <p class="faint">${plural(all.length, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>all of them</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before a token was sampled`}</p>
-    <details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>
+    <p class="faint">${plural(count, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>${all.length < count ? `${all.length.toLocaleString("en")} of them are in this file` : "all of them"}</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before a token was sampled`}</p>
+    ${data.prompt.length > 0 && html`<details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>`}
     <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
     ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
+    ${sides && absent(sides).length > 0 && html`<p class="note">No answer of version ${absent(sides).join(" and ")} is in this file; those compared below are of other versions.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
-    <${Dots} versions=${data.versions} a=${identity(left)} b=${identity(right)} />
-    <p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one. The line is the mean.</p>
+    <${Dots} versions=${data.versions} a=${left && identity(left)} b=${right && identity(right)} />
+    ${left && right ? html`<p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one; with keys so do Enter and Shift Enter. The line is the mean.${all.length < count ? " A ring is the mean of a version of which not all are in this file." : ""}</p>
     <div class="pair choose"><${Pick} label="Earlier" name="a" all=${all} value=${identity(left)} /><${Pick} label="Later" name="b" all=${all} value=${identity(right)} /></div>
-    <${Difference} run=${run} kind=${kind} a=${left} b=${right} />`;
+    <${Difference} run=${run} kind=${kind} a=${left} b=${right} />` : html`<p class="empty">No answer to this task is in this file: the means are of the whole run.</p>`}`;
 }
 
 /** @typedef {import("./types").TaskVersion} TaskVersion */
@@ -81,6 +93,19 @@ function around(versions, step) {
   return [before[before.length - 1] ?? after[0], after[0] ?? before[before.length - 1]];
 }
 
+/** The rollouts to compare: before and behind a step those that are most like their version's mean, if they are in this file; else the best of the first version that has
+ * some and of the last one. Undefined where none has. @param {TaskVersion[]} versions @param {[TaskVersion, TaskVersion] | null} sides */
+function pair(versions, sides) {
+  const [from, to] = [versions[0], versions[versions.length - 1]];
+  if (!from) return [];
+  if (sides?.every(({ rows }) => rows.length)) return sides.map(typical);
+  const first = best(from.rows);
+  return [first, best(to.rows.filter((row) => row !== first)) ?? first];
+}
+
+/** The versions of which no answer is in this file. @param {TaskVersion[]} sides */
+const absent = (sides) => [...new Set(sides.filter(({ rows }) => !rows.length).map(({ version }) => version))];
+
 /** The rollout whose reward is nearest to the mean. @param {TaskVersion} version */
 function typical({ rows, mean }) {
   const far = (/** @type {RolloutRow} */ row) => row.reward === null || mean === null ? Infinity : Math.abs(row.reward - mean);
@@ -88,7 +113,7 @@ function typical({ rows, mean }) {
 }
 
 /** @param {TaskVersion} version */
-const said = ({ version, mean, rows }) => html`<b>${reward(mean)}</b> <span class="faint">(version ${version}, ${plural(rows.length, "rollout")})</span>`;
+const said = ({ version, mean, count }) => html`<b>${reward(mean)}</b> <span class="faint">(version ${version}, ${plural(count, "rollout")})</span>`;
 
 /** The rollout with the highest reward. @param {RolloutRow[]} rows */
 function best(rows) {
@@ -99,31 +124,6 @@ function best(rows) {
 function Pick({ label, name, all, value }) {
   const text = (/** @type {RolloutRow} */ row) => `version ${row.version ?? "–"}, ${row.group === null ? "sample" : `group ${row.group}`} #${row.rollout}: ${row.failed ? "failed" : reward(row.reward)}`;
   return html`<${Choice} label=${label} name=${name} value=${value} options=${all.slice(-800).map((row) => [identity(row), text(row)])} />`;
-}
-
-/** Rewards by version: a dot for each rollout, a line for the mean. @param {{versions: import("./types").TaskVersion[], a: string, b: string}} props */
-function Dots({ versions, a, b }) {
-  const all = versions.flatMap((version) => version.rows.filter((row) => row.reward !== null).map((row) => ({ row, version: version.version })));
-  if (!all.length) return null;
-  const rewards = all.map(({ row }) => /** @type {number} */ (row.reward));
-  const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
-  const [from, to] = [versions[0].version, versions[versions.length - 1].version];
-  const width = innerWidth < 800 ? 420 : 800;
-  const x = (/** @type {number} */ version) => 46 + ((version - from) / (to - from || 1)) * (width - 100) * (to > from ? 1 : 0);
-  const y = (/** @type {number} */ value) => 128 - ((value - low) / (high - low || 1)) * 112;
-  const mean = versions.filter((version) => version.mean !== null).map((version) => `${x(version.version)},${y(/** @type {number} */ (version.mean))}`).join(" ");
-  const spread = new Map();
-  const beside = (/** @type {number} */ version, /** @type {number} */ value) => {
-    const key = `${version}/${value.toFixed(2)}`, count = spread.get(key) ?? 0;
-    spread.set(key, count + 1);
-    return Math.min(count, 12) * 5;
-  };
-  return html`<svg class="dots" viewBox=${`0 0 ${width} 150`} role="img" aria-label=${`Mean reward ${reward(versions[0].mean)} at version ${from}, ${reward(versions[versions.length - 1].mean)} at version ${to}`}>
-    ${[low, high].map((value) => html`<line class="grid" x1="40" x2=${width - 10} y1=${y(value)} y2=${y(value)} /><text x="34" y=${y(value) + 4} text-anchor="end">${number(value)}</text>`)}
-    <text x=${x(from)} y="147">version ${from}</text>${to > from && html`<text x=${x(to)} y="147" text-anchor="end">${to}</text>`}
-    ${versions.length > 1 && html`<polyline class="mean" points=${mean} />`}
-    ${all.map(({ row, version }) => html`<circle key=${identity(row)} cx=${x(version) + beside(version, /** @type {number} */ (row.reward))} cy=${y(/** @type {number} */ (row.reward))} r="4.5"
-      class=${identity(row) === a ? "a" : identity(row) === b ? "b" : ""} onClick=${(/** @type {MouseEvent} */ e) => change({ [e.shiftKey ? "a" : "b"]: identity(row) }, true)}><title>version ${version}, #${row.rollout}: ${reward(row.reward)}</title></circle>`)}</svg>`;
 }
 
 /** @param {{run: string, kind: string, a: RolloutRow, b: RolloutRow}} props */

@@ -48,7 +48,7 @@ function Clock({ data, at }) {
   const find = (/** @type {Event} */ e) => {
     e.preventDefault();
     const time = timeOf(text, data.first, data.last);
-    setFault(time === null ? `at no such time: the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    setFault(!timeOfDay(text) ? "no time of day: 10:41, or 10:41:30" : time === null ? `at no such time: the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
     if (document.activeElement instanceof HTMLElement) document.activeElement.blur();
     if (time === null) return;
     const near = time >= data.begin && time <= data.end && data.end - data.begin <= 600;
@@ -59,13 +59,19 @@ function Clock({ data, at }) {
     ${fault && html`<span class="bad" role="alert">${fault}</span>`}</form>`;
 }
 
+/** Hours, minutes, and seconds if they are there; null if it is no time of day. @param {string} text */
+function timeOfDay(text) {
+  const found = /^\s*(\d{1,2}):(\d{2})(?::(\d{2}))?\s*$/.exec(text)?.slice(1).filter(Boolean).map(Number);
+  return found && found[0] < 24 && found[1] < 60 && (found[2] ?? 0) < 60 ? found : null;
+}
+
 /** The last time within a run at which a clock showed this, seconds since the epoch. @param {string} text @param {number} first @param {number} last */
 function timeOf(text, first, last) {
-  const found = /^\s*(\d{1,2}):(\d{2})(?::(\d{2}))?\s*$/.exec(text);
-  if (!found || Number(found[1]) > 23 || Number(found[2]) > 59 || Number(found[3] ?? 0) > 59) return null;
+  const found = timeOfDay(text);
+  if (!found) return null;
   const date = new Date(last * 1000);
-  date.setHours(Number(found[1]), Number(found[2]), Number(found[3] ?? 0), 0);
-  const length = found[3] ? 1 : 60;  // of the minute that is meant some part is enough
+  date.setHours(found[0], found[1], found[2] ?? 0, 0);
+  const length = found.length > 2 ? 1 : 60;  // of the minute that is meant some part is enough
   for (; date.getTime() / 1000 + length > first; date.setDate(date.getDate() - 1)) {
     if (date.getTime() / 1000 <= last) return Math.max(first, date.getTime() / 1000);
   }

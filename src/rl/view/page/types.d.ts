@@ -205,6 +205,7 @@ export interface Task {
 export interface TaskVersion {
   version: number;
   mean: number | null;
+  count: number;
   rows: RolloutRow[];
 }
 
