@@ -315,7 +315,8 @@ def tests(bench: Bench) -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
-    for name in ["test_logprobs", "test_attention", "test_flex", "test_train", "test_model", "test_norms"][: 1 if bench.tiny else None]:
+    names = ["test_logprobs", "test_attention", "test_flex", "test_train", "test_model", "test_norms", "test_rotary"]
+    for name in names[: 1 if bench.tiny else None]:
         command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-q", "-o", "addopts=", "-m", "not proof", "--tb=line"]
         command += ["-p", "no:cacheprovider", *(["-k", "dense"] if bench.tiny else [])]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,10 +1,10 @@
 """Measures what our training step costs over a bare one in PyTorch. `uv run scripts/bench.py trainer --model FOLDER` prints JSON.
 
 Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
-masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics, and transformers' norms. They
-take turns in one process, so that whatever else the machine does meets both. With --token-log the bare one is ours without a token log
-instead, and the ratio is that log's cost, writing included; `log_cpu_share` is what its functions took of the processor time, which no
-noise blurs.
+masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics, and transformers' norms and
+rotary embeddings. They take turns in one process, so that whatever else the machine does meets both. With --token-log the bare one is ours
+without a token log instead, and the ratio is that log's cost, writing included; `log_cpu_share` is what its functions took of the processor
+time, which no noise blurs.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def load_whole(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedM
 
 def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     """As one would write it by hand for one process."""
-    nothing = {"shard_model": lambda *_: None, "exchange_norms": lambda _: None}
+    nothing = {"shard_model": lambda *_: None, "exchange_norms": lambda _: None, "exchange_rotary": lambda _: None}
     with patch.multiple("rl.trainer.model", load_rows=load_whole, **nothing):
         model = load_policy(folder, config.model, config.trainer, world).to(world.device)
     masters = [parameter.detach().clone() for parameter in model.parameters()]

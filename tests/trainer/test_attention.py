@@ -9,7 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rl.system.errors import RunError
 from rl.trainer import attention as module
-from rl.trainer.attention import TreeMask, attend_blocks, attend_flex, attention, cut_blocks
+from rl.trainer import blocks
+from rl.trainer.attention import TreeMask, attend_blocks, attend_flex, attention
+from rl.trainer.blocks import bundle, cut_blocks
 from tests.trainer.device import DEVICE
 
 
@@ -34,14 +36,19 @@ def qkv(queries: int, length: int, dtype: torch.dtype = torch.float64) -> list[t
     ]
 
 
-@pytest.mark.parametrize("small_blocks", [False, True])
+LIMITS = {
+    "one block": {},
+    "small blocks": {"BLOCK_PAIRS": 300, "CALL_COST": 5, "BLOCK_QUERIES": range(4, 65)},
+    "bundles": {"TREE_QUERIES": 20, "BLOCK_QUERIES": range(4, 33)},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("local", [False, True])
-def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, small_blocks, window, local):
-    if small_blocks:
-        monkeypatch.setattr(module, "BLOCK_PAIRS", 300)
-        monkeypatch.setattr(module, "CALL_COST", 5)
-        monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
+def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, limits, window, local):
+    for name, value in LIMITS[limits].items():
+        monkeypatch.setattr(blocks, name, value)
     ends, positions = random_row(1, 300)
     mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]).to(DEVICE) if local else None  # as with context parallelism
     tree = TreeMask(ends, positions, mine)
@@ -50,6 +57,8 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, small_blocks, window,
     expected = scaled_dot_product_attention(query, *repeated, attn_mask=tree.dense(window), scale=0.2).transpose(1, 2)
     out = attend_blocks(query, key, value, tree, window, 0.2)
     assert (out - expected).abs().max() < 1e-12
+    plan = tree.plan(window, query.dtype, 2, 3)
+    assert (len(plan.padding) > 0 and len(plan.bundles[0].blocks) > 2) == (limits == "bundles")
     grad = torch.randn_like(out)
     grads = [torch.autograd.grad(o, (query, key, value), grad) for o in (out, expected)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
@@ -61,8 +70,8 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, small_blocks, window,
 @pytest.mark.parametrize(("cap", "sunk"), [(3.0, False), (None, True), (3.0, True)])
 def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     """Gemma 2 bounds its scores, gpt-oss has one more column in each softmax, whose value is zero."""
-    monkeypatch.setattr(module, "BLOCK_PAIRS", 300)
-    monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
+    for name, value in LIMITS["bundles"].items():
+        monkeypatch.setattr(blocks, name, value)
     tree = TreeMask(*random_row(1, 150))
     query, key, value = qkv(150, 150)
     sinks = torch.randn(6, dtype=torch.float64, device=DEVICE).requires_grad_() if sunk else None
@@ -83,36 +92,36 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
 
 @pytest.mark.parametrize("sunk", [False, True])
 def test_kept_probabilities_give_the_bits_of_recomputed_ones(monkeypatch, sunk):
-    monkeypatch.setattr(module, "BLOCK_QUERIES", range(4, 65))
+    for name, value in LIMITS["small blocks"].items():
+        monkeypatch.setattr(blocks, name, value)
     ends, positions = random_row(1, 150)
     tensors = [x.detach().bfloat16().requires_grad_() for x in qkv(150, 150)]
     sinks = torch.randn(6, dtype=torch.bfloat16, device=DEVICE).requires_grad_() if sunk else None
     inputs, grads, saved = [*tensors, *([sinks] if sunk else [])], [], []
-    for keys in (0, 60, 150):
+    for keys in (0, 30, 150):
         monkeypatch.setattr(module, "KEPT_KEYS", keys)
         tree = TreeMask(ends, positions)
         out = attend_blocks(*tensors, tree, None, 0.25, None, sinks)
-        kept = sum(block.mask.shape[1] <= keys for block in tree.blocks(None, torch.bfloat16))
+        kept = sum(some.mask.shape[2] <= keys for some in tree.plan(None, torch.bfloat16, 2, 3).bundles)
         saved.append((kept, len(out.grad_fn.saved_tensors) - 4))
         grads.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
     assert saved[0][0] == 0 < saved[1][0] < saved[2][0] and all(a == b for a, b in saved)
     assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*grads, strict=True))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="about the CPU's threads")
-def test_small_blocks_are_one_thread_s_with_the_bits_of_all():
-    tree, calls = TreeMask(*random_row(1, 300)), []
-    tensors = [x.detach().bfloat16().requires_grad_() for x in qkv(300, 300)]
-    for most in (0, module.ONE_THREAD_SCORES):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "ONE_THREAD_SCORES", most)
-            patch.setattr(module, "block_keys", lambda *args, keys=module.block_keys: calls.append(torch.get_num_threads()) or keys(*args))
-            out = attend_blocks(*tensors, tree, None, 0.25)
-            calls.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
-    (*all_threads, many), one_thread = calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    *threads, one = one_thread
-    assert set(threads) == {1} and set(all_threads) == {torch.get_num_threads()} and len(threads) > 4
-    assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+def test_blocks_are_computed_together_where_their_padding_costs_less_than_a_call():
+    """Eight prompts of 44, each with four answers, in rows of one length and of several."""
+    rows = (([24] * 8, [(8, 140, 144)]), ([24] * 7 + [23], [(8, 140, 144)]), ([24] * 6 + [50] * 2, [(10, 144, 144)]))
+    for lengths, shapes in rows:
+        ends, positions = [], []
+        for length in lengths:
+            start = len(ends)
+            ends += [start + 44 + 4 * length] * 44 + [start + 44 + length * (1 + answer) for answer in range(4) for _ in range(length)]
+            positions += [*range(44), *list(range(44, 44 + length)) * 4]
+        found = bundle(TreeMask(torch.tensor(ends), torch.tensor(positions)).blocks(None, torch.float32))
+        assert [tuple(some.mask.shape) for some in found] == shapes
+        spans = sorted((block.queries.start, block.queries.stop) for some in found for block in some.blocks)
+        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])] and spans[-1][1] == len(ends)
 
 
 def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
@@ -120,10 +129,10 @@ def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     positions = torch.cat([torch.arange(4096), torch.arange(256), torch.arange(256, 384).repeat(8)])
     starts = 4096 + 256 + 128 * torch.arange(9)
     ends = torch.cat([torch.full((4096,), 4096), torch.full((256,), int(starts[-1])), starts[1:].repeat_interleave(128)])
-    blocks = TreeMask(ends, positions).blocks(None, torch.float32)
-    assert [b.queries.start for b in blocks] == [0, *(b.queries.stop for b in blocks[:-1])] and blocks[-1].queries.stop == len(ends)
-    assert sum(b.mask.numel() for b in blocks) < 1.15 * int((positions + 1).sum())
-    storages = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks}
+    found = TreeMask(ends, positions).blocks(None, torch.float32)
+    assert [b.queries.start for b in found] == [0, *(b.queries.stop for b in found[:-1])] and found[-1].queries.stop == len(ends)
+    assert sum(some.mask.numel() for some in bundle(found)) < 1.15 * int((positions + 1).sum())
+    storages = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in found}
     assert sum(storages.values()) < 4 * 300 * 4096  # unbranched blocks share one triangle
 
 

@@ -19,6 +19,7 @@ from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
+from rl.trainer.determinism import ARITHMETIC, UNRECORDED, differing_conditions
 from rl.trainer.replay import FOUND, compare, open_log
 from rl.trainer.start import start
 from rl.trainer.train import train
@@ -114,6 +115,14 @@ def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_
     assert [line["kept"] for line in versions] == [["digests"], *[["digests", "weights"]] * 3]
     assert not any(line["ranks"] or line["fault"] for line in checkpoints)
     assert before == {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
+
+
+def test_a_run_of_before_the_arithmetic_was_recorded_is_told_apart(recorded):
+    made_by = read_digests(recorded[0].run_dir.digests(STEPS))["made_by"]
+    assert not differing_conditions(made_by, made_by)
+    older = {name: value for name, value in made_by.items() if name not in ("arithmetic", "compiled")} | {"threads": 64}
+    expected = f"arithmetic {UNRECORDED['arithmetic']} there and {ARITHMETIC} here, threads 64 there and {made_by['threads']} here"
+    assert differing_conditions(older, made_by) == expected
 
 
 def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_it_begins(recorded, batches, world, tmp_path):

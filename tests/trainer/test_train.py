@@ -69,6 +69,7 @@ def dense(query, key, value, tree, window, scale, cap=None, sinks=None):
 @pytest.mark.parametrize("loss", ["policy_gradient", "gspo"])
 def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_path, monkeypatch):
     monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 4000)  # several chunks of the logits
+    monkeypatch.setattr(logprobs, "needs_division", lambda _: True)  # asked on CPUs alone
     AttentionInterface.register("rl_watched", partial(attention, attend=dense))
     settings = TrainerConfig.model_validate({"loss": {"type": loss, "entropy_coefficient": 0.01}})
     model = policy(make_tiny_model(tmp_path / family, CONFIGS[family]), world)

@@ -10,6 +10,11 @@ from rl.trainer.modes import Mode, is_compiled
 from rl.trainer.packing import micro_batch_tokens
 from rl.trainer.parallel.world import World
 
+ARITHMETIC = "2 (attention in bundles, fewer roundings in norms and rotary embeddings)"
+"""The sums and roundings that this code makes of a batch. What changes a bit of a result gets another number here."""
+UNRECORDED = {"arithmetic": "1 (attention block by block, norms and rotary embeddings as transformers has them)"}
+"""Conditions of versions that were made before these were recorded."""
+
 
 def is_deterministic(settings: TrainerConfig, device: torch.device) -> bool:
     """trainer.deterministic, or its default for the device."""
@@ -42,9 +47,12 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
         "attention": mode,
         "compiled": is_compiled(settings, mode),
         "deterministic": is_deterministic(settings, world.device),
+        "arithmetic": ARITHMETIC,
     }
 
 
 def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The conditions that differ, as text; empty when all are equal. What was not recorded there, in an older run, is not compared."""
+    """The conditions that differ, as text; empty when all are equal. What was not recorded there, in an older run, is as in UNRECORDED or
+    not compared."""
+    there = UNRECORDED | there
     return ", ".join(f"{key} {there[key]} there and {here.get(key)} here" for key in there if there[key] != here.get(key))

@@ -7,7 +7,7 @@ computes in, as in the inference engine; the softmax is float32.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +22,8 @@ LOWEST = -200.0
 """The lowest logarithm of a probability that is multiplied with it: both are the same 0 from -104 on, and -inf would give nan."""
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """The most logits that are worked on in float32 at once, a few such buffers at a time: 256 MiB keep a GPU busy."""
-CACHED_ELEMENTS = 1 << 18
-"""About so many of a CPU's chunk at a time: a buffer of 1 MiB stays in the cache from one operation to the next."""
+CACHED_ELEMENTS = 3 << 17
+"""About so many of a CPU's chunk at a time: a buffer of 1.5 MiB stays in the cache from one operation to the next."""
 SLICE_BYTES = 1 << 28
 """Logits that exist at once, in the model's type: what fits is computed once, the rest again in the backward pass."""
 
@@ -85,15 +85,15 @@ def log_sums_and_entropies(logits: Tensor, temperatures: Tensor) -> tuple[Tensor
     """Log-sum-exp of logits / T, and the entropy of its softmax, of every row: [P, V], [P] -> [P], [P] float32."""
     if logits.device.type in FUSED_ON:  # nothing of its size is in memory in between
         return fused(statistics_of_rows)(logits, temperatures)
-    log_sums, entropies = torch.empty_like(temperatures), torch.empty_like(temperatures)
+    log_sums, entropies, divide = torch.empty_like(temperatures), torch.empty_like(temperatures), needs_division(temperatures)
     for chunk in chunks(logits):
-        log_sums[chunk], entropies[chunk] = statistics_of_rows(logits[chunk], temperatures[chunk])
+        log_sums[chunk], entropies[chunk] = statistics_of_rows(logits[chunk], temperatures[chunk], divide)
     return log_sums, entropies
 
 
-def statistics_of_rows(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def statistics_of_rows(logits: Tensor, temperatures: Tensor, divide: bool = True) -> tuple[Tensor, Tensor]:
     """`log_sums_and_entropies` at once: with x = logits / T - max, s = sum exp x it is max + log s, and log s - sum(x exp x) / s."""
-    x = divided(logits, temperatures)
+    x = divided(logits, temperatures, divide)
     top = x.max(dim=-1, keepdim=True).values.clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf, too
     x.sub_(top)
     weights = x.exp()
@@ -101,16 +101,28 @@ def statistics_of_rows(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Te
     return top[:, 0] + sums.log(), sums.log() - weights.mul_(x.clamp_(min=LOWEST)).sum(dim=-1) / sums
 
 
-def divided(logits: Tensor, temperatures: Tensor) -> Tensor:
+def needs_division(temperatures: Tensor) -> bool:
+    """Whether logits on a CPU are not those at temperature 1 already; each division is another walk through all of them."""
+    return bool((temperatures != 1).any())
+
+
+def divided(logits: Tensor, temperatures: Tensor, divide: bool) -> Tensor:
     """logits / T in float32, a copy. Two types in one operation are slow on CPUs."""
-    return logits.to(torch.promote_types(logits.dtype, temperatures.dtype), copy=True).div_(temperatures[:, None])
+    x = logits.to(torch.promote_types(logits.dtype, temperatures.dtype), copy=True)
+    return x.div_(temperatures[:, None]) if divide else x
 
 
 def softmax_gradient(
-    logits: Tensor, temperatures: Tensor, log_sums: Tensor, entropies: Tensor, grad_rows: Tensor, grad_entropies: Tensor | None
+    logits: Tensor,
+    temperatures: Tensor,
+    log_sums: Tensor,
+    entropies: Tensor,
+    grad_rows: Tensor,
+    grad_entropies: Tensor | None,
+    divide: bool = True,
 ) -> Tensor:
     """What the softmax of each row contributes to the gradient of its logits, times T: [P, v] -> [P, v] float32."""
-    x = divided(logits, temperatures).sub_(log_sums[:, None])
+    x = divided(logits, temperatures, divide).sub_(log_sums[:, None])
     if grad_entropies is None:
         return x.exp_().mul_(-grad_rows[:, None])
     factors = (x.clamp_(min=LOWEST) + entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_rows[:, None])
@@ -157,7 +169,9 @@ class Tokens:
         grad_rows = torch.zeros_like(self.log_sums).index_add_(0, self.rows, grad)
         inside, places = self.inside(start, logits.shape[1])
         grad = grad.where(inside, 0)
-        of_softmax = fused(softmax_gradient) if logits.device.type in FUSED_ON else softmax_gradient
+        compiles = logits.device.type in FUSED_ON
+        divide = compiles or needs_division(self.temperatures)
+        of_softmax = fused(softmax_gradient) if compiles else partial(softmax_gradient, divide=divide)
         for chunk in chunks(logits):
             entropies = None if grad_entropies is None else grad_entropies[chunk]
             statistics = (self.temperatures[chunk], self.log_sums[chunk], self.entropies[chunk])
@@ -166,7 +180,7 @@ class Tokens:
             rows = self.rows - chunk.start
             own = grad.where((rows >= 0) & (rows < len(x)), 0)
             x.index_put_((rows.clamp(0, len(x) - 1), places), own, accumulate=True)
-            logits[chunk] = x.div_(self.temperatures[chunk, None])
+            logits[chunk] = x.div_(self.temperatures[chunk, None]) if divide else x
         return logits
 
 

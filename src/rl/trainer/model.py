@@ -24,6 +24,7 @@ from rl.trainer.parallel.loading import load_rows
 from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
 from rl.trainer.parallel.world import World
 from rl.trainer.rope import freeze_rope
+from rl.trainer.rotary import exchange_rotary
 from rl.trainer.selftest import choose_mode
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -84,6 +85,7 @@ def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, w
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS + kept_operations())
     if not compiles:  # the compiler makes its own of the operations
         exchange_norms(model)
+        exchange_rotary(model)
     for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
         if compiles:
             layer.forward = compiled(layer.forward, "set trainer.compile = false")
