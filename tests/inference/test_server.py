@@ -88,6 +88,22 @@ def test_answers_to_equal_prompts_at_the_same_time_are_each_the_models_own(serve
     assert len({tuple(answer["token_ids"]) for answer in answers}) > 1
 
 
+def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(servers):
+    """Its step was drawn by another algorithm when a request beside it was greedy or wanted more log-probabilities."""
+    server = servers["tied"]
+    wanted = {"max_tokens": 16, "temperature": 1.0, "seed": 7, "stop_token_ids": []}
+    alone, model = server.generate(PROMPT, **wanted)["token_ids"], str(server.weights[0])
+    beside = {"model": model, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+    for other in ({"temperature": 0.0}, {"logprobs": 3}):
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", **beside, **other)
+            while not server.status()["num_running"]:
+                time.sleep(0.01)
+            assert server.generate(PROMPT, **wanted)["token_ids"] == alone, other
+            assert not running.done()
+            assert running.result().status_code == 200
+
+
 def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
     server = servers["tied"]
     greedy = server.generate(PROMPT, max_tokens=8, temperature=0.0)

@@ -46,14 +46,41 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
+def uniforms(rows: int, generators: dict[int, torch.Generator]) -> Tensor:
+    """A random number for each row, of its own generator where its request has a seed; [rows], float64."""
+    uniform = torch.rand(rows, dtype=torch.float64)
+    for row, generator in generators.items():
+        uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
+    return uniform
+
+
+class Drawing(torch.nn.Module):
+    """`draw` in the place of vLLM's draw, which makes other tokens of the same seed: those of a request must not depend on whether one
+    beside it is greedy, or wants more log-probabilities."""
+
+    def forward(
+        self, logits: Tensor, generators: dict[int, torch.Generator], top_k: Tensor | None, top_p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens [rows], log-probabilities of the distributions that they are drawn from [rows, vocabulary])."""
+        logits = apply_top_k_top_p(logits, top_k, top_p)
+        logprobs = logits.log_softmax(dim=-1)
+        tokens, _ = draw(logits, uniforms(len(logits), generators))
+        return tokens.squeeze(1), logprobs
+
+
 class DrawingSampler(Sampler):
-    """vLLM's sampler where requests are random and want the log-probability of the sampled token alone, as those of a run do.
+    """vLLM's sampler with our draw; in few steps where requests are random and want the log-probability of the sampled token alone, as
+    those of a run do.
 
     Its steps up to top_k and top_p are vLLM's own; then `draw`. Nobody who asks for that one log-probability is told a rank: it is 0.
     """
 
     kept = torch.empty(0)
     """Memory for logits in float32; fresh memory of that size costs more than the copy."""
+
+    def __init__(self) -> None:
+        super().__init__("processed_logprobs")
+        self.topk_topp_sampler = Drawing()
 
     def forward(
         self,
@@ -70,11 +97,7 @@ class DrawingSampler(Sampler):
             logits = self.apply_temperature(logits, wanted.temperature, all_random=True)
         for processor in wanted.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
-        logits = apply_top_k_top_p(logits, wanted.top_k, wanted.top_p)
-        uniform = torch.rand(len(logits), dtype=torch.float64)
-        for row, generator in wanted.generators.items():
-            uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
-        tokens, logprobs = draw(logits, uniform)
+        tokens, logprobs = draw(apply_top_k_top_p(logits, wanted.top_k, wanted.top_p), uniforms(len(logits), wanted.generators))
         tokens = tokens.to(torch.int32)
         return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, torch.zeros(len(tokens), dtype=torch.int64)))
 
@@ -93,7 +116,7 @@ def speed_up(runner: Any) -> Threads | None:
     Returns what chooses the threads, None where all compute everything.
     """
     if type(runner.sampler) is Sampler and runner.speculative_config is None:
-        runner.sampler = DrawingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
+        runner.sampler = DrawingSampler()
     if runner.compilation_config.mode != CompilationMode.NONE:
         return None
     for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):

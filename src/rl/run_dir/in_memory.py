@@ -46,9 +46,13 @@ class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make(size: int) -> InMemory:
-    """A new file of `size` bytes, all zero, which this process holds open until it closes `fd`."""
+    """A new file of `size` bytes, all zero, which this process holds open until it closes `fd`. Raises OSError."""
     fd = os.memfd_create(LABEL)
-    os.ftruncate(fd, size)
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
     return InMemory(place(), os.getpid(), fd, new_name())
 
 

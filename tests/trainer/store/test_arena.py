@@ -45,6 +45,17 @@ def test_a_sealed_arena_is_a_safetensors_file_for_others(arena):
     os.open("/dev/null", os.O_RDONLY)  # takes the number, which the arena closes at its end
 
 
+def test_without_a_file_in_memory_there_is_room_but_nothing_for_others(monkeypatch, capsys):
+    """A trainer that the system gives no such file ended at its first step."""
+    monkeypatch.setattr(os, "ftruncate", lambda *_: os.open("/nowhere", os.O_RDONLY))
+    files = os.listdir("/proc/self/fd")
+    made = Arena(LIKE)
+    made.tensors["b"].copy_(torch.arange(7))
+    assert made.seal(made.tensors) is None and made.empty(LIKE) and not made.empty({})
+    assert "servers read each version from its folder" in capsys.readouterr().err
+    assert os.listdir("/proc/self/fd") == files
+
+
 def test_parts_of_its_tensors_are_a_file_and_converted_ones_are_none(arena):
     parts = dict(arena.tensors)
     parts |= {f"d.{row}": parts["d"][row] for row in range(4)}

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -26,6 +27,16 @@ NAMES = {
 """Types in the format's own words (https://huggingface.co/docs/safetensors)."""
 
 
+def room(size: int) -> tuple[InMemory | None, Tensor]:
+    """A file in memory and its bytes, all zero; (None, memory of this process alone) where the system gives no such file."""
+    try:
+        file = in_memory.make(size)
+        return file, torch.frombuffer(mmap.mmap(file.fd, size), dtype=torch.uint8)
+    except OSError as error:
+        print(f"no file in memory ({error.strerror}): servers read each version from its folder", file=sys.stderr, flush=True)
+        return None, torch.empty(size, dtype=torch.uint8)
+
+
 class Arena:
     """Room for tensors of known sizes, without a hole between them."""
 
@@ -35,8 +46,7 @@ class Arena:
         sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in like.items()}
         self.start = HEADER_BYTES + HEADER_BYTES_EACH * len(like)
         self.size = self.start + sum(sizes.values())
-        self.file = in_memory.make(self.size)
-        self.memory = torch.frombuffer(mmap.mmap(self.file.fd, self.size), dtype=torch.uint8)
+        self.file, self.memory = room(self.size)
         self.tensors: dict[str, Tensor] = {}
         """By the names of `like`, to be filled."""
         end = self.start
@@ -46,16 +56,24 @@ class Arena:
             end += sizes[name]
 
     def __del__(self) -> None:
-        os.close(self.file.fd)
+        if self.file:
+            os.close(self.file.fd)
 
     def empty(self, like: Mapping[str, tuple[torch.Size, torch.dtype]]) -> bool:
         """Makes room for other values. False if it is no room for these tensors, or while somebody reads the file."""
-        file = in_memory.make_again(self.file) if self.like == like else None
+        if self.like != like:
+            return False
+        if self.file is None:
+            return True
+        file = in_memory.make_again(self.file)
         self.file = file or self.file
         return file is not None
 
     def seal(self, named: Mapping[str, Tensor]) -> InMemory | None:
-        """Writes the header: the file holds `named`. None, and no header, unless these are the arena's own tensors, or parts of them."""
+        """Writes the header: the file holds `named`. None, and no header, unless these are the arena's own tensors, or parts of them, and
+        in a file."""
+        if self.file is None:
+            return None
         entries: dict[str, object] = {}
         first, end = self.memory.data_ptr() + self.start, 0
         for name, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
