@@ -2,15 +2,22 @@
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl.launch.children import Children
+from rl.orchestrator.judge import judge
 from rl.run_dir.paths import RunDir
-from rl.view.export import write_page
+from rl.system.errors import RunError
+from rl.view.export import recorded, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
+from rl.view.routes import ROUTES, Desk
+from rl.view.tasks import SORTS
+from rl.wire.rollouts import Group
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
@@ -345,6 +352,49 @@ def test_a_live_run_moves_by_itself(tab, place):
     tab.page.wait_for_selector(".runs tbody tr")
     MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
     tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
+
+
+def test_an_exported_list_has_the_order_of_the_servers(tab, tmp_path):
+    """By every sort, in both directions, page by page: equal ones and those without a value included."""
+    files = made.make_run(tmp_path / "x")
+    files.status_dir.mkdir()
+    for step in range(1, 4):
+        odd = [
+            made.rollout(0.0, step, episode=0, metrics={"num_turns": 5.0, "tokens": 2.0}, retries=step),
+            made.rollout(0.0, turns=[], episode=1, error="boom", cause="environment"),
+            made.rollout(1.0, step, episode=2),
+        ]
+        groups = [made.group(10 * step + i, [0.0, 0.5, 1.0 - i], task=(step * i) % 3, version=step - 1) for i in range(3)]
+        odd_group = Group(group_id=10 * step + 5, env="sums", task=step + 3, rollouts=odd)
+        made.write_step(files, step, [*groups, judge(odd_group, made.RULES["sums"])])
+    for version in (0, 2, 1, 3):
+        made.write_eval_of(files, version, [0.0, 1.0, 0.5 * (version % 2)])
+    library = Library([files.root])
+    content = msgspec.json.decode(msgspec.json.encode(recorded("x", library.run("x"), 20 << 20)[0]))
+    desk, routes = Desk(library), {route.name: route for route in ROUTES}
+
+    def of_server(name: str, values: dict) -> dict:
+        answer = routes[name].ask(desk, [(key, str(value).lower()) for key, value in values.items()])
+        return {"total": answer.total, "rows": answer.rows} | ({"sorts": answer.sorts} if name == "rollouts" else {})
+
+    sorts = desk.rollouts(routes["rollouts"].takes(run="x")).sorts
+    assert {"retries", "metrics/num_turns", "tokens", "exact"} < {*sorts}
+    asked = [
+        (name, {"run": "x", "kind": kind, "sort": sort, "descending": descending, "offset": 7 * (name == "rollouts"), "limit": 14})
+        for name, known, kinds in (("rollouts", sorts, ("train", "eval")), ("tasks", SORTS, ("train", "eval")))
+        for sort, descending, kind in product(("", *known), (True, False), kinds)
+    ]
+    ask = "([all, asked]) => import('/page/recorded.js').then((m) => asked.map(([name, values]) => m.recordedAnswer(all, name, values)))"
+    found = tab.page.evaluate(ask, [content, asked])
+    for (name, values), answer in zip(asked, found, strict=True):
+        expected = msgspec.json.decode(msgspec.json.encode(of_server(name, values)))
+        assert {key: answer[key] for key in expected} == expected, (name, values)
+    values = "{kind: 'train', sort: 'bogus', offset: 0, limit: 5}"
+    wrong = f"([all, name]) => import('/page/recorded.js').then((m) => m.recordedAnswer(all, name, {values})).catch(String)"
+    for name in ("rollouts", "tasks"):
+        with pytest.raises(RunError) as error:
+            of_server(name, {"run": "x", "sort": "bogus"})
+        assert tab.page.evaluate(wrong, [content, name]) == f"Error: {error.value}"
 
 
 def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_path):

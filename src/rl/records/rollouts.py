@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 
 from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, parse_rollout, rollout_text
-from rl.records.columns import METRIC, NONE, WORDS, Columns, Kind
+from rl.records.columns import METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
@@ -218,8 +218,9 @@ class Rollouts(Sequence[Rollout]):
         if name in WORDS:
             ranks = np.argsort(np.argsort(np.array(self._columns.words[name].words)))
             values = ranks[values]
-        values = -values.astype(np.float64) if descending else values
-        return self._some(self.places[np.argsort(values, kind="stable")])
+        missing = values == NONE if name in OPTIONAL else np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
+        values = -values.astype(values.dtype if values.dtype.kind == "f" else np.int64) if descending else values
+        return self._some(self.places[np.lexsort((values, missing))])
 
     def where(self, **wanted: Any) -> "Rollouts":
         """Those that have these fields: a value, or several of which one is meant (a list, set or range); of a number also a pair (least,
