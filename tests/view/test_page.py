@@ -225,6 +225,11 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
+    tab.go("#/rollouts?run=first&offset=37")  # as typed
+    tab.until("document.querySelector('.pager span').innerText.startsWith('38–')")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("k")
+    tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
     tab.go("#/runs")
     tab.page.wait_for_load_state("networkidle")
 
@@ -342,6 +347,17 @@ def test_an_address_of_no_page_is_said_to_be_none_and_the_next_one_is_shown(tab)
     tab.go("#/health?run=first")
     tab.page.wait_for_selector(".log pre")
     assert tab.count(".fault") == 0
+
+
+def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
+    tab.go("#/tasks?run=first&env=sums&task=7&step=abc")
+    tab.page.wait_for_selector(".side")
+    assert tab.text(".fault") == "step = abc: give a number" and tab.count(".tasks tbody tr") == 4
+    tab.go("#/rollouts?run=first&offset=abc")
+    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number'")
+    tab.go("#/runs")
+    tab.page.wait_for_selector(".runs tbody tr")
+    tab.faults[:] = [fault for fault in tab.faults if "offset=abc: Failed to load resource" not in fault]  # which is its answer
 
 
 def test_a_live_run_moves_by_itself(tab, place):

@@ -58,19 +58,19 @@ export function useKeys(pages, runs, setHelp) {
  * @param {{offset: number, total: number} | null} list the answer that is shown @param {string[]} ids what its rows are called @param {number} limit rows on a page
  * @param {(values: Record<string, string>) => string} chosen the row that the address names, or "" @param {(id: string) => Record<string, any>} choose what names a row in the address */
 export function useMoving(list, ids, limit, chosen, choose) {
-  const now = useRef({ list, ids, chosen, choose }), turned = useRef(0);
+  const now = useRef({ list, ids, chosen, choose }), turned = useRef(/** @type {number | null} */ (null));
   now.current = { list, ids, chosen, choose };
   useEffect(() => {
-    if (turned.current && ids.length) open(choose(ids[turned.current > 0 ? 0 : ids.length - 1]));
-    turned.current = 0;
+    if (turned.current !== null && ids[turned.current]) open(choose(ids[turned.current]));
+    turned.current = null;
   }, [list?.offset]);
   useEffect(() => {
     const moved = (/** @type {any} */ event) => {
       const { list, ids, chosen, choose } = now.current, place = here(), way = event.detail;
       if (!list || list.offset !== Number(place.values.offset ?? 0)) return;  // the rows of that page are on their way
-      const at = ids.indexOf(chosen(place.values)), to = list.offset + limit * way;
-      if (at >= 0 && !ids[at + way] && to >= 0 && to < list.total) {
-        turned.current = way;
+      const at = ids.indexOf(chosen(place.values)), to = Math.max(0, list.offset + limit * way);
+      if (at >= 0 && !ids[at + way] && to !== list.offset && to < list.total) {
+        turned.current = list.offset + at + way - to;  // the page before may reach into this one
         return change({ offset: to || null }, true);
       }
       const next = ids[at < 0 ? 0 : Math.max(0, Math.min(ids.length - 1, at + way))];

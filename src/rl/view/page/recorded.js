@@ -52,6 +52,13 @@ function sorted(rows, { sort, descending }, sorts, value) {
   return keyed.sort((a, b) => a.x === null || b.x === null ? Number(a.x === null) - Number(b.x === null) : sign * (a.x - b.x)).map(({ row }) => row);
 }
 
+/** A page of rows. @param {any[]} rows @param {any} values */
+function paged(rows, values) {
+  const offset = Number(values.offset);
+  if (!Number.isInteger(offset) || offset < 0) throw new Error(`offset = ${values.offset}: give a whole number`);
+  return { total: rows.length, offset, rows: rows.slice(offset, offset + values.limit) };
+}
+
 /** What a rollout is sorted by: a field, or one of its metrics, which has `metrics/` before a name that is also a field's. @param {any} all @param {any} row @param {string} sort */
 function sortValue(all, row, sort) {
   if (sort === "retries") return detailOf(all, row).fields.retries ?? 0;
@@ -91,8 +98,7 @@ function listed(all, values) {
   }
   found = sorted(found, values, all.sorts.rollouts, (row, sort) => sortValue(all, row, sort));
   const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
-  const offset = values.offset || 0;
-  return { total: found.length, offset, rows: found.slice(offset, offset + values.limit), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
+  return { ...paged(found, values), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
     sorts: all.sorts.rollouts, searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
 }
 
@@ -118,7 +124,7 @@ function histogram(rows) {
 function tasks(all, values) {
   const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number));
   const found = sorted(rows, values, all.sorts.tasks, (row, sort) => row[sort]);
-  return { total: rows.length, offset: values.offset, rows: found.slice(values.offset, values.offset + values.limit), damaged: all.tasks_left_out ? [all.tasks_left_out] : [] };
+  return { ...paged(found, values), damaged: all.tasks_left_out ? [all.tasks_left_out] : [] };
 }
 
 /** A task: the file has the mean and the count of each of its versions, and some of their rollouts. @param {any} all @param {any} values */

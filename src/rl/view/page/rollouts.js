@@ -20,7 +20,7 @@ const NAMES = /** @type {Record<string, string>} */ ({ begin: "from", end: "to",
 export function Rollouts({ run, values, live }) {
   const kind = values.kind ?? "train";
   const wanted = Object.fromEntries(FILTERS.filter((name) => values[name]).map((name) => [name, values[name]]));
-  const offset = Number(values.offset ?? 0);
+  const offset = values.offset ?? 0;
   const question = { run, kind, ...wanted, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT };
   const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
@@ -49,7 +49,7 @@ export function Rollouts({ run, values, live }) {
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
       <ul class=${loading && data ? "rows late" : "rows"}>${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
-      ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
+      ${data && html`<${Pager} total=${data.total} offset=${Number(offset) || 0} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Rollout">${chosen
       ? html`<${Detail} key=${chosen} run=${run} kind=${kind} id=${chosen} values=${values} />`
