@@ -226,7 +226,7 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
     tab.go("#/rollouts?run=first&offset=37")  # as typed
-    tab.until("document.querySelector('.pager span').innerText.startsWith('38–')")
+    tab.until("document.querySelector('.pager span').innerText.startsWith('38')")
     tab.page.keyboard.press("j")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
