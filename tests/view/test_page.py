@@ -1,6 +1,7 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from rl.wire.rollouts import Group
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
-from tests.view.made import HOSTILE, STEPS, make_runs
+from tests.view.made import HOSTILE, STEPS, make_runs, write_numbers
 from tests.view.serving import serving
 
 PAGES = {
@@ -108,6 +109,29 @@ PALE = """() => {
   return [...found];
 }"""  # noqa: E501
 """Text whose contrast is below that of WCAG's AA, 4.5."""
+
+
+def test_of_many_runs_each_has_a_row_and_the_best_is_in_sight(tab, place):
+    for i in range(6):
+        run = made.make_run(place / f"many{i}", trainer={"optim": {"lr": 5e-6 * (i + 1)}})
+        write_numbers(run, [0.1, 0.2, 0.3, 0.31 + i / 10])
+    for width in (390, 1280):
+        tab.page.set_viewport_size({"width": width, "height": 800})
+        tab.go("#/compare?" + "&".join(f"run=many{i}" for i in range(6)))
+        tab.until("document.querySelectorAll('.compared table').length === 2 && !!document.querySelector('.chart .reading')")
+        learned = tab.page.locator(".compared table").last
+        assert learned.locator("tbody tr").count() == 6 and learned.locator("td.best").all_inner_texts() == ["0.810"]
+        assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert "many5" in learned.locator("tr", has=tab.page.locator("td.best")).inner_text()
+    assert tab.page.evaluate("document.querySelector('.compared td.best').getBoundingClientRect().right") <= 1280
+    assert tab.page.locator(".compared table").first.locator("code").all_inner_texts()[:2] == ["trainer.optim.lr", "5e-6"]
+    assert "4 of 6 runs" in tab.text(".chart .reading")
+    tab.go("#/compare?run=first&run=first")
+    assert tab.text(".fault") == "Two runs at least are compared: tick them in Runs."
+    tab.go("#/runs")
+    for i in range(6):
+        shutil.rmtree(place / f"many{i}")
+    tab.until("document.querySelectorAll('.runs tbody tr').length === 2")
 
 
 def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
