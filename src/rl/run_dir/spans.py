@@ -82,6 +82,8 @@ class Recorder:
         self.begun = False
         """Whether the file has this start."""
         self.waiting: list[Line] = []
+        self.busy: dict[tuple[str, str], Busy] = {}
+        """By name and lane."""
         self.size: int | None = None
         """Of the file, bytes; None: it was not looked at yet."""
 
@@ -145,13 +147,15 @@ def start(folder: Path, process: str) -> None:
 def stop() -> None:
     """Writes what is left, and ends that."""
     global recorder
-    flush()
+    flush(last=True)
     recorder = None
 
 
-def flush() -> None:
-    """Writes what waits: to be called by a thread or loop that does something anyway."""
+def flush(last: bool = False) -> None:
+    """Writes what waits: to be called by a thread or loop that does something anyway. last: what still goes on counts as over."""
     if recorder:
+        for busy in list(recorder.busy.values()):
+            busy.settle(last)
         recorder.flush()
 
 
@@ -178,29 +182,40 @@ def gauges(**values: float) -> None:
 
 
 class Busy:
-    """Notes when at least one of several things at once goes on, as one span; of one event loop."""
+    """Notes when at least one of several things at once goes on, as one span; of one event loop, while any thread may flush."""
 
     def __init__(self, name: str, lane: str):
         self.name, self.lane = name, lane
         self.count, self.begin, self.end = 0, 0.0, 0.0
+        self.lock = threading.Lock()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """One of the things is the block."""
-        now = time.monotonic()
-        if self.count == 0 and now - self.end > JOIN_S:
-            self._note()
-            self.begin = now
-        self.count += 1
+        if recorder:
+            recorder.busy[self.name, self.lane] = self
+        with self.lock:
+            now = time.monotonic()
+            if self.count == 0 and now - self.end > JOIN_S:
+                self._note(self.end)
+                self.begin = now
+            self.count += 1
         try:
             yield
         finally:
-            self.count -= 1
-            self.end = time.monotonic()
-            if self.end - self.begin > PART_S:
-                self._note()
-                self.begin = self.end
+            with self.lock:
+                self.count -= 1
+                self.end = time.monotonic()
 
-    def _note(self) -> None:
-        if self.end > self.begin:
-            note(self.name, self.begin, self.end, self.lane)
+    def settle(self, last: bool) -> None:
+        """Notes what is over, and what goes on for so long that it is noted in parts; at the last moment all."""
+        with self.lock:
+            now = time.monotonic()
+            end = now if self.count else self.end
+            if last or (now - end > JOIN_S) or end - self.begin > PART_S:
+                self._note(end)
+
+    def _note(self, end: float) -> None:
+        if end > self.begin:
+            note(self.name, self.begin, end, self.lane)
+            self.begin = end
