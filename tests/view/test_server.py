@@ -457,6 +457,25 @@ def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
     assert [mark.x for mark in found.marks if mark.kind == "eval"] == [5, 120]
 
 
+def test_steps_that_are_trained_again_stand_where_they_were_and_a_restart_where_its_death_is(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+    lines = [(1, 1010.0), (2, 1020.0), (3, 1030.0), (2, 1060.0), (3, 1070.0), (4, 1080.0)]
+    files.metrics.write_text(
+        "".join(json.dumps({"step": step, "time": at, "source": "trainer", "loss/mean": step / 2}) + "\n" for step, at in lines)
+    )
+    append_event(files.events, Event(time=1035.0, event="death", process="trainer", step=4))
+    append_event(files.events, Event(time=1036.0, event="restart", process="trainer"))
+    append_event(files.events, Event(time=1065.0, event="restart", process="inference"))
+    for axis, places in (("time", [10, 20, 30, 80]), ("step", [1, 2, 3, 4])):
+        found = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis=axis))
+        assert (found.series[0].x, found.series[0].values) == (places, [0.5, 1.0, 1.5, 2.0])
+    assert [(mark.kind, mark.step) for mark in found.marks] == [("death", 4), ("restart", 4), ("restart", 3)]
+    files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
+    assert (desk.runs(NoParameters()).runs[0].seconds, desk.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
+
+
 def test_two_runs_of_one_name_are_both_shown(tmp_path):
     for name in ("one", "two"):
         make_run(tmp_path / name / "outputs" / "x").status_dir.mkdir()

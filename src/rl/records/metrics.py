@@ -22,6 +22,8 @@ class Table:
         """Step -> its row."""
         self.times = np.empty(0)
         """When the newest line of a row was written, seconds since the epoch."""
+        self.first_times = np.empty(0)
+        """When its first line was: a step that is trained again after a restart has several."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with room for more rows."""
         self.order = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -32,8 +34,10 @@ class Table:
         if row >= len(self.times):
             room = max(256, row + row // 4)
             self.arrays = {name: grown(old, room) for name, old in self.arrays.items()}
-            self.times = grown(self.times, room)
+            self.times, self.first_times = grown(self.times, room), grown(self.first_times, room)
         self.times[row] = line.get("time") or np.nan
+        if np.isnan(self.first_times[row]):
+            self.first_times[row] = self.times[row]
         for name, value in line.items():
             if name not in ALWAYS:
                 if name not in self.arrays:

@@ -129,8 +129,13 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
     found += [("change", step, text) for step, text in changes(run)]
     sources = {"eval": "eval", "checkpoint": "trainer", "change": "trainer"}
     places = [float(place(np.array([step]), sources[kind])[0]) for kind, step, _ in found]
+    died: dict[str, int] = {}
     for event in happened(run) if len(steps) else ():
         step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
+        if event.event == "death":
+            died[event.process] = step
+        elif event.event == "restart":
+            step = died.pop(event.process, step)  # where the process died, whatever is trained again
         found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
         places.append(event.time - place.begin if place.by_time else float(place(np.array([step]))[0]))
     marks = zip(found, places, strict=True)
@@ -150,12 +155,12 @@ def eval_versions(run: Run) -> list[int]:
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each source of metrics: steps, ascending, and when their lines were written, seconds since the epoch. Lines without a time are
-    left out."""
+    """Of each source of metrics: steps, ascending, and when their first lines were written, seconds since the epoch: what is trained again
+    after a restart stands where it was. Lines without a time are left out."""
     found = {}
     for source, table in run.numbers.tables.items():
         steps, rows = table.ordered()
-        times = table.times[rows]
+        times = table.first_times[rows]
         found[source] = steps[np.isfinite(times)], times[np.isfinite(times)]
     return found
 
