@@ -496,6 +496,10 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
         ("curves?run=first&axis=y", 400, "axis = y: give one of step, samples, tokens, time"),
         ("rollout?run=first&group=999&rollout=0", 409, "group 999"),
         ("health?run=first&other=1", 400, "no such parameter"),
+        ("log?run=first&process=trainer&lines=-5", 409, "lines = -5: give a number from 1 to 2000"),
+        ("log?run=first&process=trainer&lines=2001", 409, "lines = 2001: give a number from 1 to 2000"),
+        ("rollouts?run=first&lowest=nan", 409, "reward = (nan, None): give the least and the greatest number"),
+        ("tokens?run=first&step=-1&group=10&rollout=0", 409, "step = -1: give a whole number from 1"),
     ):
         answer = client.get(f"/api/{path}")
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text

@@ -88,7 +88,9 @@ def find_run(spec: str) -> tuple[Path, str]:
             return found
     for place in places:
         check_not_a_run(place)
-    raise ConfigError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")
+    inside = runs_in(Path(spec).expanduser(), "")
+    remedy = f"in it there are the runs {inside}" if inside else "give the directory with its config.toml, or the run's name under outputs/"
+    raise ConfigError(f"{spec}: is no run of rl; {remedy}")
 
 
 def named_run(spec: str) -> Path:
