@@ -249,8 +249,12 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
+    tab.go("#/rollouts?run=first&at=10/0")  # as of a list that has moved on
+    tab.until("document.querySelectorAll('.rows li').length === 50 && !document.querySelector('.rows [aria-current=true]')")
+    tab.page.keyboard.press("j")
+    tab.until("location.hash.includes('at=10%2F1') && location.hash.includes('offset=50')")
     tab.go("#/rollouts?run=first&offset=37")  # as typed
-    tab.until("document.querySelector('.pager span').innerText.startsWith('38')")
+    tab.until("document.querySelectorAll('.rows li').length === 47")
     tab.page.keyboard.press("j")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
@@ -377,6 +381,14 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
     tab.go("#/tasks?run=first&env=sums&task=7&step=abc")
     tab.page.wait_for_selector(".side")
     assert tab.text(".fault") == "step = abc: give a number" and tab.count(".tasks tbody tr") == 4
+    for where, said in (
+        ("#/timeline?run=first&at=abc", ["at = abc: give a number"]),
+        ("#/curves?run=first&from=x&to=3&smooth=7", ["from = x: give a number", "smooth = 7: give a number from 0 to 0.99"]),
+    ):
+        tab.go(where)
+        tab.page.wait_for_selector(".fault")
+        assert tab.page.locator(".fault").all_inner_texts() == said
+    assert tab.count(".then") == 0 and tab.page.get_by_role("button", name="Whole run").count() == 0 and "smoothed" not in tab.text("main")
     tab.go("#/rollouts?run=first&offset=abc")
     tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number'")
     tab.go("#/runs")

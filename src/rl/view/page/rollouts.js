@@ -1,7 +1,7 @@
 // Rollouts: filters, a list, and one of them beside it.
 
 import { html } from "./core.js";
-import { useAnswer } from "./api.js";
+import { ask, useAnswer } from "./api.js";
 import { number, plural, reward } from "./format.js";
 import { useMoving } from "./keys.js";
 import { change, go, here, link } from "./router.js";
@@ -11,7 +11,7 @@ import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
 
-const LIMIT = 50;
+const LIMIT = 50, PART = 500, MOST_LOOKED = 5000;
 const KINDS = /** @type {[string, string][]} */ ([["train", "training"], ["pending", "pending"], ["eval", "evaluations"]]);
 const FILTERS = ["begin", "end", "env", "task", "group", "outcome", "why", "lowest", "highest", "shortest", "longest", "tool_errors", "q"];
 const NAMES = /** @type {Record<string, string>} */ ({ begin: "from", end: "to", env: "environment", lowest: "reward ≥", highest: "reward ≤", shortest: "tokens ≥", longest: "tokens ≤", tool_errors: "tool errors", q: "text" });
@@ -25,7 +25,8 @@ export function Rollouts({ run, values, live }) {
   const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
   const chosen = values.at ?? "";
-  useMoving(data, rows.map(identity), LIMIT, (now) => now.at ?? "", (id) => ({ at: id || null, token: null }));
+  useMoving(data, rows.map(identity), LIMIT, (now) => now.at ?? "", (id) => ({ at: id || null, token: null }),
+    (id) => placeOf(question, id));
   return html`<div class=${`three${chosen ? " chosen" : ""}`}>
     <aside class="filters" aria-label="Filters">
       <details open=${innerWidth > 800}><summary>Filters${Object.keys(wanted).length ? ` (${Object.keys(wanted).length})` : ""}</summary>
@@ -55,6 +56,16 @@ export function Rollouts({ run, values, live }) {
       ? html`<${Detail} key=${chosen} run=${run} kind=${kind} id=${chosen} values=${values} />`
       : html`<p class="empty">Choose a rollout, or press <kbd>j</kbd>.</p>`}</section>
   </div>`;
+}
+
+/** The place of a rollout in the whole list, or -1 if it is not among its first. @param {Record<string, any>} question @param {string} id */
+async function placeOf(question, id) {
+  for (let offset = 0, total = 1; offset < Math.min(total, MOST_LOOKED); offset += PART) {
+    const some = await ask("rollouts", { ...question, offset, limit: PART }).catch(() => null), at = some?.rows.findIndex((row) => identity(row) === id) ?? -1;
+    if (at >= 0) return offset + at;
+    total = some?.total ?? 0;
+  }
+  return -1;
 }
 
 /** @param {import("./types").Rollouts} data */

@@ -9,7 +9,7 @@ import { useMoving } from "./keys.js";
 import { plural, reward, signed } from "./format.js";
 import { change, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
-import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
+import { Choice, Entry, Fault, numberIn, Pager, Tabs, WrongNumbers } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
 
@@ -65,7 +65,7 @@ function One({ run, kind, values, live }) {
   if (error) return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button><${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Reading …</p>`;
   const all = data.versions.flatMap((version) => version.rows);
-  const sides = values.step && Number.isFinite(Number(values.step)) ? around(data.versions, Number(values.step)) : null;
+  const step = numberIn(values.step), sides = step === null ? null : around(data.versions, step);
   const count = data.versions.reduce((sum, version) => sum + version.count, 0);
   const [first, last] = pair(data.versions.filter((version) => version.rows.length), sides);
   const [left, right] = [all.find((row) => identity(row) === values.a) ?? first, all.find((row) => identity(row) === values.b) ?? last];
@@ -75,7 +75,7 @@ function One({ run, kind, values, live }) {
     ${data.prompt.length > 0 && html`<details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>`}
     <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
-    ${values.step && !sides && html`<${Fault} text=${`step = ${values.step}: give a number`} />`}
+    <${WrongNumbers} values=${values} names=${["step"]} />
     ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
     ${sides && absent(sides).length > 0 && html`<p class="note">No answer of version ${absent(sides).join(" and ")} is in this file; those compared below are of other versions.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}
