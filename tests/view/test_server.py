@@ -472,6 +472,9 @@ def test_steps_that_are_trained_again_stand_where_they_were_and_a_restart_where_
         found = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis=axis))
         assert (found.series[0].x, found.series[0].values) == (places, [0.5, 1.0, 1.5, 2.0])
     assert [(mark.kind, mark.step) for mark in found.marks] == [("death", 4), ("restart", 4), ("restart", 3)]
+    append_event(files.events, Event(time=1085.0, event="start", process="rl"))
+    said = [(moment.process, moment.text) for moment in desk.timeline(TimelineParameters(run="x")).moments]
+    assert [text for process, text in said if process == "rl"] == ["start", "restart"]
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
     assert (desk.runs(NoParameters()).runs[0].seconds, desk.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
 
@@ -498,7 +501,9 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
         ("health?run=first&other=1", 400, "no such parameter"),
         ("log?run=first&process=trainer&lines=-5", 409, "lines = -5: give a number from 1 to 2000"),
         ("log?run=first&process=trainer&lines=2001", 409, "lines = 2001: give a number from 1 to 2000"),
-        ("rollouts?run=first&lowest=nan", 409, "reward = (nan, None): give the least and the greatest number"),
+        ("rollouts?run=first&lowest=nan", 400, "lowest = nan: give a number"),
+        ("rollouts?run=first&lowest=1&highest=0", 409, "reward = (1.0, 0.0): give the least and the greatest number, in this order"),
+        ("timeline?run=first&begin=inf", 400, "begin = inf: give a number"),
         ("tokens?run=first&step=-1&group=10&rollout=0", 409, "step = -1: give a whole number from 1"),
     ):
         answer = client.get(f"/api/{path}")

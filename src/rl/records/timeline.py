@@ -164,7 +164,10 @@ def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> It
         inside = (times >= begin) & (times <= end) & np.isfinite(times)
         for step, time in zip(steps[inside].tolist(), times[inside].tolist(), strict=True):
             yield Mark("orchestrator" if source == "eval" else source, name, time, step)
+    again = False
     for event in events:
-        if event.event == "start" and event.process != "rl":
+        if event.event == "start" and event.process != RL:
             continue  # of each process one at every start: its lane shows it
-        yield Mark(event.process, event.event, event.time, event.step, event.reason)
+        name = "restart" if again and event.event == "start" else event.event
+        again = again or event.event == "start"
+        yield Mark(event.process, name, event.time, event.step, event.reason)

@@ -1,5 +1,6 @@
 """What the page can ask for: a table of routes, each with the parameters that it takes and the answer that it gives."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -219,9 +220,12 @@ def parse(pairs: list[tuple[str, str]], kind: type[Parameters]) -> Any:
 def parse_value(name: str, value: Any, kind: Any) -> Any:
     """What a text of a query means. Raises msgspec.ValidationError."""
     try:
-        return msgspec.convert(value, kind, strict=False)
+        found = msgspec.convert(value, kind, strict=False)
+        if not isinstance(found, float) or math.isfinite(found):
+            return found
     except msgspec.ValidationError:
-        raise msgspec.ValidationError(f"{name} = {value}: give {wanted(kind)}") from None
+        pass
+    raise msgspec.ValidationError(f"{name} = {value}: give {wanted(kind)}")
 
 
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list[str]: "one or more texts"}

@@ -69,6 +69,7 @@ function One({ run, kind, values, live }) {
   const count = data.versions.reduce((sum, version) => sum + version.count, 0);
   const [first, last] = pair(data.versions.filter((version) => version.rows.length), sides);
   const [left, right] = [all.find((row) => identity(row) === values.a) ?? first, all.find((row) => identity(row) === values.b) ?? last];
+  const gone = sides ? absent(sides) : [], other = gone.length === 0 || values.a || values.b || left?.version !== right?.version;
   return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button>
     <h2>${data.env} task ${data.task}</h2>
     <p class="faint">${plural(count, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>${all.length < count ? `${all.length.toLocaleString("en")} of them are in this file` : "all of them"}</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before a token was sampled`}</p>
@@ -77,13 +78,13 @@ function One({ run, kind, values, live }) {
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
     <${WrongNumbers} values=${values} names=${["step"]} />
     ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
-    ${sides && absent(sides).length > 0 && html`<p class="note">No answer of version ${absent(sides).join(" and ")} is in this file; those compared below are of other versions.</p>`}
+    ${gone.length > 0 && html`<p class="note">No answer of version ${gone.join(" or ")} is in this file${other ? "; those compared below are of other versions" : ", and of other versions too few to compare"}.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
     <${Dots} versions=${data.versions} a=${left && identity(left)} b=${right && identity(right)} />
     ${left && right ? html`<p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one; with keys so do Enter and Shift Enter. The line is the mean.${all.length < count ? " A ring is the mean of a version of which not all are in this file." : ""}</p>
     <div class="pair choose"><${Pick} label="Earlier" name="a" all=${all} value=${identity(left)} /><${Pick} label="Later" name="b" all=${all} value=${identity(right)} /></div>
-    <${Difference} run=${run} kind=${kind} a=${left} b=${right} />` : html`<p class="empty">No answer to this task is in this file: the means are of the whole run.</p>`}`;
+    ${other && html`<${Difference} run=${run} kind=${kind} a=${left} b=${right} />`}` : html`<p class="empty">No answer to this task is in this file: the means are of the whole run.</p>`}`;
 }
 
 /** @typedef {import("./types").TaskVersion} TaskVersion */
