@@ -106,7 +106,11 @@ def test_several_requests_at_once_are_one_span(folder, monkeypatch):
         pass
     with busy():  # 13 to 20: a span of its own
         pass
-    with busy():  # 21 to 40: long enough to be noted at once
-        pass
+    spans.flush()
+    noted = [(10.5, 12.05), (13.0, 20.0)]
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == noted, "what is over is not kept back until the next begins"
+    with busy():  # 21 to 55, and at 40 it is told so far
+        spans.flush()
+        assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0)]
     spans.stop()
-    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [(10.5, 12.05), (13.0, 20.0), (21.0, 40.0)]
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0), (40.0, 55.0)]

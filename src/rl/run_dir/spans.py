@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ MAX_WAITING = 10_000
 """Lines in memory; more are dropped, as on a disk that does not answer."""
 JOIN_S = 0.1
 """Work that begins again so soon goes on with the span before it."""
-PART_S = 10.0
-"""Work that never ends is noted in parts of about so many seconds."""
+PART_S = 2.0
+"""Work that goes on for long is noted in parts of about so many seconds, for whoever watches and for a process that is killed."""
 
 
 class Start(msgspec.Struct, kw_only=True, tag="start", tag_field="kind"):
@@ -152,6 +153,8 @@ def stop() -> None:
 def flush() -> None:
     """Writes what waits: to be called by a thread or loop that does something anyway."""
     if recorder:
+        for one in tuple(busy):
+            one.settle()
         recorder.flush()
 
 
@@ -182,25 +185,40 @@ class Busy:
 
     def __init__(self, name: str, lane: str):
         self.name, self.lane = name, lane
+        self.lock = threading.Lock()
         self.count, self.begin, self.end = 0, 0.0, 0.0
+        """What is noted already ends where `begin` is."""
+        busy.add(self)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """One of the things is the block."""
-        now = time.monotonic()
-        if self.count == 0 and now - self.end > JOIN_S:
-            self._note()
-            self.begin = now
-        self.count += 1
+        with self.lock:
+            now = time.monotonic()
+            if self.count == 0 and now - self.end > JOIN_S:
+                self._note(self.end)
+                self.begin = now
+            self.count += 1
         try:
             yield
         finally:
-            self.count -= 1
-            self.end = time.monotonic()
-            if self.end - self.begin > PART_S:
-                self._note()
-                self.begin = self.end
+            with self.lock:
+                self.count -= 1
+                self.end = time.monotonic()
 
-    def _note(self) -> None:
-        if self.end > self.begin:
-            note(self.name, self.begin, self.end, self.lane)
+    def settle(self) -> None:
+        """Notes what is over, and what goes on for long, so far."""
+        with self.lock:
+            if self.count == 0:
+                self._note(self.end)
+            elif (now := time.monotonic()) - self.begin > PART_S:
+                self._note(now)
+
+    def _note(self, end: float) -> None:
+        if end > self.begin:
+            note(self.name, self.begin, end, self.lane)
+            self.begin = end
+
+
+busy: "weakref.WeakSet[Busy]" = weakref.WeakSet()
+"""All of this process."""
