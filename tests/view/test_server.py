@@ -439,6 +439,31 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     assert (death.step, death.x) == (3, 1002.5)  # a quarter of an hour behind the evaluation of the base model, with which the run began
 
 
+def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(tmp_path):
+    """A trainer that comes back from a checkpoint trains the batches since then again. A batch that was made anew is another one."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    batch = {"source": "orchestrator", "reward/mean": 0.5}
+    step = {"source": "trainer", "loss/mean": 0.1}
+    lines = [{"step": n, "time": 1000.0 + 10 * n + late, **what} for n in (1, 2, 3) for late, what in ((0, batch), (5, step))]
+    lines += [{"step": n, "time": 1100.0 + n, **step} for n in (2, 3)]
+    files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+    append_event(files.events, Event(time=1036.0, event="death", process="trainer", step=4))
+    append_event(files.events, Event(time=1037.0, event="restart", process="trainer"))
+    (loss,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    assert loss.x == [15, 25, 35]
+    marks = [(mark.kind, mark.step, mark.x) for mark in desk.curves(CurveParameters(run=["x"])).marks if mark.kind in ("death", "restart")]
+    assert marks == [("death", 4, 4), ("restart", 4, 4)]
+    with files.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": 3, "time": 1200.0 + late, **what}) + "\n" for late, what in ((0, batch), (5, step)))
+    append_event(files.events, Event(time=1190.0, event="start", process="rl"))
+    (loss,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    assert loss.x == [15, 25, 205]
+    happened = [(moment.process, moment.kind) for moment in desk.timeline(TimelineParameters(run="x")).moments if moment.process == "rl"]
+    assert happened == [("rl", "start"), ("rl", "restart")]
+
+
 def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
     """A batch is committed long before it is trained, and the step's first line is the commit's."""
     files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
