@@ -62,7 +62,7 @@ def answers_during(server: Server, load: list[int]) -> list[dict]:
     with ThreadPoolExecutor(10) as pool:
         asked = [pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i) for i in range(10)]
         for version in load:
-            time.sleep(0.4)
+            time.sleep(0.1)
             loaded = server.load(version)
             assert loaded.status_code == 200, loaded.text
             assert server.status()["policy_version"] == version
