@@ -17,6 +17,7 @@ from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from tests.families import WIDE
 from tests.inference.servers import Server, assert_logprobs, start_server, until_ended
+from tests.waiting import until
 
 TOLERANCE = 1e-4  # nats; fp32
 PROMPT = list(range(10, 40))
@@ -61,8 +62,9 @@ def answers_during(server: Server, load: list[int]) -> list[dict]:
     """Ten answers that are in flight while versions are loaded; then one more of the last version."""
     with ThreadPoolExecutor(10) as pool:
         asked = [pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i) for i in range(10)]
+        until(lambda: server.status()["num_running"] == 10)
         for version in load:
-            time.sleep(0.4)
+            time.sleep(0.1)
             loaded = server.load(version)
             assert loaded.status_code == 200, loaded.text
             assert server.status()["policy_version"] == version

@@ -97,33 +97,6 @@ def test_what_was_done_is_written_within_a_second(folder, tmp_path):
     status.close()
 
 
-def test_work_that_is_over_is_written_although_no_other_follows_and_long_work_in_parts(folder, monkeypatch):
-    now = [10.0]
-    monkeypatch.setattr(spans.time, "monotonic", lambda: now[0])
-    busy, seen = Busy("sampling", "requests"), []
-    spans.start(folder, "p")
-
-    def at(seconds: float) -> None:
-        now[0] = seconds
-        spans.flush()
-        found = lines(folder)[1:] if (folder / "p.jsonl").exists() else []
-        seen.append([(line.begin, line.end) for line in found])
-
-    with busy():
-        at(12.0)
-        now[0] = 14.0
-    at(14.05)  # the next may go on with it
-    at(14.5)
-    at(15.0)
-    with busy():
-        at(24.0)
-        at(25.5)
-        now[0] = 26.0
-        spans.stop()
-    assert seen == [[], [], *[[(10.0, 14.0)]] * 3, [(10.0, 14.0), (15.0, 25.5)]]
-    assert (lines(folder)[-1].begin, lines(folder)[-1].end) == (25.5, 26.0)
-
-
 def test_several_requests_at_once_are_one_span(folder, monkeypatch):
     clock = iter([10.0, 10.5, 11.0, 12.0, 12.05, 13.0, 20.0, 21.0, 40.0, 55.0])
     monkeypatch.setattr(spans.time, "monotonic", lambda: next(clock, 60.0))
@@ -133,7 +106,11 @@ def test_several_requests_at_once_are_one_span(folder, monkeypatch):
         pass
     with busy():  # 13 to 20: a span of its own
         pass
-    with busy():  # 21 to 40: long enough to be noted at once
-        pass
+    spans.flush()
+    noted = [(10.5, 12.05), (13.0, 20.0)]
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == noted, "what is over is not kept back until the next begins"
+    with busy():  # 21 to 55, and at 40 it is told so far
+        spans.flush()
+        assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0)]
     spans.stop()
-    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [(10.5, 12.05), (13.0, 20.0), (21.0, 40.0)]
+    assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0), (40.0, 55.0)]

@@ -18,8 +18,10 @@ from rl.trainer.balance import Layout
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import change_layers, load_policy, score
 from rl.trainer.modes import layer_windows
+from rl.trainer.norms import exchange_norms
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import Packed, pack
+from rl.trainer.rotary import exchange_rotary
 from rl.trainer.start import Learner
 from rl.trainer.store import versions
 from rl.trainer.train import train_step
@@ -207,6 +209,8 @@ def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
     """FSDP's mixed precision is the computation of inference: bfloat16 weights, not autocast."""
     (row,) = rows_of(TrainBatch(step=1, samples=[make_sample([5, 6, 7, 8], [9, 10, 11])]))
     plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.bfloat16, attn_implementation="rl_blocks")
+    exchange_norms(plain)
+    exchange_rotary(plain)
     logits = plain(row.input_ids[None], tree=TreeMask(row.ends, row.position_ids)).logits[0, 3:].float()
     expected = torch.log_softmax(logits, -1).gather(-1, row.targets[:, None])[:, 0]
     assert torch.allclose(score(policy(tied_folder, world, "bfloat16"), row, world).logprobs, expected, atol=1e-6)

@@ -440,6 +440,31 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     assert (death.step, death.x) == (3, 1002.5)  # a quarter of an hour behind the evaluation of the base model, with which the run began
 
 
+def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(tmp_path):
+    """A trainer that comes back from a checkpoint trains the batches since then again. A batch that was made anew is another one."""
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    batch = {"source": "orchestrator", "reward/mean": 0.5}
+    step = {"source": "trainer", "loss/mean": 0.1}
+    lines = [{"step": n, "time": 1000.0 + 10 * n + late, **what} for n in (1, 2, 3) for late, what in ((0, batch), (5, step))]
+    lines += [{"step": n, "time": 1100.0 + n, **step} for n in (2, 3)]
+    files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+    append_event(files.events, Event(time=1036.0, event="death", process="trainer", step=4))
+    append_event(files.events, Event(time=1037.0, event="restart", process="trainer"))
+    (loss,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    assert loss.x == [15, 25, 35]
+    marks = [(mark.kind, mark.step, mark.x) for mark in desk.curves(CurveParameters(run=["x"])).marks if mark.kind in ("death", "restart")]
+    assert marks == [("death", 4, 4), ("restart", 4, 4)]
+    with files.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": 3, "time": 1200.0 + late, **what}) + "\n" for late, what in ((0, batch), (5, step)))
+    append_event(files.events, Event(time=1190.0, event="start", process="rl"))
+    (loss,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    assert loss.x == [15, 25, 205]
+    happened = [(moment.process, moment.kind) for moment in desk.timeline(TimelineParameters(run="x")).moments if moment.process == "rl"]
+    assert happened == [("rl", "start"), ("rl", "restart")]
+
+
 def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
     """A batch is committed long before it is trained, and the step's first line is the commit's."""
     files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
@@ -457,26 +482,15 @@ def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
     assert [mark.x for mark in found.marks if mark.kind == "eval"] == [5, 120]
 
 
-def test_steps_that_are_trained_again_stand_where_they_were_and_a_restart_where_its_death_is(tmp_path):
+def test_a_run_lasted_until_its_end_record(tmp_path):
     files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
-    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
-    lines = [(1, 1010.0), (2, 1020.0), (3, 1030.0), (2, 1060.0), (3, 1070.0), (4, 1080.0)]
-    files.metrics.write_text(
-        "".join(json.dumps({"step": step, "time": at, "source": "trainer", "loss/mean": step / 2}) + "\n" for step, at in lines)
-    )
-    append_event(files.events, Event(time=1035.0, event="death", process="trainer", step=4))
-    append_event(files.events, Event(time=1036.0, event="restart", process="trainer"))
-    append_event(files.events, Event(time=1065.0, event="restart", process="inference"))
-    for axis, places in (("time", [10, 20, 30, 80]), ("step", [1, 2, 3, 4])):
-        found = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis=axis))
-        assert (found.series[0].x, found.series[0].values) == (places, [0.5, 1.0, 1.5, 2.0])
-    assert [(mark.kind, mark.step) for mark in found.marks] == [("death", 4), ("restart", 4), ("restart", 3)]
-    append_event(files.events, Event(time=1085.0, event="start", process="rl"))
-    said = [(moment.process, moment.text) for moment in desk.timeline(TimelineParameters(run="x")).moments]
-    assert [text for process, text in said if process == "rl"] == ["start", "restart"]
+    for at in (1000.0, 1080.0):
+        append_event(files.events, Event(time=at, event="start", process="rl"))
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
     assert (desk.runs(NoParameters()).runs[0].seconds, desk.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
+    files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1e300)))
+    assert desk.timeline(TimelineParameters(run="x")).last == 1080.0
 
 
 def test_two_runs_of_one_name_are_both_shown(tmp_path):

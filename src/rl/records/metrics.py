@@ -20,10 +20,8 @@ class Table:
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         """Step -> its row."""
-        self.times = np.empty(0)
-        """When the newest line of a row was written, seconds since the epoch."""
-        self.first_times = np.empty(0)
-        """When its first line was: a step that is trained again after a restart has several."""
+        self.firsts, self.times = np.empty(0), np.empty(0)
+        """When the first and the newest line of a row were written, seconds since the epoch; a step trained once more has several."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with room for more rows."""
         self.order = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -34,10 +32,10 @@ class Table:
         if row >= len(self.times):
             room = max(256, row + row // 4)
             self.arrays = {name: grown(old, room) for name, old in self.arrays.items()}
-            self.times, self.first_times = grown(self.times, room), grown(self.first_times, room)
+            self.firsts, self.times = grown(self.firsts, room), grown(self.times, room)
         self.times[row] = line.get("time") or np.nan
-        if np.isnan(self.first_times[row]):
-            self.first_times[row] = self.times[row]
+        if np.isnan(self.firsts[row]):
+            self.firsts[row] = self.times[row]
         for name, value in line.items():
             if name not in ALWAYS:
                 if name not in self.arrays:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rl.records.metrics import Metrics
@@ -164,10 +165,17 @@ def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> It
         inside = (times >= begin) & (times <= end) & np.isfinite(times)
         for step, time in zip(steps[inside].tolist(), times[inside].tolist(), strict=True):
             yield Mark("orchestrator" if source == "eval" else source, name, time, step)
-    again = False
-    for event in events:
+    for event in restarts(events):
         if event.event == "start" and event.process != RL:
             continue  # of each process one at every start: its lane shows it
-        name = "restart" if again and event.event == "start" else event.event
-        again = again or event.event == "start"
-        yield Mark(event.process, name, event.time, event.step, event.reason)
+        yield Mark(event.process, event.event, event.time, event.step, event.reason)
+
+
+def restarts(events: list[Event]) -> list[Event]:
+    """The events, of which each start of `rl` but the first is the restart that it was."""
+    found, begun = [], False
+    for event in events:
+        own = event.event == "start" and event.process == RL
+        found.append(msgspec.structs.replace(event, event="restart") if own and begun else event)
+        begun |= own
+    return found

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ MAX_WAITING = 10_000
 """Lines in memory; more are dropped, as on a disk that does not answer."""
 JOIN_S = 0.1
 """Work that begins again so soon goes on with the span before it."""
-PART_S = 10.0
-"""Work that never ends is noted in parts of about so many seconds."""
+PART_S = 2.0
+"""Work that goes on for long is noted in parts of about so many seconds, for whoever watches and for a process that is killed."""
 
 
 class Start(msgspec.Struct, kw_only=True, tag="start", tag_field="kind"):
@@ -82,8 +83,6 @@ class Recorder:
         self.begun = False
         """Whether the file has this start."""
         self.waiting: list[Line] = []
-        self.busy: dict[tuple[str, str], Busy] = {}
-        """By name and lane."""
         self.size: int | None = None
         """Of the file, bytes; None: it was not looked at yet."""
 
@@ -147,15 +146,15 @@ def start(folder: Path, process: str) -> None:
 def stop() -> None:
     """Writes what is left, and ends that."""
     global recorder
-    flush(last=True)
+    flush()
     recorder = None
 
 
-def flush(last: bool = False) -> None:
-    """Writes what waits: to be called by a thread or loop that does something anyway. last: what still goes on counts as over."""
+def flush() -> None:
+    """Writes what waits: to be called by a thread or loop that does something anyway."""
     if recorder:
-        for busy in list(recorder.busy.values()):
-            busy.settle(last)
+        for one in tuple(busy):
+            one.settle()
         recorder.flush()
 
 
@@ -182,18 +181,18 @@ def gauges(**values: float) -> None:
 
 
 class Busy:
-    """Notes when at least one of several things at once goes on, as one span; of one event loop, while any thread may flush."""
+    """Notes when at least one of several things at once goes on, as one span; of one event loop."""
 
     def __init__(self, name: str, lane: str):
         self.name, self.lane = name, lane
-        self.count, self.begin, self.end = 0, 0.0, 0.0
         self.lock = threading.Lock()
+        self.count, self.begin, self.end = 0, 0.0, 0.0
+        """What is noted already ends where `begin` is."""
+        busy.add(self)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """One of the things is the block."""
-        if recorder:
-            recorder.busy[self.name, self.lane] = self
         with self.lock:
             now = time.monotonic()
             if self.count == 0 and now - self.end > JOIN_S:
@@ -207,15 +206,19 @@ class Busy:
                 self.count -= 1
                 self.end = time.monotonic()
 
-    def settle(self, last: bool) -> None:
-        """Notes what is over, and what goes on for so long that it is noted in parts; at the last moment all."""
+    def settle(self) -> None:
+        """Notes what is over, and what goes on for long, so far."""
         with self.lock:
-            now = time.monotonic()
-            end = now if self.count else self.end
-            if last or (now - end > JOIN_S) or end - self.begin > PART_S:
-                self._note(end)
+            if self.count == 0:
+                self._note(self.end)
+            elif (now := time.monotonic()) - self.begin > PART_S:
+                self._note(now)
 
     def _note(self, end: float) -> None:
         if end > self.begin:
             note(self.name, self.begin, end, self.lane)
             self.begin = end
+
+
+busy: "weakref.WeakSet[Busy]" = weakref.WeakSet()
+"""All of this process."""

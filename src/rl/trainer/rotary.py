@@ -6,11 +6,13 @@ products and their sum one after another, and as many for the gradient of each.
 
 import inspect
 from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
@@ -52,20 +54,25 @@ def exchange_rotary(model: PreTrainedModel) -> None:
 
     The function is a name in the file of each architecture; the module gets a forward pass that finds another one under it.
     """
-    name, known = apply_rotary_pos_emb.__name__, code_of(apply_rotary_pos_emb)
+    name, known = apply_rotary_pos_emb.__name__, codes(vars(modeling_llama))
     for module in model.modules():
         forward = type(module).forward
         if not inspect.isfunction(forward) or name not in forward.__code__.co_names or "forward" in vars(module):
             continue
-        names = forward.__globals__
-        half, llama_half = (code_of(space["rotate_half"]) for space in (names, inspect.unwrap(apply_rotary_pos_emb).__globals__))
-        if code_of(names[name]) == known and half == llama_half:
-            copy = FunctionType(forward.__code__, names | {name: rotate}, forward.__name__, forward.__defaults__, forward.__closure__)
+        if codes(forward.__globals__) == known:
+            names = forward.__globals__ | {name: rotate}
+            copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
             copy.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(copy, module)
 
 
+def codes(names: dict[str, Any]) -> list[object]:
+    """What a file's `apply_rotary_pos_emb` does, and the function that this calls: GPT-J's and gpt-oss's have another one, or none."""
+    functions = (inspect.unwrap(names.get(name, object)) for name in ("apply_rotary_pos_emb", "rotate_half"))
+    return [code_of(one) if inspect.isfunction(one) else None for one in functions]
+
+
 def code_of(function: FunctionType) -> tuple[bytes, tuple[object, ...], tuple[str, ...]]:
     """What the function does, but for its documentation."""
-    code = inspect.unwrap(function).__code__
+    code = function.__code__
     return code.co_code, tuple(value for value in code.co_consts if value != function.__doc__), code.co_names

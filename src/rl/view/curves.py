@@ -4,11 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from rl.records.run import Run
-from rl.run_dir.events import Event
+from rl.records.timeline import restarts
 from rl.run_dir.metric_names import OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
 from rl.view.answers import Curves, Mark, Metric, Metrics, Series
@@ -129,24 +128,18 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
     found += [("change", step, text) for step, text in changes(run)]
     sources = {"eval": "eval", "checkpoint": "trainer", "change": "trainer"}
     places = [float(place(np.array([step]), sources[kind])[0]) for kind, step, _ in found]
-    died: dict[str, int] = {}
-    for event in happened(run) if len(steps) else ():
-        step = event.step if event.step is not None else int(np.interp(event.time, times, steps))
-        if event.event == "death":
-            died[event.process] = step
-        elif event.event == "restart":
-            step = died.pop(event.process, step)  # where the process died, whatever is trained again
+    deaths = dict[str, int]()
+    for event in restarts(run.events) if len(steps) else ():
+        if event.event not in ("death", "restart"):
+            continue
+        if event.event == "death" and event.step is not None:
+            deaths[event.process] = event.step
+        known = event.step if event.step is not None else deaths.get(event.process)
+        step = known if known is not None else int(np.interp(event.time, times, steps))
         found.append((event.event, step, f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")))
         places.append(event.time - place.begin if place.by_time else float(place(np.array([step]))[0]))
     marks = zip(found, places, strict=True)
     return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
-
-
-def happened(run: Run) -> list[Event]:
-    """Deaths and restarts; the second start of `rl` itself is one, too."""
-    starts = [event for event in run.events if event.event == "start" and event.process == "rl"]
-    again = [msgspec.structs.replace(event, event="restart") for event in starts[1:]]
-    return [*(event for event in run.events if event.event in ("death", "restart")), *again]
 
 
 def eval_versions(run: Run) -> list[int]:
@@ -155,12 +148,17 @@ def eval_versions(run: Run) -> list[int]:
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each source of metrics: steps, ascending, and when their first lines were written, seconds since the epoch: what is trained again
-    after a restart stands where it was. Lines without a time are left out."""
-    found = {}
-    for source, table in run.numbers.tables.items():
+    """Of each source of metrics: steps, ascending, and when their lines were written, seconds since the epoch. Lines without a time are
+    left out. A step that was trained once more, on the same batch, stands where it was trained first."""
+    found, tables = {}, run.numbers.tables
+    committed = dict[int, float]()
+    if batches := tables.get("orchestrator"):
+        steps, rows = batches.ordered()
+        committed = dict(zip(steps.tolist(), batches.times[rows].tolist(), strict=True))
+    for source, table in tables.items():
         steps, rows = table.ordered()
-        times = table.first_times[rows]
+        batch = np.array([committed.get(step, np.nan) for step in steps.tolist()])
+        times = np.where(table.firsts[rows] < batch, table.times[rows], table.firsts[rows])
         found[source] = steps[np.isfinite(times)], times[np.isfinite(times)]
     return found
 

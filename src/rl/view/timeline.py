@@ -10,6 +10,7 @@ from rl.records.run import Run
 from rl.records.spans import Done
 from rl.records.timeline import SLACK_S, Mark, spread
 from rl.records.timeline import Timeline as Recorded
+from rl.run_dir.spans import is_time
 from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
 from rl.view.answers import Lane, Moment, Span, Timeline
@@ -106,7 +107,7 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
 def extent(run: Run) -> tuple[float, float]:
     """When the run began, and when something was last heard of it, by all but its spans."""
     times = [float(some.min()) for _, some in line_times(run).values() if len(some)]
-    times += filter(None, (run.numbers.newest(), run.end and run.end.time))
+    times += (time for time in (run.numbers.newest(), run.end and run.end.time) if time and is_time(time))
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
     return (min(times), max(times)) if times else (0.0, 0.0)
