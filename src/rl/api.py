@@ -33,6 +33,8 @@ STOP_S = 60.0
 
 def open(run: str | Path, *, cache: bool = True) -> Run:
     """A run, live or finished: its directory, or its name under outputs/. Raises RunError or ConfigError where there is none."""
+    if not str(run):
+        raise ConfigError("the name of the run is empty: give its directory, or its name under outputs/")
     return Run(named_run(str(run)), cache=cache)
 
 

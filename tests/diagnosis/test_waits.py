@@ -392,6 +392,20 @@ def test_ended_well(run, gone):
     assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s a step"]
 
 
+def test_a_run_that_ended_well_and_was_copied_without_its_checkpoints_is_not_said_to_be_stopped(run):
+    """A resume would find nothing to go on from. The trainer that saved the last one has left no status and no death."""
+    run.dir.status_dir.mkdir()
+    run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("100 steps done", run.now)))
+    run.metrics(range(91, 100))
+    assert run.bottleneck().startswith("the run was stopped at step 99 of 100; continue it with")
+    run.metrics([100])
+    found = run.diagnosis()
+    assert (found.bottleneck, found.state) == ("the run ended well: 100 steps done; its checkpoints are not here", "ended")
+    assert not found.problems
+    run.event("death", "trainer", 5, reason="killed")
+    assert run.diagnosis().state == "died"
+
+
 def test_fine_tuning_ended_well_by_its_passes(tmp_path, gone):
     run = Run(tmp_path, sft={"dataset": "x.jsonl", "epochs": 2.0})
     run.rl(gone)

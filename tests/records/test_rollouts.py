@@ -64,8 +64,25 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     assert len(run.rollouts(why="error")) == 0  # which is a word of the reader's own
     with pytest.raises(RunError, match="step = '1': give a number"):
         run.rollouts(step="1")
-    with pytest.raises(RunError, match="group 9: no rollout of it"):
-        run.group(9)
+    for wanted, words in (
+        ({"step": slice(1, 2)}, "step = slice\\(1, 2, None\\): give a number, several as a list or a range, or a pair"),
+        ({"reward": float("nan")}, "reward = nan: give a number"),
+        ({"reward": (1, 0)}, "reward = \\(1, 0\\): give the least and the greatest number, in this order"),
+        ({"reward": ("a", None)}, "give the least and the greatest number"),
+        ({"env": 3}, "env = 3: no rollout is of it"),
+    ):
+        with pytest.raises(RunError, match=words):
+            run.rollouts(**wanted)
+    for ask, words in (
+        (lambda: run.group(9), "group 9: no rollout of it"),
+        (lambda: run.task("sums", 99), "task 99 of sums: no rollout of it is there"),
+        (lambda: run.tokens(step="10"), "step = '10': give a whole number from 1"),
+        (lambda: run.timeline(begin="x"), "begin = 'x', end = None: give two numbers"),
+        (lambda: run.timeline(begin=5, end=1), "begin = 5, end = 1: give two numbers in this order"),
+        (lambda: run.log("trainer", lines=-1), "lines = -1: give a whole number from 0"),
+    ):
+        with pytest.raises(RunError, match=words):
+            ask()
 
 
 def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):

@@ -95,6 +95,9 @@ def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeyp
     assert rl.open("x").config.max_steps == 9 and rl.open("outputs/x/config.toml").root == run_dir.root
     with pytest.raises(ConfigError, match=r"is no run of rl|there is no such run"):
         rl.open("outputs/y")
+    for name, words in (("outputs", "outputs: is no run of rl; in it there are the runs x"), ("", "the name of the run is empty")):
+        with pytest.raises(ConfigError, match=words):
+            rl.open(name)
     with pytest.raises(RunError, match="there is no run"):
         Run(tmp_path)
     run_dir.config.write_text("nonsense = 1\n")

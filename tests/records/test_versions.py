@@ -19,6 +19,7 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
     run_dir = make_run(tmp_path / "x")
     for version in (1, 2):
         run_dir.weights(version).mkdir(parents=True)
+        (run_dir.weights(version) / "model.safetensors").touch()
     write_eval_of(run_dir, 1, [1.0])
     run = Run(run_dir.root, cache=False)
     assert [(one.number, one.weights, one.best_of) for one in run.versions] == [
@@ -37,6 +38,9 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
         run.load_model(3)
     with pytest.raises(RunError, match=r"give a number, or best:NAME; evaluations and their best versions: \{'held-out': 1\}"):
         run.load_model("best:other")
+    (run_dir.weights(2) / "model.safetensors").unlink()  # as copied without
+    with pytest.raises(RunError, match=r"000002 has no weights, \*.safetensors: copy them there"):
+        run.load_model()
 
 
 def test_tokens_of_a_batch_without_a_log(tmp_path):
@@ -48,5 +52,8 @@ def test_tokens_of_a_batch_without_a_log(tmp_path):
     assert np.isnan(first.columns()["ratio"]).all() and not first.clipped.any()
     assert not first.has_log and "000001.safetensors: is not there" in run.batch(1).fault
     assert run.tokens(1, group=0, rollout=1)[0].place == second.place == 1
+    assert repr(run.batch(1)) == "<BatchTokens: step 1, 2 samples>"
+    with pytest.raises(RunError, match="batch 1 has no sample of group 0, rollout 9"):
+        run.tokens(1, group=0, rollout=9)
     with pytest.raises(RunError, match="there is no such batch"):
         run.tokens(2)

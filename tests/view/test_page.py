@@ -1,20 +1,28 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a rollout becomes more than text."""
 
 import re
+import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl.launch.children import Children
+from rl.orchestrator.judge import judge
 from rl.run_dir.paths import RunDir
-from rl.view.export import write_page
+from rl.system.errors import RunError
+from rl.view.export import recorded, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
+from rl.view.routes import ROUTES, Desk
+from rl.view.tasks import SORTS
+from rl.wire.rollouts import Group
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
-from tests.view.made import HOSTILE, STEPS, make_runs
+from tests.view.made import HOSTILE, STEPS, make_runs, write_numbers
 from tests.view.serving import serving
 
 PAGES = {
@@ -101,6 +109,29 @@ PALE = """() => {
   return [...found];
 }"""  # noqa: E501
 """Text whose contrast is below that of WCAG's AA, 4.5."""
+
+
+def test_of_many_runs_each_has_a_row_and_the_best_is_in_sight(tab, place):
+    for i in range(6):
+        run = made.make_run(place / f"many{i}", trainer={"optim": {"lr": 5e-6 * (i + 1)}})
+        write_numbers(run, [0.1, 0.2, 0.3, 0.31 + i / 10])
+    for width in (390, 1280):
+        tab.page.set_viewport_size({"width": width, "height": 800})
+        tab.go("#/compare?" + "&".join(f"run=many{i}" for i in range(6)))
+        tab.until("document.querySelectorAll('.compared table').length === 2 && !!document.querySelector('.chart .reading')")
+        learned = tab.page.locator(".compared table").last
+        assert learned.locator("tbody tr").count() == 6 and learned.locator("td.best").all_inner_texts() == ["0.810"]
+        assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert "many5" in learned.locator("tr", has=tab.page.locator("td.best")).inner_text()
+    assert tab.page.evaluate("document.querySelector('.compared td.best').getBoundingClientRect().right") <= 1280
+    assert tab.page.locator(".compared table").first.locator("code").all_inner_texts()[:2] == ["trainer.optim.lr", "5e-6"]
+    assert "4 of 6 runs" in tab.text(".chart .reading")
+    tab.go("#/compare?run=first&run=first")
+    assert tab.text(".fault") == "Two runs at least are compared: tick them in Runs."
+    tab.go("#/runs")
+    for i in range(6):
+        shutil.rmtree(place / f"many{i}")
+    tab.until("document.querySelectorAll('.runs tbody tr').length === 2")
 
 
 def test_curves_are_searched_and_lead_to_the_rollouts_of_a_step(tab):
@@ -218,6 +249,15 @@ def test_j_goes_on_to_the_next_page_and_back(tab, more_steps):
     tab.until("location.hash.includes('offset=50') && !!document.querySelector('.rows li:first-child [aria-current=true]')")
     tab.page.keyboard.press("k")
     tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:last-child [aria-current=true]')")
+    tab.go("#/rollouts?run=first&at=10/0")  # as of a list that has moved on
+    tab.until("document.querySelectorAll('.rows li').length === 50 && !document.querySelector('.rows [aria-current=true]')")
+    tab.page.keyboard.press("j")
+    tab.until("location.hash.includes('at=10%2F1') && location.hash.includes('offset=50')")
+    tab.go("#/rollouts?run=first&offset=37")  # as typed
+    tab.until("document.querySelectorAll('.rows li').length === 47")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("k")
+    tab.until("!location.hash.includes('offset=') && !!document.querySelector('.rows li:nth-child(37) [aria-current=true]')")
     tab.go("#/runs")
     tab.page.wait_for_load_state("networkidle")
 
@@ -337,6 +377,25 @@ def test_an_address_of_no_page_is_said_to_be_none_and_the_next_one_is_shown(tab)
     assert tab.count(".fault") == 0
 
 
+def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
+    tab.go("#/tasks?run=first&env=sums&task=7&step=abc")
+    tab.page.wait_for_selector(".side")
+    assert tab.text(".fault") == "step = abc: give a number" and tab.count(".tasks tbody tr") == 4
+    for where, said in (
+        ("#/timeline?run=first&at=abc", ["at = abc: give a number"]),
+        ("#/curves?run=first&from=x&to=3&smooth=7", ["from = x: give a number", "smooth = 7: give a number from 0 to 0.99"]),
+    ):
+        tab.go(where)
+        tab.page.wait_for_selector(".fault")
+        assert tab.page.locator(".fault").all_inner_texts() == said
+    assert tab.count(".then") == 0 and tab.page.get_by_role("button", name="Whole run").count() == 0 and "smoothed" not in tab.text("main")
+    tab.go("#/rollouts?run=first&offset=abc")
+    tab.until("document.querySelector('.fault')?.innerText === 'offset = abc: give a whole number'")
+    tab.go("#/runs")
+    tab.page.wait_for_selector(".runs tbody tr")
+    tab.faults[:] = [fault for fault in tab.faults if "offset=abc: Failed to load resource" not in fault]  # which is its answer
+
+
 def test_a_live_run_moves_by_itself(tab, place):
     """Within two seconds: what a run writes is shown without a touch."""
     from rl.run_dir.metrics import MetricsLog
@@ -345,6 +404,49 @@ def test_a_live_run_moves_by_itself(tab, place):
     tab.page.wait_for_selector(".runs tbody tr")
     MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
     tab.until("[...document.querySelectorAll('.runs tr')].some((row) => row.innerText.includes('second') && row.innerText.includes('5/9'))")
+
+
+def test_an_exported_list_has_the_order_of_the_servers(tab, tmp_path):
+    """By every sort, in both directions, page by page: equal ones and those without a value included."""
+    files = made.make_run(tmp_path / "x")
+    files.status_dir.mkdir()
+    for step in range(1, 4):
+        odd = [
+            made.rollout(0.0, step, episode=0, metrics={"num_turns": 5.0, "tokens": 2.0}, retries=step),
+            made.rollout(0.0, turns=[], episode=1, error="boom", cause="environment"),
+            made.rollout(1.0, step, episode=2),
+        ]
+        groups = [made.group(10 * step + i, [0.0, 0.5, 1.0 - i], task=(step * i) % 3, version=step - 1) for i in range(3)]
+        odd_group = Group(group_id=10 * step + 5, env="sums", task=step + 3, rollouts=odd)
+        made.write_step(files, step, [*groups, judge(odd_group, made.RULES["sums"])])
+    for version in (0, 2, 1, 3):
+        made.write_eval_of(files, version, [0.0, 1.0, 0.5 * (version % 2)])
+    library = Library([files.root])
+    content = msgspec.json.decode(msgspec.json.encode(recorded("x", library.run("x"), 20 << 20)[0]))
+    desk, routes = Desk(library), {route.name: route for route in ROUTES}
+
+    def of_server(name: str, values: dict) -> dict:
+        answer = routes[name].ask(desk, [(key, str(value).lower()) for key, value in values.items()])
+        return {"total": answer.total, "rows": answer.rows} | ({"sorts": answer.sorts} if name == "rollouts" else {})
+
+    sorts = desk.rollouts(routes["rollouts"].takes(run="x")).sorts
+    assert {"retries", "metrics/num_turns", "tokens", "exact"} < {*sorts}
+    asked = [
+        (name, {"run": "x", "kind": kind, "sort": sort, "descending": descending, "offset": 7 * (name == "rollouts"), "limit": 14})
+        for name, known, kinds in (("rollouts", sorts, ("train", "eval")), ("tasks", SORTS, ("train", "eval")))
+        for sort, descending, kind in product(("", *known), (True, False), kinds)
+    ]
+    ask = "([all, asked]) => import('/page/recorded.js').then((m) => asked.map(([name, values]) => m.recordedAnswer(all, name, values)))"
+    found = tab.page.evaluate(ask, [content, asked])
+    for (name, values), answer in zip(asked, found, strict=True):
+        expected = msgspec.json.decode(msgspec.json.encode(of_server(name, values)))
+        assert {key: answer[key] for key in expected} == expected, (name, values)
+    values = "{kind: 'train', sort: 'bogus', offset: 0, limit: 5}"
+    wrong = f"([all, name]) => import('/page/recorded.js').then((m) => m.recordedAnswer(all, name, {values})).catch(String)"
+    for name in ("rollouts", "tasks"):
+        with pytest.raises(RunError) as error:
+            of_server(name, {"run": "x", "sort": "bogus"})
+        assert tab.page.evaluate(wrong, [content, name]) == f"Error: {error.value}"
 
 
 def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_path):

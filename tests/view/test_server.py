@@ -178,7 +178,8 @@ def test_rollouts_are_filtered_counted_sorted_and_paged_by_the_server(ask):
     assert (every.total, every.facets["why"], len(every.rows)) == (24, {"trained": 16, "no_signal": 8}, 24)
     assert [row.step for row in every.rows[::6]] == [4, 3, 2, 1]
     some = ask("rollouts", run="first", begin=2, end=3, why="trained", lowest=0.5, sort="task", descending="false", limit=3, offset=1)
-    assert (some.total, [(row.step, row.task, row.reward) for row in some.rows]) == (4, [(3, 1, 1.0), (2, 7, 1.0), (3, 7, 1.0)])
+    newest_of_equals = [(3, 1, 1.0), (3, 7, 1.0), (2, 7, 1.0)]
+    assert (some.total, [(row.step, row.task, row.reward) for row in some.rows]) == (4, newest_of_equals)
     assert some.facets["why"] == {"no_signal": 4, "trained": 4} and sum(some.histogram.counts) == 8
     found = ask("rollouts", run="first", q="THE ANSWER IS 3")
     assert (found.total, found.searched, found.complete) == (2, 24, True)
@@ -481,6 +482,25 @@ def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
     assert [mark.x for mark in found.marks if mark.kind == "eval"] == [5, 120]
 
 
+def test_steps_that_are_trained_again_stand_where_they_were_and_a_restart_where_its_death_is(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+    lines = [(1, 1010.0), (2, 1020.0), (3, 1030.0), (2, 1060.0), (3, 1070.0), (4, 1080.0)]
+    files.metrics.write_text(
+        "".join(json.dumps({"step": step, "time": at, "source": "trainer", "loss/mean": step / 2}) + "\n" for step, at in lines)
+    )
+    append_event(files.events, Event(time=1035.0, event="death", process="trainer", step=4))
+    append_event(files.events, Event(time=1036.0, event="restart", process="trainer"))
+    append_event(files.events, Event(time=1065.0, event="restart", process="inference"))
+    for axis, places in (("time", [10, 20, 30, 80]), ("step", [1, 2, 3, 4])):
+        found = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis=axis))
+        assert (found.series[0].x, found.series[0].values) == (places, [0.5, 1.0, 1.5, 2.0])
+    assert [(mark.kind, mark.step) for mark in found.marks] == [("death", 4), ("restart", 4), ("restart", 3)]
+    files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
+    assert (desk.runs(NoParameters()).runs[0].seconds, desk.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
+
+
 def test_two_runs_of_one_name_are_both_shown(tmp_path):
     for name in ("one", "two"):
         make_run(tmp_path / name / "outputs" / "x").status_dir.mkdir()
@@ -501,6 +521,10 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
         ("curves?run=first&axis=y", 400, "axis = y: give one of step, samples, tokens, time"),
         ("rollout?run=first&group=999&rollout=0", 409, "group 999"),
         ("health?run=first&other=1", 400, "no such parameter"),
+        ("log?run=first&process=trainer&lines=-5", 409, "lines = -5: give a number from 1 to 2000"),
+        ("log?run=first&process=trainer&lines=2001", 409, "lines = 2001: give a number from 1 to 2000"),
+        ("rollouts?run=first&lowest=nan", 409, "reward = (nan, None): give the least and the greatest number"),
+        ("tokens?run=first&step=-1&group=10&rollout=0", 409, "step = -1: give a whole number from 1"),
     ):
         answer = client.get(f"/api/{path}")
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text

@@ -86,6 +86,8 @@ def find_run(spec: str) -> tuple[Path, str]:
     for place in places:
         if found := split_run(place):
             return found
+    if inside := runs_in(Path(spec).expanduser(), ""):
+        raise ConfigError(f"{spec}: is no run of rl; in it there are the runs {inside}")
     for place in places:
         check_not_a_run(place)
     raise ConfigError(f"{spec}: is no run of rl; give the directory with its config.toml, or the run's name under outputs/")

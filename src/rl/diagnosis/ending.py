@@ -72,5 +72,7 @@ def how_it_ended(state: RunState) -> Ending:
         log = newest_log(state.run_dir.logs, "data") or newest_log(state.run_dir.logs, "model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
         return Ending(f"the run did not come to its start{why}; `{state.resume}` tries again", "died", log)
+    if state.end and not state.newest_checkpoint and not state.processes and state.step >= (state.newest_batch or state.config.max_steps):
+        return Ending(f"the run ended well: {state.end.reason}; its checkpoints are not here", "ended")  # as copied without them
     text = f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with `{state.resume}`"
     return Ending(text, "stopped")

@@ -38,6 +38,8 @@ DTYPES: Mapping[str, str] = {
 """The columns. `offset` and `length` say where the line stands in its file, bytes of its text; `gone`: that file is there no more."""
 WORDS = ("env", "agent", "outcome", "stop", "why")
 """Columns that hold a word's code."""
+OPTIONAL = ("step", "version", "first_version", "group_id", "rollout_id", "episode")
+"""Columns of whole numbers that not every rollout has, see NONE."""
 OTHER = "(other)"
 MOST_WORDS, MOST_METRICS = 60_000, 32
 """Different words of a column, and different metrics of the environments' own, that are told apart."""

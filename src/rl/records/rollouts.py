@@ -2,17 +2,19 @@
 
 import contextlib
 import errno
+import math
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
 from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, parse_rollout, rollout_text
-from rl.records.columns import METRIC, NONE, WORDS, Columns, Kind
+from rl.records.columns import METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
@@ -26,6 +28,7 @@ ERROR = "error"
 PLACES = ("offset", "length", "gone")
 """Columns that say where a rollout stands in its file."""
 """As a `why` that is wanted it means each that failed itself, too, whatever its cause was."""
+OTHER_WAYS = "several as a list or a range, or a pair (least, greatest)"
 LAST = 2**31 - 1
 """In place of the step of what no batch has settled."""
 MAX_TEXT_BYTES = 64 << 20
@@ -218,8 +221,9 @@ class Rollouts(Sequence[Rollout]):
         if name in WORDS:
             ranks = np.argsort(np.argsort(np.array(self._columns.words[name].words)))
             values = ranks[values]
-        values = -values.astype(np.float64) if descending else values
-        return self._some(self.places[np.argsort(values, kind="stable")])
+        missing = values == NONE if name in OPTIONAL else np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
+        values = -values.astype(values.dtype if values.dtype.kind == "f" else np.int64) if descending else values
+        return self._some(self.places[np.lexsort((values, missing))])
 
     def where(self, **wanted: Any) -> "Rollouts":
         """Those that have these fields: a value, or several of which one is meant (a list, set or range); of a number also a pair (least,
@@ -239,6 +243,8 @@ class Rollouts(Sequence[Rollout]):
             if len(value) != 2:
                 raise RunError(f"{name} = {value!r}: give a pair, the least and the greatest, or several values as a list")
             least, greatest = value
+            if not all(end is None or is_number(end) for end in value) or (None not in value and least > greatest):
+                raise RunError(f"{name} = {value!r}: give the least and the greatest number, in this order, or None for any")
             return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
         if isinstance(value, range) and value.step == 1:
             return (values >= value.start) & (values < value.stop)
@@ -253,8 +259,8 @@ class Rollouts(Sequence[Rollout]):
             several = [self._columns.code(name, word) for word in several]
             if failed:
                 return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
-        elif wrong := [one for one in several if isinstance(one, str)]:
-            raise RunError(f"{name} = {wrong[0]!r}: give a number")
+        elif wrong := [one for one in several if not is_number(one)]:
+            raise RunError(f"{name} = {wrong[0]!r}: give a number" + ("" if isinstance(wrong[0], str) else f", {OTHER_WAYS}"))
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
@@ -293,6 +299,11 @@ class Rollouts(Sequence[Rollout]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} rollouts>"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is one that others can equal, or lie above or below of."""
+    return isinstance(value, Real) and not math.isnan(value)
 
 
 def all_rollouts(index: RolloutIndex, texts: Texts, kinds: set[Kind]) -> Rollouts:

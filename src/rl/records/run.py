@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
 from rl.records.metrics import Curve, Metrics
-from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts
+from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -161,7 +162,8 @@ class Run:
             self._index.refresh()
             there = self._index.columns.words["env"]
             named = wanted.get("env")
-            unknown = [name for name in ([named] if isinstance(named, str) else named or ()) if name not in there.codes]
+            several = named if isinstance(named, (list, tuple, set, frozenset)) else [named] if named else ()
+            unknown = [str(name) for name in several if name not in there.codes]
             if unknown and there.words:
                 raise RunError(f"env = {', '.join(unknown)}: no rollout is of it; there are: {', '.join(there.words)}")
             return all_rollouts(self._index, self._texts, kinds).where(**wanted)
@@ -173,8 +175,11 @@ class Run:
         raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
 
     def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
-        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1: failed before a token was."""
-        return self.rollouts(kind, env=env, task=task).by("version")
+        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1: failed before a token was.
+        Raises RunError if there is none."""
+        if found := self.rollouts(kind, env=env, task=task):
+            return found.by("version")
+        raise RunError(f"task {task} of {env}: no rollout of it is there")
 
     @property
     def damaged(self) -> dict[Path, str]:
@@ -190,13 +195,18 @@ class Run:
 
     def batch(self, step: int) -> BatchTokens:
         """A batch and the trainer's token log. Raises RunError if it is not there (any more), CorruptFileError if it is damaged."""
+        if not isinstance(step, Integral) or step < 1:
+            raise RunError(f"step = {step!r}: give a whole number from 1")
         paths = self.run_dir.batch(step), self.run_dir.tokens(step)
         batch, log = (path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
         return self._batch(step, (batch, log))
 
     def tokens(self, step: int, group: int | None = None, rollout: int | None = None) -> list[SampleTokens]:
-        """The samples of a batch token by token, of one group or rollout if given. Raises as `batch` does."""
-        return list(self.batch(step).of(group, rollout))
+        """The samples of a batch token by token, of one group or rollout if given. Raises as `batch` does, and RunError if
+        it has none of that."""
+        if found := list(self.batch(step).of(group, rollout)):
+            return found
+        raise RunError(f"batch {step} has no sample of group {group}, rollout {rollout}; None: of any")
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -266,6 +276,8 @@ class Run:
         if number == 0:
             return AutoModelForCausalLM.from_pretrained(base(), **options)
         folder = self.run_dir.weights(number)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            raise RunError(f"{folder} has no weights, *.safetensors: copy them there, or give another version")
         if not folder.is_dir():
             there = ", ".join(map(str, numbers(self.run_dir.weights_dir))) or "none"
             raise RunError(f"version {number} is not in {self.run_dir.weights_dir}; there are: {there} (and 0, the base model)")
@@ -305,7 +317,10 @@ class Run:
             return self._recording
 
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
-        """What each process did between two moments, seconds since the epoch; None: all that is kept."""
+        """What each process did between two moments, seconds since the epoch; None: all that is kept. Raises RunError for such
+        as are none."""
+        if not all(one is None or is_number(one) for one in (begin, end)) or (None not in (begin, end) and begin > end):
+            raise RunError(f"begin = {begin!r}, end = {end!r}: give two numbers in this order, seconds since the epoch, or None")
         statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
         with self.reading:
             ends = -math.inf if begin is None else begin, math.inf if end is None else end
@@ -335,6 +350,8 @@ class Run:
 
     def log(self, process: str, attempt: int | None = None, lines: int = 100) -> list[str]:
         """The last lines of a process's log that are not empty, of its newest attempt if none is given. Raises RunError without one."""
+        if not isinstance(lines, Integral) or lines < 0:
+            raise RunError(f"lines = {lines!r}: give a whole number from 0")
         there = self.logs.get(process, {})
         path = there.get(max(there, default=0) if attempt is None else attempt)
         if path is None:
@@ -344,7 +361,7 @@ class Run:
                 else f"the {process} has no attempt {attempt}; there are {', '.join(map(str, there))}"
             )
             raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {', '.join(self.logs) or 'nobody'}")
-        return last_lines(path, lines) if lines > 0 else []
+        return last_lines(path, lines) if lines else []
 
     def quick_diagnosis(self) -> Diagnosis:
         """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration."""

@@ -160,6 +160,9 @@ class BatchTokens:
         except CorruptFileError as error:
             self.fault = str(error)
 
+    def __repr__(self) -> str:
+        return f"<BatchTokens: step {self.step}, {len(self.samples)} samples>"
+
     def of(self, group: int | None = None, rollout: int | None = None) -> Iterator[SampleTokens]:
         """The samples of the batch, in its order; of one group or rollout alone if those are given."""
         for place, (sample, end) in enumerate(zip(self.samples, self.ends, strict=True)):

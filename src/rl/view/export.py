@@ -57,6 +57,7 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[s
         "health": with_newest_logs(health.health(run)),
         "logs": dict(logs(run)),
         "rollouts": {},
+        "sorts": {"rollouts": rollouts.sorts_of(run.rollouts("train")), "tasks": tasks.SORTS},
         "tokens": {},
     }
     left = max_bytes - len(msgspec.json.encode(content)) - sum(path.stat().st_size for path in PAGE.rglob("*.*js"))

@@ -63,9 +63,11 @@ def processes(run: Run, live: bool) -> list[ProcessRow]:
 
 def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
     """The last lines of a log, of the newest attempt if none is given. Raises RunError without one."""
+    if not 0 < lines <= MOST_LINES:
+        raise RunError(f"lines = {lines}: give a number from 1 to {MOST_LINES}")
     attempts = run.logs.get(process, {})
     chosen = max(attempts, default=0) if attempt is None else attempt
-    text = run.log(process, chosen or None, max(1, min(lines, MOST_LINES)))
+    text = run.log(process, chosen or None, lines)
     return Log(
         process=process,
         attempt=chosen,

@@ -67,10 +67,12 @@ def page(run: Run, wanted: Wanted) -> Page:
     chosen = everything.where(**filters)
     facets = {name: facet(everything.where(**without(filters, name)) if name in filters else chosen, name) for name in FACETS}
     histogram = histogram_of(everything.where(**without(filters, "reward")) if "reward" in filters else chosen)
-    sorts = [*SORTS, *(name for name in everything.fields if name in everything._columns.metrics)]
+    sorts = sorts_of(everything)
     if wanted.sort and wanted.sort not in sorts:
         raise RunError(f"sort = {wanted.sort}: give one of {', '.join(sorts)}")
-    chosen = chosen.sorted(wanted.sort, descending=wanted.descending) if wanted.sort else newest_first(chosen)
+    chosen = newest_first(chosen)
+    if wanted.sort:
+        chosen = chosen.sorted(wanted.sort, descending=wanted.descending)
     searched, complete, total = None, True, len(chosen)
     rows: list[Rollout] = []
     if wanted.q or wanted.tool_errors:
@@ -89,6 +91,11 @@ def page(run: Run, wanted: Wanted) -> Page:
         complete=complete,
         damaged=list(run.damaged.values()),
     )
+
+
+def sorts_of(rollouts: Rollouts) -> list[str]:
+    """What they can be sorted by: some fields, and every metric."""
+    return [*SORTS, *(name for name in rollouts.fields if name in rollouts._columns.metrics)]
 
 
 def facet(rollouts: Rollouts, name: str) -> dict[str, int]:

@@ -18,14 +18,13 @@ MOST_VERSIONS = 400
 
 
 def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort: str = "", descending: bool = True) -> list[TaskRow]:
-    """The tasks of a run: those whose reward changed most first, unless another sort is asked for. Raises RunError."""
+    """The tasks of a run: those whose reward changed most first; by another sort equal ones stand so. Raises RunError."""
     rows = task_rows(run.rollouts(kind, env=env or None, task=number))
     if sort and sort not in SORTS:
         raise RunError(f"sort = {sort}: give one of {', '.join(SORTS)}")
+    rows.sort(key=lambda row: -abs(row.change or 0.0))
     if sort:
         rows.sort(key=lambda row: (getattr(row, sort) is None, -(getattr(row, sort) or 0) if descending else getattr(row, sort) or 0))
-    else:
-        rows.sort(key=lambda row: -abs(row.change or 0.0))
     return rows
 
 

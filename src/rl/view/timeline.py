@@ -105,7 +105,8 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
 
 def extent(run: Run) -> tuple[float, float]:
     """When the run began, and when something was last heard of it, by all but its spans."""
-    times = [float(time) for _, some in line_times(run).values() if len(some) for time in (some.min(), some.max())]
+    times = [float(some.min()) for _, some in line_times(run).values() if len(some)]
+    times += filter(None, (run.numbers.newest(), run.end and run.end.time))
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
     return (min(times), max(times)) if times else (0.0, 0.0)

@@ -148,7 +148,8 @@ function reading(lines, at, axis, weight) {
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
     ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title=${window.recorded ? "The band has the least and the greatest" : "The band has the least and the greatest; zoom in for single steps"}>mean of ${found[0].line.each} </span>`}`}
     ${weight > 0 && html`<span class="faint">smoothed </span>`}
-    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(values.get(line)?.[i])}${weight > 0 && found.length === 1 && html`<span class="faint">, measured ${number(line.values[i])}</span>`}${line.errors[i] && (!weight || found.length === 1) ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}`;
+    ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(values.get(line)?.[i])}${weight > 0 && found.length === 1 && html`<span class="faint">, measured ${number(line.values[i])}</span>`}${line.errors[i] && (!weight || found.length === 1) ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}
+    ${found.length > 4 && html`<span class="faint">4 of ${found.length} runs</span>`}`;
 }
 
 /** @param {Line} line @param {number} i @param {string} axis */

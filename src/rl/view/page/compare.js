@@ -7,32 +7,45 @@ import { Curves } from "./curves.js";
 import { reward } from "./format.js";
 import { Fault } from "./ui.js";
 
+/** So many runs at most have each a column. */
+const FEW = 4;
+
 /** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
 export function Compare({ runs, values, live }) {
   const { data, error } = useAnswer("compare", { run: runs }, live ? 2000 : 0);
-  const head = runs.map((run, i) => html`<th key=${run} scope="col" class="right"><${Sign} i=${i} />${run}</th>`);
   const evals = useMemo(() => newestCommon(data?.evals ?? []), [data]);
   return html`<div class="bar"><h1>Compare</h1><span class="faint">${runs.join(" · ")}</span></div>
     ${error && html`<${Fault} text=${error} />`}
     ${(data?.faults ?? []).map((text) => html`<${Fault} text=${text} />`)}
-    <div class="sides compared">
+    <div class=${`sides compared${runs.length > FEW ? " many" : ""}`}>
       <section class="card"><h2>Settings that differ</h2>
-        ${data && (data.settings.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Setting</th>${head}</tr></thead><tbody>
-          ${data.settings.map((row) => html`<tr key=${row.key}><th scope="row"><code>${row.key}</code></th>
-            ${row.values.map((value) => html`<td class="right"><code>${value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)}</code></td>`)}</tr>`)}
-          </tbody></table></div>` : html`<p class="faint">None but name and place.</p>`)}</section>
+        ${data && (data.settings.length ? html`<${Table} runs=${runs} corner="Setting" rows=${data.settings.map((row) => ({ name: html`<code>${row.key}</code>`, cells: row.values.map((value) => html`<code>${setting(value)}</code>`) }))} />`
+          : html`<p class="faint">None but name and place.</p>`)}</section>
       <section class="card"><h2>Reward after as many rollouts</h2>
-        ${data && (data.learned.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Rollouts</th>${head}</tr></thead><tbody>
-          ${data.learned.map((row) => html`<tr key=${row.samples}><th scope="row">${Math.round(row.samples).toLocaleString("en")}</th>${row.rewards.map((mean) => html`<td class=${best(mean, row.rewards) ? "right best" : "right"}>${reward(mean)}</td>`)}</tr>`)}
-          </tbody></table></div><p class="faint">Mean reward in training over the tenth before, of the newest step at least; who is ahead at the same place learned faster per sample.</p>` : html`<p class="faint">Not all of them have rewards.</p>`)}</section>
+        ${data && (data.learned.length ? html`<${Table} runs=${runs} corner="Rollouts" rows=${data.learned.map((row) => ({ name: Math.round(row.samples).toLocaleString("en"), cells: row.rewards.map(reward), best: row.rewards.map((mean) => best(mean, row.rewards)) }))} />
+          <p class="faint">Mean reward in training over the tenth before, of the newest step at least; who is ahead at the same place, in green, learned faster per sample.</p>` : html`<p class="faint">Not all of them have rewards.</p>`)}</section>
       <section class="card"><h2>Evaluations</h2>
-        ${data && (evals.length ? html`<div class="tablebox"><table><thead><tr><th scope="col">Evaluation</th><th scope="col" class="right">Version</th>${head}</tr></thead><tbody>
-          ${evals.map((row) => html`<tr key=${row.name + row.version}><th scope="row">${row.name}</th><td class="right">${row.version}</td>
-            ${row.means.map((mean, i) => html`<td class=${clear(row, i) ? "right best" : "right"}>
-              ${reward(mean)}${!!row.errors[i] && html`<span class="faint"> ± ${reward(row.errors[i])}</span>`}</td>`)}</tr>`)}
-          </tbody></table></div><p class="faint">± is one standard error over examples, as in <code>rl compare</code>; none where all rewards are equal, which proves nothing of the next one. Green is ahead by more than twice the error of the difference.</p>` : html`<p class="faint">Neither has one.</p>`)}</section>
+        ${data && (evals.length ? html`<${Table} runs=${runs} corner="Evaluation" rows=${evals.map((row) => ({ name: html`${row.name} <span class="faint">version ${row.version}</span>`, best: row.means.map((_, i) => clear(row, i)),
+          cells: row.means.map((mean, i) => html`${reward(mean)}${!!row.errors[i] && html`<span class="faint"> ± ${reward(row.errors[i])}</span>`}`) }))} />
+          <p class="faint">± is one standard error over examples, as in <code>rl compare</code>; none where all rewards are equal, which proves nothing of the next one. Green is ahead by more than twice the error of the difference.</p>` : html`<p class="faint">None of them has one.</p>`)}</section>
     </div>
     <${Curves} runs=${runs} values=${values} live=${live} inner=${true} />`;
+}
+
+/** Values of runs: a column for each run, or a row for each where many runs would make it the wider table.
+ * @param {{runs: string[], corner: string, rows: {name: any, cells: any[], best?: boolean[]}[]}} props */
+function Table({ runs, corner, rows }) {
+  const signs = runs.map((run, i) => html`<${Sign} i=${i} />${run}`), turned = runs.length > FEW && rows.length < runs.length;
+  const cell = (/** @type {number} */ row, /** @type {number} */ run) => html`<td class=${rows[row].best?.[run] ? "right best" : "right"}>${rows[row].cells[run]}</td>`;
+  const [heads, sides] = turned ? [rows.map(({ name }) => name), signs] : [signs, rows.map(({ name }) => name)];
+  return html`<div class="tablebox" tabindex="0" role="group" aria-label=${corner}><table><thead><tr><th scope="col">${turned ? "Run" : corner}</th>${heads.map((head) => html`<th scope="col" class="right">${head}</th>`)}</tr></thead>
+    <tbody>${sides.map((side, i) => html`<tr><th scope="row">${side}</th>${heads.map((_, j) => turned ? cell(j, i) : cell(i, j))}</tr>`)}</tbody></table></div>`;
+}
+
+/** A setting's value: a small number as one writes it, with all of its digits. @param {any} value */
+function setting(value) {
+  if (typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
+  return value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
 }
 
 /** Whether a value is the highest of several. @param {number | null} value @param {(number | null)[]} all */

@@ -5,7 +5,7 @@ import { useAnswer } from "./api.js";
 import { Chart, Sign, markOf, moved } from "./chart.js";
 import { duration, number } from "./format.js";
 import { change, go, link } from "./router.js";
-import { Choice, Entry, Fault } from "./ui.js";
+import { Choice, Entry, Fault, numberIn, WrongNumbers } from "./ui.js";
 
 /** @typedef {import("./types").Metric} Metric */
 
@@ -25,9 +25,10 @@ export function Curves({ runs, values, live, inner }) {
   const found = (metrics.data?.metrics ?? []).filter((metric) => !metric.name.endsWith("_stderr")
     && (metric.name + " " + metric.what).toLowerCase().includes(text));
   const groups = useMemo(() => grouped(found, text), [metrics.data, text]);
-  const zoom = values.from && values.to ? /** @type {[number, number]} */ ([Number(values.from), Number(values.to)]) : null;
+  const [from, to] = [numberIn(values.from), numberIn(values.to)];
+  const zoom = from !== null && to !== null && from < to ? /** @type {[number, number]} */ ([from, to]) : null;
   const opened = values.sections?.split(",").map(slug) ?? [slug(groups[0]?.[0] ?? "")];
-  const shared = { runs, live, order: values.order ?? "", axis: values.axis ?? "step", weight: Number(values.smooth ?? 0), zoom,
+  const shared = { runs, live, order: values.order ?? "", axis: values.axis ?? "step", weight: numberIn(values.smooth, 0, 0.99) ?? 0, zoom,
     setZoom: (/** @type {[number, number] | null} */ to) => change({ from: to?.[0].toPrecision(8), to: to?.[1].toPrecision(8) }, true) };
   return html`<div class="bar tools">
       ${inner ? "" : html`<h1 class="sr">Curves</h1>`}
@@ -40,6 +41,7 @@ export function Curves({ runs, values, live, inner }) {
       <span class="grow"></span>
       ${runs.length > 1 ? html`<${Legend} runs=${runs} />` : html`<span class="marks faint">${MARKS.map(([kind, word]) => html`<span class=${`mark ${kind}`}>${word}</span>`)}</span>`}
     </div>
+    <${WrongNumbers} values=${values} names=${["from", "to"]} /><${WrongNumbers} values=${values} names=${["smooth"]} low=${0} high=${0.99} />
     ${metrics.error && html`<${Fault} text=${metrics.error} />`}
     ${metrics.data && !found.length && html`<p class="empty">${text ? `No metric is like “${values.q}”.` : "There are no numbers yet: the first step has not ended."}</p>`}
     ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${!!text || opened.includes(slug(title))}

@@ -56,21 +56,29 @@ export function useKeys(pages, runs, setHelp) {
 /** j and k go through a list, page after page, and Escape leaves what is open. What is open is asked of the address: it knows of a click
  * before the page has drawn it.
  * @param {{offset: number, total: number} | null} list the answer that is shown @param {string[]} ids what its rows are called @param {number} limit rows on a page
- * @param {(values: Record<string, string>) => string} chosen the row that the address names, or "" @param {(id: string) => Record<string, any>} choose what names a row in the address */
-export function useMoving(list, ids, limit, chosen, choose) {
-  const now = useRef({ list, ids, chosen, choose }), turned = useRef(0);
-  now.current = { list, ids, chosen, choose };
+ * @param {(values: Record<string, string>) => string} chosen the row that the address names, or "" @param {(id: string) => Record<string, any>} choose what names a row in the address
+ * @param {(id: string) => Promise<number>} [find] the place in the whole list of a row that is not among these any more, or -1: a live list moves on */
+export function useMoving(list, ids, limit, chosen, choose, find) {
+  const now = useRef({ list, ids, chosen, choose, find }), turned = useRef(/** @type {number | null} */ (null));
+  now.current = { list, ids, chosen, choose, find };
   useEffect(() => {
-    if (turned.current && ids.length) open(choose(ids[turned.current > 0 ? 0 : ids.length - 1]));
-    turned.current = 0;
+    if (turned.current !== null && ids[turned.current]) open(choose(ids[turned.current]));
+    turned.current = null;
   }, [list?.offset]);
   useEffect(() => {
-    const moved = (/** @type {any} */ event) => {
-      const { list, ids, chosen, choose } = now.current, place = here(), way = event.detail;
+    const moved = async (/** @type {any} */ event) => {
+      const { list, ids, chosen, choose, find } = now.current, place = here(), way = event.detail, id = chosen(place.values);
       if (!list || list.offset !== Number(place.values.offset ?? 0)) return;  // the rows of that page are on their way
-      const at = ids.indexOf(chosen(place.values)), to = list.offset + limit * way;
-      if (at >= 0 && !ids[at + way] && to >= 0 && to < list.total) {
-        turned.current = way;
+      const there = id && find && !ids.includes(id) ? await find(id) : -1;
+      if (there >= 0) {
+        const next = Math.max(0, Math.min(list.total - 1, there + way)), page = next - next % limit;
+        if (page === list.offset) return open(choose(now.current.ids[next - page]));
+        turned.current = next - page;
+        return change({ offset: page || null }, true);
+      }
+      const at = ids.indexOf(id), to = Math.max(0, list.offset + limit * way);
+      if (at >= 0 && !ids[at + way] && to !== list.offset && to < list.total) {
+        turned.current = list.offset + at + way - to;  // the page before may reach into this one
         return change({ offset: to || null }, true);
       }
       const next = ids[at < 0 ? 0 : Math.max(0, Math.min(ids.length - 1, at + way))];

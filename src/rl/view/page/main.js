@@ -31,7 +31,7 @@ function App() {
   const runs = useAnswer("runs", {}, 2000);
   const [help, setHelp] = useState(false);
   const known = runs.data?.runs ?? [];
-  const keys = place.run.length ? place.run : known.slice(0, 1).map((run) => run.key);
+  const keys = place.run.length ? [...new Set(place.run)] : known.slice(0, 1).map((run) => run.key);
   const at = Object.hasOwn(PAGES, place.page) ? place.page : "runs", shown = PAGES[at];
   useKeys(Object.keys(PAGES).slice(0, 6), keys, setHelp);
   useEffect(() => {
@@ -61,6 +61,7 @@ function App() {
       ${gone.length > 0 && html`<${Fault} text=${`${gone.join(", ")}: there is no such run here (any more).`} />`}
       ${at !== place.page && html`<${Fault} text=${`There is no page “${place.page}”.`} />`}
       ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} late=${!!runs.error} chosen=${place.run} values=${place.values} /></${Guard}>`
+        : at === "compare" && keys.length < 2 ? html`<${Fault} text="Two runs at least are compared: tick them in Runs." />`
         : keys.length && !gone.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${!window.recorded && chosen.some((run) => run.state === "live")} /></${Guard}>`
         : !runs.loading && html`<p class="empty">There is no run yet.</p>`}
     </main>

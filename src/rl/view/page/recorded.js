@@ -1,5 +1,7 @@
 // An exported page: what the server would answer, from what the file holds. It has fewer rollouts than the run, which it says.
 
+import { identity } from "./rows.js";
+
 /** @param {any} recorded @param {string} name @param {Record<string, any>} values @returns {any} */
 export function recordedAnswer(recorded, name, values) {
   const make = ANSWERS[name] ?? ((/** @type {any} */ all) => all[name]);
@@ -35,10 +37,36 @@ function stretch(all, offset, limit) {
   return { ...all, offset, pieces: part(all.pieces), ids: part(all.ids), trained: part(all.trained), values };
 }
 
-/** @param {any} all @param {string} kind */
+/** The rollouts of a kind, the newest first, as the server has them. @param {any} all @param {string} kind */
 function rowsOf(all, kind) {
-  return Object.values(all.rollouts).map((/** @type {any} */ one) => one.row).filter((row) => row.kind === kind);
+  const rows = Object.values(all.rollouts).map((/** @type {any} */ one) => one.row).filter((row) => row.kind === kind);
+  return kind === "eval" ? rows.sort((a, b) => b.version - a.version) : rows;
 }
+
+/** Rows by a value, as the server has them: equal ones in their order, those without a value last.
+ * @param {any[]} rows @param {any} values @param {string[]} sorts those that there are @param {(row: any, sort: string) => number | null | undefined} value */
+function sorted(rows, { sort, descending }, sorts, value) {
+  if (!sort) return rows;
+  if (!sorts.includes(sort)) throw new Error(`sort = ${sort}: give one of ${sorts.join(", ")}`);
+  const sign = descending === false ? 1 : -1, keyed = rows.map((row) => ({ row, x: value(row, sort) ?? null }));
+  return keyed.sort((a, b) => a.x === null || b.x === null ? Number(a.x === null) - Number(b.x === null) : sign * (a.x - b.x)).map(({ row }) => row);
+}
+
+/** A page of rows. @param {any[]} rows @param {any} values */
+function paged(rows, values) {
+  const offset = Number(values.offset);
+  if (!Number.isInteger(offset) || offset < 0) throw new Error(`offset = ${values.offset}: give a whole number`);
+  return { total: rows.length, offset, rows: rows.slice(offset, offset + values.limit) };
+}
+
+/** What a rollout is sorted by: a field, or one of its metrics, which has `metrics/` before a name that is also a field's. @param {any} all @param {any} row @param {string} sort */
+function sortValue(all, row, sort) {
+  if (sort === "retries") return detailOf(all, row).fields.retries ?? 0;
+  const field = FIELDS[sort];
+  return field ? row[field] : detailOf(all, row).metrics[sort.replace(/^metrics\//, "")];
+}
+
+const FIELDS = /** @type {Record<string, string>} */ ({ step: "step", version: "version", reward: "reward", advantage: "advantage", num_tokens: "tokens", num_turns: "turns", task: "task" });
 
 /** @param {any} row @param {any} values @param {string} [left] a filter that is left out */
 function fits(row, values, left) {
@@ -50,10 +78,7 @@ function fits(row, values, left) {
 }
 
 /** @param {any} all @param {any} row @returns {any} */
-const detailOf = (all, row) => Object.values(all.rollouts).find((/** @type {any} */ one) => one.row === row);
-
-/** @param {any} all @returns {string[]} */
-const metricsOf = (all) => [...new Set(Object.values(all.rollouts).flatMap((/** @type {any} */ one) => Object.keys(one.metrics)))].sort();
+const detailOf = (all, row) => all.rollouts[identity(row)];
 
 /** @param {any} detail */
 function texts(detail) {
@@ -71,14 +96,10 @@ function listed(all, values) {
       return (!text || texts(detail).toLowerCase().includes(text)) && (!values.tool_errors || detail.messages.some((/** @type {any} */ m) => m.role === "tool" && /error/i.test(m.text.slice(0, 200))));
     });
   }
-  const names = /** @type {Record<string, string>} */ ({ num_tokens: "tokens", num_turns: "turns" });
-  const by = names[values.sort] ?? values.sort, sign = values.descending === false ? 1 : -1;
-  const value = (/** @type {any} */ row) => row[by] ?? detailOf(all, row).metrics[by] ?? sign * Infinity;
-  if (by) found = [...found].sort((a, b) => value(a) === value(b) ? 0 : sign * (value(a) - value(b)));
+  found = sorted(found, values, all.sorts.rollouts, (row, sort) => sortValue(all, row, sort));
   const facets = Object.fromEntries(["env", "why", "outcome"].map((name) => [name, counts(rows.filter((row) => fits(row, values, name)).map((row) => row[name]))]));
-  const offset = values.offset || 0;
-  return { total: found.length, offset, rows: found.slice(offset, offset + values.limit), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
-    sorts: [...new Set(["reward", "advantage", "num_tokens", "num_turns", "step", "version", "task", ...metricsOf(all)])], searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
+  return { ...paged(found, values), facets, histogram: histogram(rows.filter((row) => fits(row, values, "reward"))),
+    sorts: all.sorts.rollouts, searched: text || values.tool_errors ? looked : null, complete: true, damaged: all.left_out ? [all.left_out] : [] };
 }
 
 /** @param {string[]} words @returns {Record<string, number>} */
@@ -101,9 +122,9 @@ function histogram(rows) {
 
 /** @param {any} all @param {any} values */
 function tasks(all, values) {
-  const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number)), sign = values.descending === false ? 1 : -1;
-  const sorted = values.sort ? [...rows].sort((a, b) => sign * ((a[values.sort] ?? -Infinity) - (b[values.sort] ?? -Infinity))) : rows;
-  return { total: rows.length, offset: values.offset, rows: sorted.slice(values.offset, values.offset + values.limit), damaged: all.tasks_left_out ? [all.tasks_left_out] : [] };
+  const rows = all.tasks[values.kind].filter((/** @type {any} */ row) => !values.number || row.task === Number(values.number));
+  const found = sorted(rows, values, all.sorts.tasks, (row, sort) => row[sort]);
+  return { ...paged(found, values), damaged: all.tasks_left_out ? [all.tasks_left_out] : [] };
 }
 
 /** A task: the file has the mean and the count of each of its versions, and some of their rollouts. @param {any} all @param {any} values */

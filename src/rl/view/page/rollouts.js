@@ -1,7 +1,7 @@
 // Rollouts: filters, a list, and one of them beside it.
 
 import { html } from "./core.js";
-import { useAnswer } from "./api.js";
+import { ask, useAnswer } from "./api.js";
 import { number, plural, reward } from "./format.js";
 import { useMoving } from "./keys.js";
 import { change, go, here, link } from "./router.js";
@@ -11,7 +11,7 @@ import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
 
-const LIMIT = 50;
+const LIMIT = 50, PART = 500, MOST_LOOKED = 5000;
 const KINDS = /** @type {[string, string][]} */ ([["train", "training"], ["pending", "pending"], ["eval", "evaluations"]]);
 const FILTERS = ["begin", "end", "env", "task", "group", "outcome", "why", "lowest", "highest", "shortest", "longest", "tool_errors", "q"];
 const NAMES = /** @type {Record<string, string>} */ ({ begin: "from", end: "to", env: "environment", lowest: "reward ≥", highest: "reward ≤", shortest: "tokens ≥", longest: "tokens ≤", tool_errors: "tool errors", q: "text" });
@@ -20,12 +20,13 @@ const NAMES = /** @type {Record<string, string>} */ ({ begin: "from", end: "to",
 export function Rollouts({ run, values, live }) {
   const kind = values.kind ?? "train";
   const wanted = Object.fromEntries(FILTERS.filter((name) => values[name]).map((name) => [name, values[name]]));
-  const offset = Number(values.offset ?? 0);
+  const offset = values.offset ?? 0;
   const question = { run, kind, ...wanted, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT };
   const { data, error, loading } = useAnswer("rollouts", question, live && !wanted.q && !wanted.tool_errors ? 2000 : 0);
   const rows = data?.rows ?? [];
   const chosen = values.at ?? "";
-  useMoving(data, rows.map(identity), LIMIT, (now) => now.at ?? "", (id) => ({ at: id || null, token: null }));
+  useMoving(data, rows.map(identity), LIMIT, (now) => now.at ?? "", (id) => ({ at: id || null, token: null }),
+    (id) => placeOf(question, id));
   return html`<div class=${`three${chosen ? " chosen" : ""}`}>
     <aside class="filters" aria-label="Filters">
       <details open=${innerWidth > 800}><summary>Filters${Object.keys(wanted).length ? ` (${Object.keys(wanted).length})` : ""}</summary>
@@ -49,12 +50,22 @@ export function Rollouts({ run, values, live }) {
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
       ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
       <ul class=${loading && data ? "rows late" : "rows"}>${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
-      ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
+      ${data && html`<${Pager} total=${data.total} offset=${Number(offset) || 0} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Rollout">${chosen
       ? html`<${Detail} key=${chosen} run=${run} kind=${kind} id=${chosen} values=${values} />`
       : html`<p class="empty">Choose a rollout, or press <kbd>j</kbd>.</p>`}</section>
   </div>`;
+}
+
+/** The place of a rollout in the whole list, or -1 if it is not among its first. @param {Record<string, any>} question @param {string} id */
+async function placeOf(question, id) {
+  for (let offset = 0, total = 1; offset < Math.min(total, MOST_LOOKED); offset += PART) {
+    const some = await ask("rollouts", { ...question, offset, limit: PART }).catch(() => null), at = some?.rows.findIndex((row) => identity(row) === id) ?? -1;
+    if (at >= 0) return offset + at;
+    total = some?.total ?? 0;
+  }
+  return -1;
 }
 
 /** @param {import("./types").Rollouts} data */

@@ -9,7 +9,7 @@ import { useMoving } from "./keys.js";
 import { plural, reward, signed } from "./format.js";
 import { change, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
-import { Choice, Entry, Fault, Pager, Tabs } from "./ui.js";
+import { Choice, Entry, Fault, numberIn, Pager, Tabs, WrongNumbers } from "./ui.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
 
@@ -19,7 +19,7 @@ const SORTS = /** @type {[string, string][]} */ ([["", "largest change"], ["chan
 
 /** @param {{run: string, values: Record<string, string>, live: boolean}} props */
 export function Tasks({ run, values, live }) {
-  const kind = values.kind ?? "train", offset = Number(values.offset ?? 0);
+  const kind = values.kind ?? "train", offset = values.offset ?? 0;
   const { data, error } = useAnswer("tasks", { run, kind, number: values.number, sort: values.sort, descending: values.up ? false : null, offset, limit: LIMIT }, live ? 10000 : 0);
   const several = new Set((data?.rows ?? []).map((row) => row.env)).size > 1;
   const chosen = values.task !== undefined && values.env;
@@ -38,7 +38,7 @@ export function Tasks({ run, values, live }) {
           <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
           <td class="right">${row.rollouts}</td><td class="right">${reward(row.first)}</td><td class="right">${reward(row.last)}</td>
           <td class=${`right ${(row.change ?? 0) > 0 ? "good" : (row.change ?? 0) < 0 ? "bad" : "faint"}`}>${signed(row.change)}</td></tr>`)}</tbody></table>`}
-      ${data && html`<${Pager} total=${data.total} offset=${offset} limit=${LIMIT} />`}
+      ${data && html`<${Pager} total=${data.total} offset=${Number(offset) || 0} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Task">${chosen ? html`<${One} key=${`${values.env}/${values.task}/${kind}`} run=${run} kind=${kind} values=${values} live=${live} />`
       : html`<p class="empty">Choose a task, or press <kbd>j</kbd>, to see what the model made of it, version by version.</p>`}</section></div>`;
@@ -65,7 +65,7 @@ function One({ run, kind, values, live }) {
   if (error) return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button><${Fault} text=${error} />`;
   if (!data) return html`<p class="empty">Reading …</p>`;
   const all = data.versions.flatMap((version) => version.rows);
-  const sides = values.step ? around(data.versions, Number(values.step)) : null;
+  const step = numberIn(values.step), sides = step === null ? null : around(data.versions, step);
   const count = data.versions.reduce((sum, version) => sum + version.count, 0);
   const [first, last] = pair(data.versions.filter((version) => version.rows.length), sides);
   const [left, right] = [all.find((row) => identity(row) === values.a) ?? first, all.find((row) => identity(row) === values.b) ?? last];
@@ -75,6 +75,7 @@ function One({ run, kind, values, live }) {
     ${data.prompt.length > 0 && html`<details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>`}
     <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
+    <${WrongNumbers} values=${values} names=${["step"]} />
     ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
     ${sides && absent(sides).length > 0 && html`<p class="note">No answer of version ${absent(sides).join(" and ")} is in this file; those compared below are of other versions.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}

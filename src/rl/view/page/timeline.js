@@ -4,7 +4,7 @@ import { html, useEffect, useRef, useState } from "./core.js";
 import { useAnswer } from "./api.js";
 import { clock, day, duration } from "./format.js";
 import { change, link } from "./router.js";
-import { Fault } from "./ui.js";
+import { Fault, numberIn, WrongNumbers } from "./ui.js";
 
 /** @typedef {import("./types").Span} Span */
 /** @typedef {import("./types").Timeline} Answer */
@@ -23,7 +23,7 @@ export function Timeline({ run, values, live }) {
   if (!data) return html`<p class="empty">Reading …</p>`;
   const look = (/** @type {number} */ begin, /** @type {number} */ end) => change({ begin: begin.toFixed(3), end: end.toFixed(3) }, true);
   const length = data.end - data.begin;
-  const at = values.at ? Number(values.at) : null;
+  const at = numberIn(values.at);
   const point = (/** @type {number} */ time) => change({ at: time.toFixed(2) }, true);
   const moved = (/** @type {number} */ share) => look(data.begin + share * length, data.end + share * length);
   return html`<div class="bar tools"><h1>Timeline</h1><span class="faint">${day(data.begin)} · ${clock(data.begin)} to ${clock(data.end)}, ${duration(length)}</span><span class="grow"></span><${Clock} data=${data} at=${at} />
@@ -33,6 +33,7 @@ export function Timeline({ run, values, live }) {
       <button aria-label="Later" disabled=${data.end >= data.last} onClick=${() => moved(0.5)}>›</button>
       <button onClick=${() => look(data.first, data.last)}>All</button>
       <button onClick=${() => change({ begin: null, end: null, at: null }, true)}>${live ? "Follow" : "The end"}</button></div>
+    <${WrongNumbers} values=${values} names=${["at"]} />
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${length > 0 ? html`<${Lanes} data=${data} look=${look} at=${at} point=${point} />` : html`<p class="empty">Nothing was recorded yet.</p>`}
     <p class="faint">Drag over a stretch of time to look closer. A click says what everyone was doing at that moment, and so does its time above.</p>

@@ -8,6 +8,17 @@ export function Fault({ text }) {
   return html`<p class="fault" role="alert">${text}</p>`;
 }
 
+/** The number that an address has; null without one, or if it is none between the ends. @param {string | undefined} text @param {number} [low] @param {number} [high] */
+export function numberIn(text, low = -Number.MAX_VALUE, high = Number.MAX_VALUE) {
+  return text && Number(text) >= low && Number(text) <= high ? Number(text) : null;
+}
+
+/** What the address has in place of numbers. @param {{values: Record<string, string>, names: string[], low?: number, high?: number}} props */
+export function WrongNumbers({ values, names, low, high }) {
+  const ends = low === undefined ? "" : ` from ${low} to ${high}`;
+  return html`${names.filter((name) => values[name] && numberIn(values[name], low, high) === null).map((name) => html`<${Fault} text=${`${name} = ${values[name]}: give a number${ends}`} />`)}`;
+}
+
 const SIGNS = { live: "●", ended: "✓", died: "✕", stopped: "■", unreadable: "?" };
 
 /** The state of a run: a sign and a word, so that it does not hang on the colour. @param {{state: keyof SIGNS, why?: string}} props */
@@ -46,7 +57,7 @@ export function Entry({ label, name, value, type = "text", search = false, place
     timer.current = setTimeout(() => { timer.current = 0; change({ ...also, [name]: e.target.value.trim(), offset: null }, quiet); }, 250);
   };
   return html`<label class="field"><span class=${hide ? "sr" : ""}>${label}</span>
-    <input type=${type} value=${text} placeholder=${placeholder} onInput=${typed} data-search=${search ? "yes" : null}
+    <input type=${type} value=${type === "number" && numberIn(text) === null ? "" : text} placeholder=${placeholder} onInput=${typed} data-search=${search ? "yes" : null}
       inputmode=${type === "number" ? "decimal" : null} step="any" autocomplete="off" spellcheck=${false} /></label>`;
 }
 
