@@ -61,7 +61,9 @@ def servers(versions, tmp_path_factory):
 def answers_during(server: Server, load: list[int]) -> list[dict]:
     """Ten answers that are in flight while versions are loaded; then one more of the last version."""
     with ThreadPoolExecutor(10) as pool:
-        asked = [pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=300, temperature=1.0, seed=i) for i in range(10)]
+        asked = [
+            pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=400, temperature=1.0, seed=i, stop_token_ids=[]) for i in range(10)
+        ]
         until(lambda: server.status()["num_running"] == 10)
         for version in load:
             time.sleep(0.1)
@@ -82,6 +84,7 @@ def test_two_servers_of_a_run_draw_other_numbers(servers):
     servers["auto"].load(1)
     first, second = ({tuple(server.generate([10, *PROMPT], max_tokens=8)["token_ids"]) for _ in range(8)} for server in servers.values())
     assert not first & second and len(first) == len(second) == 8
+    servers["auto"].load(0)
 
 
 def test_merged_adapters_have_the_logprobs_of_peft(servers):
