@@ -98,7 +98,7 @@ def test_what_was_done_is_written_within_a_second(folder, tmp_path):
 
 
 def test_several_requests_at_once_are_one_span(folder, monkeypatch):
-    clock = iter([10.0, 10.5, 11.0, 12.0, 12.05, 13.0, 20.0, 21.0, 40.0, 55.0])
+    clock = iter([10.0, 10.5, 11.0, 12.0, 12.05, 13.0, 20.0, 21.0, 40.0, 55.0, 55.5])
     monkeypatch.setattr(spans.time, "monotonic", lambda: next(clock, 60.0))
     busy = Busy("sampling", "requests")
     spans.start(folder, "p")  # takes the first
@@ -112,5 +112,5 @@ def test_several_requests_at_once_are_one_span(folder, monkeypatch):
     with busy():  # 21 to 55, and at 40 it is told so far
         spans.flush()
         assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0)]
-    spans.stop()
+        spans.stop()
     assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0), (40.0, 55.0)]

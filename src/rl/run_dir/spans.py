@@ -146,6 +146,8 @@ def start(folder: Path, process: str) -> None:
 def stop() -> None:
     """Writes what is left, and ends that."""
     global recorder
+    for one in tuple(busy):
+        one.settle(0.0)
     flush()
     recorder = None
 
@@ -206,12 +208,12 @@ class Busy:
                 self.count -= 1
                 self.end = time.monotonic()
 
-    def settle(self) -> None:
-        """Notes what is over, and what goes on for long, so far."""
+    def settle(self, part_s: float = PART_S) -> None:
+        """Notes what is over, and what goes on for more than `part_s` seconds, so far."""
         with self.lock:
             if self.count == 0:
                 self._note(self.end)
-            elif (now := time.monotonic()) - self.begin > PART_S:
+            elif (now := time.monotonic()) - self.begin > part_s:
                 self._note(now)
 
     def _note(self, end: float) -> None:
