@@ -107,7 +107,7 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_variants_compute_the_same(tied_folder, world, variant):
     batch = branching_batch()
-    tolerance = 1e-6 if variant.keys() == {"activation_checkpointing"} else 1e-5
+    tolerance = 1e-6 if variant.keys() == {"activation_checkpointing"} else 2e-5  # compiled, sums of products are made in another order
     assert_same(
         backward(policy(tied_folder, world, **variant), world, batch), backward(policy(tied_folder, world), world, batch), tolerance
     )
