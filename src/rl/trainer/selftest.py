@@ -103,7 +103,8 @@ def digest(folder: str, config: ModelConfig, modes: list[Mode], device: torch.de
     """A name for all that the result depends on: the model's code, shape and some of its weights, versions, settings."""
     found = hashlib.blake2b(digest_size=16)
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    own = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("attention", "blocks", "flex", "modes", "rope", "selftest")]
+    files = ("attention", "blocks", "flex", "modes", "norms", "rope", "rotary", "selftest")
+    own = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in files]
     found.update(repr([versions, own, modes, device.type, config.dtype, config.max_model_len]).encode())
     for path in sorted(Path(folder).iterdir()):
         if path.name == "config.json" or path.suffix == ".py":

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from rl.config.trainer import WeightsConfig
@@ -49,6 +49,8 @@ class Publisher:
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.background = Background()
+        self.writer = ThreadPool(1, give_way)
+        """Writes folders; the publisher's own thread waits for it. A daemon, as that one."""
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator knew of the version that was published last."""
         self.announced = -1
@@ -79,9 +81,9 @@ class Publisher:
                 faults.point("weights.in_memory")
             if version.in_memory:
                 self._let_read(version.in_memory)
-            with spans.span("write_version", "publisher", number), ThreadPoolExecutor(1, "write-version", give_way) as writer:
+            with spans.span("write_version", "publisher", number):
                 # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
-                writer.submit(version.write, path, new=is_new, fence=fence).result()
+                self.writer.apply(version.write, (path,), {"new": is_new, "fence": fence})
         needed = self._announce(WeightVersion(number, str(path)), since)
         # Behind, and before the next version: after a power cut the checkpoint and the batches, which are durable, make it again.
         with spans.span("make_durable", "publisher", number):
