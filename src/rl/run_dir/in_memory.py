@@ -67,16 +67,6 @@ def make_again(file: InMemory) -> InMemory | None:
     return msgspec.structs.replace(file, name=new_name())
 
 
-def is_read(file: InMemory) -> bool:
-    """Whether somebody reads what this process has made."""
-    try:
-        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(file.fd, fcntl.LOCK_UN)
-    return False
-
-
 def new_name() -> str:
     return f"rl-{uuid.uuid4().hex}"
 

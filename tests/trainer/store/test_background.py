@@ -1,3 +1,5 @@
+import os
+import threading
 import time
 
 import pytest
@@ -11,6 +13,12 @@ def test_what_a_disk_does_not_give_in_time_ends_the_wait():
     with pytest.raises(TimeoutError, match=r"waited 0 s for x to be read"):
         reading.result("x to be read", 0.05)
     assert reading.busy
+
+
+def test_its_thread_alone_gives_way_to_others():
+    background, before = Background(gives_way=True), os.getpriority(os.PRIO_PROCESS, 0)
+    background.start(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    assert background.result("its priority", 5) == 19 and os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_result_or_an_error_comes_once():

@@ -1,6 +1,5 @@
 """Tensors side by side in a file in memory, which becomes a safetensors file by a header in front of them."""
 
-import json
 import mmap
 import os
 import sys
@@ -11,20 +10,10 @@ from torch import Tensor
 
 from rl.run_dir import in_memory
 from rl.run_dir.in_memory import InMemory
+from rl.trainer.store.weights_file import NAMES, header_of
 
 HEADER_BYTES, HEADER_BYTES_EACH = 4096, 512
 """Room for the header, and for each tensor's entry; the format allows spaces behind it. A longer one is not written."""
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Types in the format's own words (https://huggingface.co/docs/safetensors)."""
 
 
 def room(size: int) -> tuple[InMemory | None, Tensor]:
@@ -74,15 +63,14 @@ class Arena:
         in a file."""
         if self.file is None:
             return None
-        entries: dict[str, object] = {}
-        first, end = self.memory.data_ptr() + self.start, 0
-        for name, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
-            if not tensor.is_contiguous() or tensor.data_ptr() != first + end or tensor.dtype not in NAMES:
+        tensors = dict(sorted(named.items(), key=lambda item: item[1].data_ptr()))
+        end = self.memory.data_ptr() + self.start
+        for tensor in tensors.values():
+            if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype not in NAMES:
                 return None
-            entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
             end += tensor.nbytes
-        header = self.file.mark + b"," + json.dumps(entries).encode()[1:]
-        if self.start + end != self.size or len(header) > self.start - 8:
+        header = header_of(tensors, self.file.mark)
+        if end != self.memory.data_ptr() + self.size or len(header) > self.start - 8:
             return None
         os.pwrite(self.file.fd, (self.start - 8).to_bytes(8, "little") + header.ljust(self.start - 8), 0)
         return self.file

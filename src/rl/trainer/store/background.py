@@ -1,5 +1,7 @@
 """Work that a thread does while the training goes on: one batch ahead, one version and one checkpoint behind."""
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -9,6 +11,11 @@ POLL_S = 0.1
 """Between two checks of the other threads while a result is waited for."""
 
 
+def give_way() -> None:
+    """Gives this thread the lowest priority: servers may sample beside it, of which each thread waits for the slowest."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 class Background:
     """A thread with at most one piece of work in progress, whose error is raised once, by the next call of `raise_errors` or `result`.
 
@@ -16,8 +23,9 @@ class Background:
     beside these would be lost.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPool(1)
+    def __init__(self, gives_way: bool = False) -> None:
+        """`gives_way`: whether the thread computes only while nobody else wants its core."""
+        self._pool = ThreadPool(1, give_way if gives_way else None)
         self._work: AsyncResult | None = None
 
     @property

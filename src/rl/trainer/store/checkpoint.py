@@ -4,10 +4,13 @@
 read, because DCP's own metadata is a pickle.
 """
 
+import contextlib
+import io
 import json
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, newest_sound_checkpoint, read_manifest
+from rl.run_dir.direct import DirectFile
 from rl.run_dir.files import CorruptFileError, commit_directory, temporary_name
 from rl.run_dir.hashes import blake2b
 from rl.system import faults
@@ -77,19 +83,38 @@ def write(
         require_space(temporary, state.values())
     world.barrier(group)
     torch.serialization.set_crc32_options(False)  # a third of the time of a save; the manifest's checksums are stronger
+    writer = FileSystemWriter(temporary, sync_files=False)  # `commit_directory` does
+    writer.fs = files = SummedFiles()
     try:
-        dcp.save(state, checkpoint_id=temporary, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), process_group=group)
+        dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), process_group=group)
     except CheckpointException as error:  # no Exception: a thread pool would lose it
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
-    sums = {file.name: checksum(file) for file in temporary.glob(f"__{world.rank}_*")}
-    (temporary / f".sums.{world.rank}").write_text(json.dumps(sums))
+    (temporary / f".sums.{world.rank}").write_text(json.dumps(files.sums))
     world.barrier(group)
     if world.is_main:
         write_manifest(temporary, step, model, world)
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
+
+
+class SummedFiles(FileSystem):
+    """Has DCP write past the page cache, and knows what it wrote in the files of this rank."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Any]] = {}
+        """Checksums by the files' names."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb" or not Path(path).name.startswith("__"):
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with DirectFile(Path(path), hashed=True) as file:
+            yield file
+        self.sums[Path(path).name] = file.checksum()
 
 
 def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor]) -> Exception:

@@ -5,20 +5,17 @@ announced, so that it may be used, and once more when its files are whole. They 
 with depends on it. Older versions stay, and the next one waits, until it is.
 """
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Collection
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from rl.config.trainer import WeightsConfig
 from rl.run_dir import spans
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError, make_durable
-from rl.run_dir.in_memory import InMemory, is_read
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
@@ -32,13 +29,6 @@ from rl.wire.transport import OrchestratorClient, Wait
 
 DISK_S = 60.0
 """For a version to be written, beyond what the orchestrator may take."""
-LET_READ_S, LOOK_EVERY_S = 1.0, 0.01
-"""For servers to have a version out of memory before its folder is written."""
-
-
-def give_way() -> None:
-    """Has this thread compute when nobody else wants the core: servers sample beside it, of which each thread waits for the slowest."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 class Publisher:
@@ -49,8 +39,6 @@ class Publisher:
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.background = Background()
-        self.writer = ThreadPool(1, give_way)
-        """Writes folders; the publisher's own thread waits for it. A daemon, as that one."""
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator knew of the version that was published last."""
         self.announced = -1
@@ -79,11 +67,9 @@ class Publisher:
             if is_new and version.in_memory:
                 self._announce(WeightVersion(number, str(path), version.in_memory), since)
                 faults.point("weights.in_memory")
-            if version.in_memory:
-                self._let_read(version.in_memory)
             with spans.span("write_version", "publisher", number):
                 # One that is there was judged by this process, which holds the role: it is replaced, in one step, as readers may be at it.
-                self.writer.apply(version.write, (path,), {"new": is_new, "fence": fence})
+                version.write(path, new=is_new, fence=fence)
         needed = self._announce(WeightVersion(number, str(path)), since)
         # Behind, and before the next version: after a power cut the checkpoint and the batches, which are durable, make it again.
         with spans.span("make_durable", "publisher", number):
@@ -91,13 +77,6 @@ class Publisher:
                 make_durable(made)
         keep = {*needed.keep, *checkpoints}  # an evaluation's best, and where a resume starts
         self.retention.delete_old(number, keep, needed.oldest_needed)
-
-    def _let_read(self, file: InMemory) -> None:
-        """Waits until nobody reads a version any more, LET_READ_S at most: writing it meanwhile would hold up the servers, which have
-        nothing else to do, by a third."""
-        deadline = time.monotonic() + LET_READ_S
-        while is_read(file) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY_S)
 
     def _announce(self, version: WeightVersion, since: float) -> Acknowledged:
         """Tells the orchestrator of a version that was begun to be published at `since`. Returns what it still needs."""

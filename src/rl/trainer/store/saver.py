@@ -49,7 +49,7 @@ class Saver:
         """Seconds that the newest complete checkpoint cost; 0 before the first one of this process."""
         self.fraction = 0.0
         """These seconds over those from the begin of the checkpoint before it, or of training, to its own."""
-        self.background = Background()
+        self.background = Background(gives_way=True)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline_s)) if world.size > 1 else None
 
     def start_clock(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
 from rl.trainer.store.arena import Arena
 from rl.trainer.store.space import require_space
+from rl.trainer.store.weights_file import write_weights
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
@@ -81,7 +81,7 @@ class Version:
             if lora.has_adapters(self.model):
                 lora.write_adapters(folder, self.named, self.model, self.base)
             else:
-                save_file(self.named, folder / "model.safetensors", metadata={"format": "pt"})
+                write_weights(folder / "model.safetensors", self.named)
                 faults.point("weights.saved")
                 copy_small_files(self.base, folder)
                 write_config(self.base, folder, self.model, self.dtype)
