@@ -1,6 +1,6 @@
 """Large files written past the page cache (O_DIRECT): a run's versions and checkpoints, which are read after a death at the earliest.
 
-In the page cache they cost new pages, dearer than what is written to them (of 270 MB 0.6 s of a core on a virtual machine, past it 0.1),
+In the page cache they cost new pages, dearer than what is written to them (of 270 MB 0.6 s of a core on a virtual machine, past it 0.05),
 and take away those that somebody else still needs. Where the file system has no such writing the page cache is used.
 """
 
