@@ -64,7 +64,8 @@ def answers_during(server: Server, load: list[int]) -> list[dict]:
         asked = [
             pool.submit(server.generate, [10 + i, *PROMPT], max_tokens=400, temperature=1.0, seed=i, stop_token_ids=[]) for i in range(10)
         ]
-        until(lambda: sum(answer.done() for answer in asked) + server.status()["num_running"] == 10)  # the first may end before the last begin
+        # The first may end before the last begin.
+        until(lambda: sum(answer.done() for answer in asked) + server.status()["num_running"] == 10)
         for version in load:
             time.sleep(0.1)
             loaded = server.load(version)

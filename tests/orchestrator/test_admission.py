@@ -1,6 +1,8 @@
 from collections import Counter
 from types import SimpleNamespace
 
+import pytest
+
 from rl.orchestrator.admission import Admission, InFlight, Pace, Places, eligible
 from rl.orchestrator.tasks import TaskRef
 
@@ -8,8 +10,8 @@ ONE = {"a": 1.0}
 TWO = {"a": 0.5, "b": 0.5}
 
 
-def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3):
-    return eligible(shares, places, batch_size, ahead, cap, max_refill)
+def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, kept=1.0):
+    return eligible(shares, places, batch_size, ahead, cap, max_refill, kept)
 
 
 def test_as_much_as_the_batches_ahead_lack():
@@ -27,6 +29,31 @@ def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
     assert room(Places(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
+
+
+def test_while_some_are_playing_the_refills_are_not_exceeded():
+    """With surplus groups whose quick ones had all been solved, 272 rollouts were played for a batch in place of 192."""
+    assert room(Places(playing=Counter(a=2), dropped=Counter(a=3 * 8 - 2))) == []
+
+
+def test_as_many_are_started_as_will_be_needed():
+    assert room(Places(playing=Counter(a=15)), kept=0.5) == ["a"] and room(Places(playing=Counter(a=16)), kept=0.5) == []
+    assert room(Places(usable=Counter(a=6), playing=Counter(a=3)), kept=0.5) == ["a"]
+    assert room(Places(usable=Counter(a=6), playing=Counter(a=4)), kept=0.5) == []
+    assert room(Places(playing=Counter(a=23)), kept=0.01) == ["a"] and room(Places(playing=Counter(a=24)), kept=0.01) == []
+    assert room(Places(playing=Counter(a=9)), kept=0.5, max_refill=1) == []
+    assert room(Places(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]  # of 12, half of each
+    assert room(Places(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_the_share_that_is_kept_is_that_of_the_newest_groups(max_lag):
+    admission = Admission(SimpleNamespace(max_lag=max_lag), SimpleNamespace(shares=ONE))
+    assert admission.kept() == 1.0
+    admission.outcomes.extend([False, False])
+    assert admission.kept() == (1.0 if max_lag else 0.75)  # the first ones do not decide alone
+    admission.outcomes.extend([True] * 6 + [False] * 24)
+    assert admission.kept() == (1.0 if max_lag else 0.0)
 
 
 def test_an_environment_has_its_share_of_the_places():

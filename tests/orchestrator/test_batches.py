@@ -124,6 +124,12 @@ def test_oldest_groups_first_and_not_before_the_batch_is_full():
     assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0, 0.5)], 4, 5, 3)] == [1, 3]  # one rollout more than asked for
 
 
+def test_a_group_does_not_overtake_one_that_was_begun_before_it():
+    groups = [group(1, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 0.0)]
+    assert choose(groups, 4, 2, 3, before=2) is None  # group 2 is playing
+    assert [g.group_id for g in choose(groups, 4, 2, 3, before=4)] == [1, 3]
+
+
 def test_short_batch_after_three_batches_worth_of_groups():
     silent = [group(i, 0.0, 0.0) for i in range(3 * 2)]
     assert choose(silent, 4, 0, 3) is None

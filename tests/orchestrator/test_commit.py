@@ -1,6 +1,7 @@
 """The orchestrator dies between any two steps of writing, again and again: every finished group counts exactly once."""
 
 import json
+import math
 import random
 import sys
 import tempfile
@@ -95,13 +96,13 @@ class Nothing:
 class World:
     """A run whose orchestrator lives several times, and what it is known to have finished."""
 
-    def __init__(self, root: Path, dice: random.Random, *more: str):
-        flags = ["--name", "r", "--output_dir", str(root), "--max_steps", str(STEPS), "--max_lag", "1"]
+    def __init__(self, root: Path, dice: random.Random, *more: str, max_lag: int = 1):
+        flags = ["--name", "r", "--output_dir", str(root), "--max_steps", str(STEPS), "--max_lag", str(max_lag)]
         envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
         flags += ["--orchestrator.environment", envs, "--orchestrator.batch_size", "4", "--orchestrator.group_size", "2"]
         self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2", *more]))
         self.run_dir, self.dice = self.config.run_dir, dice
-        self.published, self.nonces, self.missing = 0, 0, 0
+        self.published, self.nonces, self.missing, self.surplus = 0, 0, 0, 0
         self.durable: dict[float, Group] = {}
         self.asked: dict[float, Group] = {}
 
@@ -147,6 +148,7 @@ class World:
         if done:
             now(one.builder.add(done))
             now(one.builder.commit_full_batches())
+            one.cancel_surplus()
             self.durable |= {nonce(group): group for group in done}
         if self.published < one.progress.newest and self.dice.random() < 0.5:
             self.published += 1
@@ -193,7 +195,7 @@ def waiting_lines(run_dir: RunDir) -> list[int]:
     """Groups of pending.jsonl, of each of which there are two lines."""
     lines = [json.loads(line) for line in run_dir.pending_rollouts.read_bytes().splitlines()]
     assert not any(line["trained"] or line["step"] for line in lines)
-    assert {line["why"] for line in lines} <= {"pending", "no_signal", "error", "environment", "stale"}
+    assert {line["why"] for line in lines} <= {"pending", "no_signal", "error", "environment", "stale", "surplus"}
     return [line["group_id"] for line in lines if line["rollout_id"] == 0]
 
 
@@ -211,7 +213,11 @@ def check(world: World) -> None:
         assert content.batch.step == step and in_words == {(s.group_id, s.rollout_id) for s in content.batch.samples}
         trained += in_words
         lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.policy_versions]
-        assert min(lags) >= 0 and max(lags) <= 2
+        assert min(lags) >= 0 and max(lags) <= 2 * world.config.max_lag
+        if not world.config.max_lag:  # of the groups that could have been trained those that were begun first are
+            left = {line["group_id"] for line in lines if line["why"] == "surplus" and line["versions"] == [step - 1]}
+            assert max(group_id for group_id, _ in in_words) < min(left, default=math.inf)
+            world.surplus += len(left)
     waiting, remarks = read_groups(run_dir.pending)
     assert waiting_lines(run_dir) == [group.group_id for group in waiting]
     said += [nonce(group) for group in waiting]
@@ -240,14 +246,22 @@ def check(world: World) -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**20), st.lists(st.integers(1, 70), max_size=5))
-def test_whatever_point_is_the_last_every_group_counts_once(seed, deaths):
+@given(st.integers(0, 2**20), st.lists(st.integers(1, 70), max_size=5), st.integers(0, 1))
+def test_whatever_point_is_the_last_every_group_counts_once(seed, deaths, max_lag):
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), random.Random(seed))
+        world = World(Path(folder), random.Random(seed), max_lag=max_lag)
         for points in deaths:
             world.live(points)
         world.live(0)
         check(world)
+
+
+def test_on_policy_what_a_batch_does_without_is_settled_with_it(tmp_path):
+    worlds = [World(tmp_path / str(seed), random.Random(seed), max_lag=0) for seed in range(5)]
+    for world in worlds:
+        world.live(0)
+        check(world)
+    assert sum(world.surplus for world in worlds) > 0
 
 
 def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):

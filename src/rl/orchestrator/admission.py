@@ -5,6 +5,10 @@ in inference and `newest` the last batch, at most (loaded + 1 + max_lag - newest
 they finish in order, the last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at most
 max_lag. Groups that are dropped make room for their replacements. With max_lag = 0 nothing can be overtaken, and lag is always 0.
 
+With max_lag = 0 a batch would wait for each round of replacements alone, while the servers have little to do. So as many groups are
+started as the batch will need, by the share of the newest ones that could be trained. Of those that can be trained it takes the first
+that were begun, and not the first that finish, which would be the short ones; the rest are dropped as `surplus`.
+
 With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than SLOW times the typical time gives
 its place to another. It goes on playing, is trained when it finishes, and may lag by more than max_lag, up to max_off_policy_steps. So
 a slow environment plays as many groups at once as its share needs, and the others go on meanwhile.
@@ -25,6 +29,9 @@ SLOW = 2.0
 """Times the typical time that a group takes: one that has played for longer holds no place."""
 PACE_GROUPS = 32
 """Newest groups of an environment whose times make its median."""
+
+KEPT_GROUPS, KEPT_AT_LEAST = 24, 8
+"""Newest groups whose outcomes say which share can be trained, and how many the first ones count as."""
 
 
 class Pace:
@@ -79,7 +86,13 @@ class InFlight:
 
 
 def eligible(
-    shares: dict[str, float], places: Places, batch_size: int, batches_ahead: int, max_in_flight: int, max_refill: int
+    shares: dict[str, float],
+    places: Places,
+    batch_size: int,
+    batches_ahead: int,
+    max_in_flight: int,
+    max_refill: int,
+    kept: float = 1.0,
 ) -> list[str]:
     """The environments of which a group may be started now; none if there is no room.
 
@@ -87,14 +100,16 @@ def eligible(
     environment has its share of them. An environment that is slow and has used it up leaves the places to the others.
 
     Shares are of the rollouts that are played: what replaces dropped groups is shared like the rest, so that an environment that is
-    solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled.
+    solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled. `kept`: the
+    share of those playing that is likely to be trained; the others are replaced from the start.
     """
     window = batch_size * batches_ahead
-    if places.held >= window:
+    lost = (1.0 - max(kept, 1.0 / max_refill)) * places.playing.total()
+    if places.held - lost >= window:
         return []
-    dropped = places.dropped.total()
-    if places.usable and dropped + places.held >= max_refill * window:
+    if places.held and places.dropped.total() + places.held >= max_refill * window:
         return []
+    dropped = places.dropped.total() + lost
     below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
     played = places.usable + places.playing + places.dropped
     return [env for env in below_cap if played[env] < shares[env] * (window + dropped)] or below_cap
@@ -109,6 +124,13 @@ class Admission:
         self.pace = Pace(source.shares)
         self.in_flight: dict[int, InFlight] = {}
         """By group id."""
+        self.outcomes: deque[bool] = deque(maxlen=KEPT_GROUPS)
+        """Whether each of the newest groups can be trained."""
+
+    def kept(self) -> float:
+        """The share of the groups playing that is likely to be trained; with max_lag > 0, where nothing waits for replacements, all."""
+        lacking = max(0, KEPT_AT_LEAST - len(self.outcomes))
+        return 1.0 if self.config.max_lag else (sum(self.outcomes) + lacking) / (len(self.outcomes) + lacking)
 
     def places(self, finished: Iterable[Group]) -> Places:
         """What the rollouts of each environment are doing; `finished` are the groups that no batch has used yet."""
@@ -127,14 +149,15 @@ class Admission:
         if self.source.again and batches_ahead > 0:
             return list(self.source.shares)  # what was lost had its place already
         settings = self.config.orchestrator
-        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, settings.max_in_flight, settings.max_refill)
+        limits = (settings.max_in_flight, settings.max_refill)
+        return eligible(self.source.shares, places, settings.batch_size, batches_ahead, *limits, self.kept())
 
-    def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
-        """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.
+    def cancel_older(self, oldest: int, arrived: Iterable[Group]) -> list[InFlight]:
+        """Cancels groups that have tokens of versions before `oldest`, and issues their tasks again.
 
         Not those that have `arrived`: they are played, and only not durable yet. Returns what was cancelled.
         """
-        oldest, kept = loaded - self.config.orchestrator.max_off_policy_steps, {group.group_id for group in arrived}
+        kept = {group.group_id for group in arrived}
         stale = [play for play in self.in_flight.values() if play.start_version < oldest and play.ref.group_id not in kept]
         for play in stale:
             play.task.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -163,9 +164,13 @@ class BatchBuilder:
             self._judge(groups)
         finally:
             await asyncio.to_thread(self.readable.append, groups)
+        newest = self.progress.newest
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
+            self.admission.outcomes.append(group.why is None)
             self._count(group)
+            if not self.config.max_lag and group.why is None and min(group.versions, default=newest) < newest:
+                group.why = "surplus"  # it finished while the batch that it was begun for was made of others
             self.warnings.failed(group)
             self.warnings.renamed(group)
 
@@ -198,13 +203,15 @@ class BatchBuilder:
     async def _next_groups(self) -> list[Group] | None:
         """The groups of the next batch. Those that turn out too old are dropped as stale, and replaced.
 
-        On-policy that is every older one: a server that came back may have sampled by an older version before that was noticed.
+        On-policy that is every older one: a server that came back may have sampled by an older version before that was noticed. And there
+        a batch is of the groups that were begun first: nothing that is still played is left out for being slow.
         """
         settings = self.config.orchestrator
         limit = self.progress.newest - (settings.max_off_policy_steps if self.config.max_lag else 0)
         num_playing = self.admission.places(self.pending.groups).playing.total()
+        before = math.inf if self.config.max_lag else min(self.admission.in_flight, default=math.inf)
         while True:
-            used = batches.choose(self.pending.groups, settings.batch_size, num_playing, settings.max_refill)
+            used = batches.choose(self.pending.groups, settings.batch_size, num_playing, settings.max_refill, before)
             old = [group for group in used or [] if min(group.versions, default=limit) < limit]
             if not old:
                 return used
@@ -214,8 +221,11 @@ class BatchBuilder:
             await asyncio.to_thread(self.readable.rewrite, self.pending.groups)
 
     async def _commit(self, used: list[Group]) -> None:
-        """Makes the next batch of `used`; groups that were dropped until now are settled with it."""
-        step = self.progress.newest + 1
+        """Makes the next batch of `used`; groups that were dropped until now are settled with it, and on-policy all others."""
+        step, used_ids = self.progress.newest + 1, {group.group_id for group in used}
+        for group in self.pending.groups:
+            if not self.config.max_lag and group.why is None and group.group_id not in used_ids:
+                group.why = "surplus"
         dropped = [group for group in self.pending.groups if group.why is not None]
         settled = [*used, *dropped]
         settled_ids = {group.group_id for group in settled}

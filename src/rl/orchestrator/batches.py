@@ -1,5 +1,6 @@
 """From finished groups to the next batch: which groups, and what is written of them. All but the writing is pure."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,12 +44,13 @@ def decode_state(raw: msgspec.Raw) -> OrchestratorState:
         raise CorruptFileError(f"the orchestrator's state in the newest batch is not of this version of rl: {error}") from None
 
 
-def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill: int) -> list[Group] | None:
+def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill: int, before: float = math.inf) -> list[Group] | None:
     """The groups of the next batch, oldest first, `batch_size` episodes or a part of a group more; None while there are not enough.
 
-    Short once `max_refill` batches' worth were played for it, but not while groups are playing: they would age by a version.
+    Short once `max_refill` batches' worth were played for it, but not while groups are playing: they would age by a version. `before`: only
+    groups begun before this one count.
     """
-    usable = sorted((group for group in finished if group.why is None), key=lambda group: group.group_id)
+    usable = sorted((group for group in finished if group.why is None and group.group_id < before), key=lambda group: group.group_id)
     count = 0
     for i, group in enumerate(usable):
         count += group.num_episodes

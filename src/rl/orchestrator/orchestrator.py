@@ -150,10 +150,18 @@ class Orchestrator:
 
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and issues their tasks again."""
-        for play in self.admission.cancel_stale(self.policy.loaded, [group for group in self.played if isinstance(group, Group)]):
+        for play in self._cancel_older(self.policy.loaded - self.config.orchestrator.max_off_policy_steps):
             self.clock.stale[play.ref.env] += 1
             behind = self.policy.loaded - play.start_version
             log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
+
+    def cancel_surplus(self) -> None:
+        """On-policy, cancels groups that were begun for a batch that did without them, and issues their tasks again."""
+        if not self.config.max_lag:
+            self._cancel_older(self.progress.newest)
+
+    def _cancel_older(self, oldest: int) -> list[InFlight]:
+        return self.admission.cancel_older(oldest, [group for group in self.played if isinstance(group, Group)])
 
     def quarantine(self, env: str, why: str) -> None:
         """Goes on without an environment whose workers cannot be kept alive. Raises RunError when nothing is left to train on."""
@@ -185,6 +193,7 @@ class Orchestrator:
                 self.status.advance(len(group.rollouts))
             if groups:
                 await self.builder.commit_full_batches()
+                self.cancel_surplus()
             self.show_progress()
             await self.progress.notify()
 
