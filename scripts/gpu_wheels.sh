@@ -6,7 +6,7 @@
 #   PYTHONPATH=src:site python scripts/gpu_check.py
 set -euo pipefail
 folder=${1:?folder for the wheels}
-packages=(msgspec pyzmq pydantic pydantic-core annotated-types typing-inspection psutil tomli-w pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers)
+packages=(blake3 msgspec pyzmq pydantic pydantic-core annotated-types typing-inspection psutil tomli-w pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers)
 platforms=(--platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
 # The versions that this project is tested with (pyproject.toml).
 constraints=$(mktemp)

@@ -392,6 +392,12 @@ RECORDS = [
     written("checkpoints/000001/manifest.json", "{}", lambda path: read_manifest(path.parent), "manifest.json: missing or damaged"),
     written("checkpoints/000001/manifest.json", '{"step": 1, "world_size": 1, "model": "", "files": {"../../x": {}}}',
             lambda path: read_manifest(path.parent), "manifest.json: missing or damaged"),
+    written(
+        "weights/000001/digests.json",
+        '{"hash": "crc32", "tensors": {}}',
+        read_digests,
+        "{tmp}/weights/000001/digests.json: missing or damaged",
+    ),
     written("weights/000001/digests.json", '{"tensors": [', read_digests, "{tmp}/weights/000001/digests.json: missing or damaged"),
     written("x.safetensors", b"\xff" * 100, lambda path: read_header(path), "x.safetensors: not a safetensors file (a header of 1"),
     rows("{}\n[1]\n", "{tmp}/data.jsonl:2: a list; write one object a line"),

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DIGESTS
+from rl.run_dir.digests import NEWEST
 from rl.run_dir.in_memory import InMemory
 from rl.run_dir.safetensors import tensor_digests
 from rl.trainer.store.arena import Arena
@@ -105,7 +106,7 @@ def arena_of(version: Path) -> tuple[Arena, InMemory]:
 
 def write_digests(folder: Path) -> None:
     """As the trainer does beside a version's weights."""
-    (folder / DIGESTS).write_text(json.dumps({"tensors": tensor_digests(folder / "model.safetensors")}))
+    (folder / DIGESTS).write_text(json.dumps({"hash": NEWEST, "tensors": tensor_digests(folder / "model.safetensors")}))
 
 
 def damaged_copy(version: Path, folder: Path) -> Path:

@@ -2,11 +2,11 @@
 
 import errno
 import fcntl
-import hashlib
 import os
 import random
 
 import pytest
+from blake3 import blake3
 
 from rl.run_dir import direct
 from rl.run_dir.direct import DirectFile
@@ -30,7 +30,7 @@ def test_what_is_written_in_parts_is_there_with_its_checksum(tmp_path, size):
             place += len(part)
             assert file.tell() == place
     assert path.read_bytes() == data
-    assert file.checksum() == {"size": size, "sha256": hashlib.sha256(data).hexdigest()}
+    assert file.checksum() == {"size": size, "blake3": blake3(data).hexdigest()}
     file.close()  # again: nothing
 
 

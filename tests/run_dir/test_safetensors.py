@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from rl.run_dir.digests import OLDEST, digest
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.hashes import sha256
 from rl.run_dir.safetensors import TensorEntry, read_header, tensor_digests, weights_file
@@ -21,7 +22,8 @@ def test_header_and_tensors(tmp_path):
     path.write_bytes(content({"__metadata__": {"format": "pt"}, "b": entry(2, 4), "a": entry(0, 2)}, b"1234"))
     start = path.stat().st_size - 4
     assert read_header(path) == {"b": TensorEntry("U8", (2,), start + 2, start + 4), "a": TensorEntry("U8", (2,), start, start + 2)}
-    assert list(tensor_digests(path).items()) == [("b", sha256(b"34")), ("a", sha256(b"12"))]
+    assert list(tensor_digests(path).items()) == [("b", digest(b"34")), ("a", digest(b"12"))]
+    assert list(tensor_digests(path, OLDEST).items()) == [("b", sha256(b"34")), ("a", sha256(b"12"))]
     assert weights_file(tmp_path) == path
     path.write_bytes(content({}))
     assert read_header(path) == {}

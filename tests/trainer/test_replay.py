@@ -6,17 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file
 
 from rl.commands.branch import make
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
-from rl.run_dir.checksums import first_difference, read_digests, verify_version
+from rl.run_dir.checksums import MANIFEST, checksum, first_difference, newest_sound_checkpoint, read_digests, verify_version
+from rl.run_dir.digests import NEWEST, OLDEST, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_file
-from rl.run_dir.hashes import sha256
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.safetensors import tensor_digests, weights_file
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, UNRECORDED, differing_conditions
@@ -100,7 +102,8 @@ def test_digests_are_those_of_the_bytes_in_the_file(recorded):
     folder = recorded[0].run_dir.weights(STEPS)
     tensors = load_file(next(folder.glob("*.safetensors")))
     content = read_digests(folder / "digests.json")
-    assert content["tensors"] == {name: sha256(tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
+    assert content["hash"] == NEWEST == "blake3"
+    assert content["tensors"] == {name: blake3(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
     assert content["made_by"] | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__} == content["made_by"]
     assert content["made_by"] | {"attention": "blocks", "compiled": False} == content["made_by"]
     assert "files" in content and "files" not in read_digests(recorded[0].run_dir.digests(STEPS))
@@ -117,10 +120,37 @@ def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_
     assert before == {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
 
 
+def test_a_run_with_the_hashes_of_an_older_rl_is_equal_too(recorded, world, tmp_path):
+    config, *_ = recorded
+    run_dir = copy_of(config.run_dir, tmp_path / "older")
+    for folder in numbered(run_dir.weights_dir).values():
+        content = read_digests(folder / "digests.json")
+        files = {name: digest_of_file(folder / name, OLDEST) for name in content["files"]}
+        older = {"tensors": tensor_digests(weights_file(folder), OLDEST), "made_by": content["made_by"]}
+        for path, text in ((folder / "digests.json", older | {"files": files}), (run_dir.digests(int(folder.name)), older)):
+            path.unlink()  # a copy may share the original's file
+            path.write_text(json.dumps(text))
+    for folder in numbered(run_dir.checkpoints).values():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["files"] = {name: checksum(folder / name, OLDEST) for name in manifest["files"]}
+        (folder / MANIFEST).unlink()
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    _, versions, checkpoints = replay(run_dir, config, tmp_path / "replay", world)
+    assert [(line["tensor"], line["fault"], line["kept"][-1]) for line in versions[1:]] == [(None, None, "weights")] * 3
+    assert [(line["ranks"], line["fault"]) for line in checkpoints] == [([], None)] * 2
+    part = next(run_dir.checkpoint(2).glob("*.distcp"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.unlink()
+    part.write_bytes(data)
+    assert newest_sound_checkpoint(run_dir.checkpoints, at_most=2) == (0, {2: f"{part}: damaged"})
+
+
 def test_a_run_of_before_the_arithmetic_was_recorded_is_told_apart(recorded):
     made_by = read_digests(recorded[0].run_dir.digests(STEPS))["made_by"]
     assert not differing_conditions(made_by, made_by)
-    older = {name: value for name, value in made_by.items() if name not in ("arithmetic", "compiled")} | {"threads": 64}
+    assert differing_conditions(made_by | {"bfloat16": "avx9_bf16"}, made_by) == f"bfloat16 avx9_bf16 there and {made_by['bfloat16']} here"
+    older = {name: value for name, value in made_by.items() if name not in ("arithmetic", "bfloat16", "compiled")} | {"threads": 64}
     expected = f"arithmetic {UNRECORDED['arithmetic']} there and {ARITHMETIC} here, threads 64 there and {made_by['threads']} here"
     assert differing_conditions(older, made_by) == expected
 
@@ -181,8 +211,9 @@ def test_another_batch_is_found_at_its_step(recorded, world, tmp_path):
 def test_damage_is_told_from_difference(recorded, world, tmp_path):
     """A flipped bit of the weights, of their digests, and of the record."""
     config, *_ = recorded
-    version = SimpleNamespace(named={}, made_by={}, digests=read_digests(config.run_dir.digests(STEPS))["tensors"])
-    first = next(iter(version.digests))
+    digests = read_digests(config.run_dir.digests(STEPS))["tensors"]
+    version = SimpleNamespace(named={}, made_by={}, digests_by=lambda _: digests)
+    first = next(iter(digests))
 
     def found(name, change):
         run_dir = copy_of(config.run_dir, tmp_path / name)

@@ -6,12 +6,13 @@ and take away those that somebody else still needs. Where the file system has no
 
 import errno
 import fcntl
-import hashlib
 import io
 import mmap
 import os
 from pathlib import Path
 from typing import Any
+
+from rl.run_dir.digests import HASHES, NEWEST
 
 BLOCK_BYTES = 4096
 """Places and lengths of what is written this way are multiples of it, on any disk."""
@@ -22,14 +23,14 @@ PIECE_BYTES = 8 << 20
 class DirectFile(io.RawIOBase):
     """A new file, or an old one emptied, written from its begin to its end. Durable once it is closed and fsync has been called for it.
 
-    `hashed`: whether its checksum is wanted, one core's second for 1.4 GB. Every method raises OSError as the system does.
+    `hashed`: whether its checksum is wanted, one core's second for 5 GB. Every method raises OSError as the system does.
     """
 
     fd = -1
 
     def __init__(self, path: Path, hashed: bool = False):
         self.held, self.size = 0, 0
-        self.sha256 = hashlib.sha256() if hashed else None
+        self.hash = HASHES[NEWEST]() if hashed else None
         self.piece = mmap.mmap(-1, PIECE_BYTES)  # shared, and at a page's begin, as direct writing wants it
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
@@ -66,8 +67,8 @@ class DirectFile(io.RawIOBase):
     def _put(self, length: int) -> None:
         """Writes what is held, and as many bytes of the piece behind it as make `length`."""
         with memoryview(self.piece) as piece:
-            if self.sha256:
-                self.sha256.update(piece[: self.held])
+            if self.hash:
+                self.hash.update(piece[: self.held])
             done = 0
             while done < length:
                 try:
@@ -98,6 +99,6 @@ class DirectFile(io.RawIOBase):
             super().close()
 
     def checksum(self) -> dict[str, Any]:
-        """Size and SHA-256 of what was written, as rl.run_dir.checksums has them. For one that is `hashed` and closed."""
-        assert self.closed and self.sha256
-        return {"size": self.size, "sha256": self.sha256.hexdigest()}
+        """Size and hash of what was written, as rl.run_dir.checksums has them. For one that is `hashed` and closed."""
+        assert self.closed and self.hash
+        return {"size": self.size, NEWEST: self.hash.hexdigest()}

@@ -1,14 +1,6 @@
-"""The two hashes of a run directory: BLAKE2b of records, SHA-256 of files and tensors."""
+"""The hashes of records and of readable rollouts, for which every process has what it needs; those of files and tensors: `digests`."""
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
-MAX_THREADS = 8
 
 
 def blake2b(data: bytes | memoryview) -> bytes:
@@ -17,17 +9,5 @@ def blake2b(data: bytes | memoryview) -> bytes:
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """SHA-256 in hexadecimal: of tensors and files. Processors have instructions for it, and `sha256sum --check` reads it."""
+    """SHA-256 in hexadecimal: of readable text, whose sum `sha256sum --check` reads."""
     return hashlib.sha256(data).hexdigest()
-
-
-def sha256_of_file(path: Path) -> str:
-    """SHA-256 of a file of any size, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def hash_each(hash_of: Callable[[T], str], things: Iterable[T]) -> list[str]:
-    """The hash of each thing, on as many threads as there are cores, MAX_THREADS at most: hashlib lets others run meanwhile."""
-    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        return list(threads.map(hash_of, things))

@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.run_dir.digests import NEWEST, digest, hash_each
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.hashes import hash_each, sha256
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library reads no longer header either."""
@@ -56,12 +56,15 @@ def entry_of(entry: dict, data_start: int) -> TensorEntry:
     return TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
 
 
-def tensor_digests(path: Path) -> dict[str, str]:
-    """SHA-256 of each tensor's bytes by its name. Raises CorruptFileError as `read_header` does, and for what cannot be read."""
+def tensor_digests(path: Path, name: str = NEWEST) -> dict[str, str]:
+    """The hash of each tensor's bytes, by one of digests.HASHES, under the tensor's name.
+
+    Raises CorruptFileError as `read_header` does, and for what cannot be read.
+    """
     tensors = read_header(path)
     try:
         with path.open("rb", buffering=0) as file:
-            hashes = hash_each(lambda tensor: sha256(read_at(file.fileno(), tensor)), tensors.values())
+            hashes = hash_each(lambda tensor: digest(read_at(file.fileno(), tensor), name), tensors.values())
     except OSError as error:
         raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
     return dict(zip(tensors, hashes, strict=True))

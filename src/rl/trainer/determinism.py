@@ -41,6 +41,7 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "bfloat16": "" if on_gpu else bfloat16_instructions(),
         "threads": torch.get_num_threads(),
         "ranks": world.size,
         "micro_batch_tokens": micro_batch_tokens(settings, world.device, mode),
@@ -49,6 +50,12 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
         "deterministic": is_deterministic(settings, world.device),
         "arithmetic": ARITHMETIC,
     }
+
+
+def bfloat16_instructions() -> str:
+    """What this processor has for products of bfloat16: each adds up in an order of its own. Empty without any, or where torch is older."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    return " ".join(name for name in ("amx_bf16", "avx512_bf16") if found.get(name))
 
 
 def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:

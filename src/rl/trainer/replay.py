@@ -66,7 +66,7 @@ def compare(replayed: RunDir, number: int, version: Version) -> dict[str, Any]:
     """
     folder = replayed.weights(number)
     contents, fault = kept_of(replayed.digests(number), folder)
-    differing = {kind: first_difference(content["tensors"], version.digests) for kind, content in contents.items()}
+    differing = {kind: first_difference(content["tensors"], version.digests_by(content["hash"])) for kind, content in contents.items()}
     tensor = next(filter(None, differing.values()), None)
     if len(set(differing.values())) > 1 and not fault:
         fault = f"{folder / DIGESTS} and {replayed.digests(number)} differ in {tensor}"

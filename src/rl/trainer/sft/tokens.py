@@ -22,7 +22,7 @@ from rl.models.chat import THINK, THINK_END, Message, RendererError, Tool, argum
 from rl.models.folder import has_template, resolve_model
 from rl.models.renderer import load_renderer
 from rl.models.template import Renderer
-from rl.run_dir.checksums import checksum
+from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
@@ -243,10 +243,11 @@ def remedy(directory: Path) -> str:
 
 def verify_data(directory: Path) -> None:
     """Raises CorruptFileError unless all files of `data/` are what was written."""
-    for name, expected in read_manifest(directory)["files"].items():
-        file = directory / name
-        if not file.is_file() or checksum(file) != expected:
-            raise CorruptFileError(f"{file}: {'damaged' if file.is_file() else 'missing'}; {remedy(directory)}")
+    files = read_manifest(directory)["files"]
+    try:
+        verify_files(directory, files)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{error}; {remedy(directory)}") from None
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

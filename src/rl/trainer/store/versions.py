@@ -3,7 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir.checksums import DIGESTS
+from rl.run_dir.digests import NEWEST, digest, digest_of_file, hash_each
 from rl.run_dir.files import Fence, write_directory, write_file
-from rl.run_dir.hashes import hash_each, sha256, sha256_of_file
 from rl.run_dir.in_memory import InMemory
 from rl.system import faults
 from rl.trainer import lora
@@ -52,9 +52,13 @@ class Version:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each tensor's bytes by its name in the file. A core takes about a second for each GB."""
+        """The newest hash of each tensor's bytes by its name in the file. A core takes about a fifth of a second for each GB."""
+        return self.digests_by(NEWEST)
+
+    def digests_by(self, name: str) -> dict[str, str]:
+        """The same by another of digests.HASHES, to be compared with what an older rl wrote."""
         views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
-        return dict(zip(self.named, hash_each(sha256, views), strict=True))
+        return dict(zip(self.named, hash_each(partial(digest, name=name), views), strict=True))
 
     @cached_property
     def in_memory(self) -> InMemory | None:
@@ -66,7 +70,7 @@ class Version:
         """Writes the digests. Comes before anybody hears of the version: what is trained again can be compared with it, and it stays when
         the version is deleted. Neither is durable before `make_durable`: a version is sampled from at once, for the log can make it again.
         """
-        content = {"tensors": self.digests, "made_by": self.made_by}
+        content = {"hash": NEWEST, "tensors": self.digests, "made_by": self.made_by}
         write_file(record, json.dumps(content, indent=1).encode(), fence=fence, durable=False)
 
     def write(self, path: Path, *, new: bool = False, fence: Fence = None) -> None:
@@ -85,8 +89,8 @@ class Version:
                 faults.point("weights.saved")
                 copy_small_files(self.base, folder)
                 write_config(self.base, folder, self.model, self.dtype)
-            small = {file.name: sha256_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
-            content = {"tensors": self.digests, "made_by": self.made_by, "files": small}
+            small = {file.name: digest_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
+            content = {"hash": NEWEST, "tensors": self.digests, "made_by": self.made_by, "files": small}
             (folder / DIGESTS).write_text(json.dumps(content, indent=1))
 
         write_directory(path, fill, new=new, fence=fence, durable=False)
