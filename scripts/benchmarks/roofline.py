@@ -29,6 +29,8 @@ sys.path.insert(0, str(ROOT / "src"))
 
 WARM_UP = 3
 """Steps at a run's start that are not counted."""
+BATCHES = 16
+"""Batches that are read of a run, spread over its steps."""
 IDLE_AT_REST = ("sampling", "forward_backward", "optimizer", "old_logprobs")
 """Spans of a run in which somebody computes."""
 
@@ -230,7 +232,7 @@ def own_process(command: list[str]) -> dict[str, Any]:
 
 
 def of_run(root: Path) -> tuple[Path, str, Load, int, dict[str, float]]:
-    """A run's model and its number format, its batch, the tokens that are computed of it, and medians over its steps: seconds, and the
+    """A run's model and its number format, and medians over its steps: its batch, the tokens that are computed of it, seconds, and the
     number of rollouts that were played."""
     from rl.config.stored import stored_config
     from rl.models.folder import resolve_model
@@ -245,12 +247,15 @@ def of_run(root: Path) -> tuple[Path, str, Load, int, dict[str, float]]:
     if len(steps) < 3:
         raise SystemExit(f"{root} has {len(steps)} steps after the first {WARM_UP}; give a longer run")
     trainer, batches = ([lines[step, source] for step in steps[1:]] for source in ("trainer", "orchestrator"))
-    path = numbered(run_dir.batches, ".batch")[steps[-1]]
-    samples = decode_batch(path.read_bytes(), path.name).batch.samples
-    prompt = round(median(sample.loss_mask.index(True) for sample in samples))
+    files = {step: path for step, path in numbered(run_dir.batches, ".batch").items() if step in steps[1:]}
+    prompts, computed = list[int](), list[float]()
+    for step, path in list(files.items())[:: max(1, len(files) // BATCHES)]:
+        samples = decode_batch(path.read_bytes(), path.name).batch.samples
+        prompts += [sample.loss_mask.index(True) for sample in samples]
+        shared = lines[step, "trainer"]["perf/shared_token_fraction"]
+        computed.append(sum(len(sample.token_ids) for sample in samples) * (1 - shared))
     length = median(line["rollouts/length_mean"] for line in batches)
-    load = Load(config.orchestrator.batch_size, config.orchestrator.group_size, prompt, round(length))
-    computed = sum(len(sample.token_ids) for sample in samples) * (1 - median(line["perf/shared_token_fraction"] for line in trainer))
+    load = Load(config.orchestrator.batch_size, config.orchestrator.group_size, round(median(prompts)), round(length))
     spans = [done for done in Run(root).timeline().spans if done.name in IDLE_AT_REST]
     ends = [lines[step, "trainer"]["time"] for step in steps]
     between = list(itertools.pairwise(ends))
@@ -259,7 +264,7 @@ def of_run(root: Path) -> tuple[Path, str, Load, int, dict[str, float]]:
     times["idle"] = median(end - begin - covered(spans, begin, end) for begin, end in between)
     times["step"] = median(end - begin for begin, end in between)
     times["finished"] = median(line["rollouts/finished"] for line in batches)
-    return Path(resolve_model(config.model)), config.model.dtype, load, round(computed), times
+    return Path(resolve_model(config.model)), config.model.dtype, load, round(median(computed)), times
 
 
 def covered(spans: list[Any], begin: float, end: float) -> float:
