@@ -27,6 +27,9 @@ def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
     assert room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8))) == []
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
     assert room(Places(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
+    assert room(Places(playing=Counter(a=7), dropped=Counter(a=3 * 8)), kept=0.1) == ["a"]
+    assert room(Places(playing=Counter(a=8), dropped=Counter(a=3 * 8)), kept=0.1) == []
+    assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8)), kept=0.1) == []
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
     assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
 

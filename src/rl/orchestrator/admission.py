@@ -100,14 +100,16 @@ def eligible(
     environment has its share of them. An environment that is slow and has used it up leaves the places to the others.
 
     Shares are of the rollouts that are played: what replaces dropped groups is shared like the rest, so that an environment that is
-    solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled. `kept`: the
-    share of those playing that is likely to be trained; the others are replaced from the start.
+    solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled; if all of these
+    were dropped, others are played until there is something to train on. `kept`: the share of those playing that is likely to be trained;
+    up to that end the others are replaced from the start.
     """
-    window = batch_size * batches_ahead
-    lost = (1.0 - max(kept, 1.0 / max_refill)) * places.playing.total()
-    if places.held - lost >= window:
+    window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
+    all_dropped = places.dropped.total() >= most and not places.usable
+    if places.dropped.total() + places.held >= most and not all_dropped:
         return []
-    if places.held and places.dropped.total() + places.held >= max_refill * window:
+    lost = 0.0 if all_dropped else (1.0 - max(kept, 1.0 / max_refill)) * places.playing.total()
+    if places.held - lost >= window:
         return []
     dropped = places.dropped.total() + lost
     below_cap = [env for env, share in shares.items() if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)]
