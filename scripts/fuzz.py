@@ -29,6 +29,7 @@ from rl.orchestrator.pending import PendingLog
 from rl.orchestrator.pool import read_answer
 from rl.orchestrator.samples import group_samples
 from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
+from rl.run_dir.digests import HASHES, NEWEST
 from rl.run_dir.events import read_events
 from rl.run_dir.files import CorruptFileError, encode_record
 from rl.run_dir.lease import LockOwner
@@ -36,7 +37,7 @@ from rl.run_dir.metrics import MetricsReader, cut_metrics, environment_rewards, 
 from rl.run_dir.safetensors import tensor_digests
 from rl.run_dir.status import Phase, RoleStatus, last_seen, read_json, read_status
 from rl.system.credentials import redact_json
-from rl.system.errors import ConfigError
+from rl.system.errors import ConfigError, RunError
 from rl.wire import messages
 from rl.wire.batch_file import decode_batch, encode_batch
 from rl.wire.inference_client import Generation, HeldVersion, InferenceLostError, Refusal, read
@@ -230,10 +231,14 @@ TARGETS = {
     ),
     "manifest": Target(
         manifest,
-        (CorruptFileError,),
-        as_json({"step": 1, "world_size": 1, "model": "x", "files": {"manifest.json": {"size": 3, "sha256": "00"}}}),
+        (RunError,),
+        as_json(*[{"step": 1, "world_size": 1, "model": "x", "files": {"manifest.json": {"size": 3, n: "00"}}} for n in HASHES]),
     ),
-    "digests": Target(digests, (CorruptFileError,), as_json({"tensors": {"a.weight": "00"}, "files": {"config.json": "00"}})),
+    "digests": Target(
+        digests,
+        (RunError,),
+        as_json(*[{"tensors": {"a.weight": "00"}, "files": {"config.json": "00"}} | more for more in ({}, {"hash": NEWEST})]),
+    ),
     "safetensors": Target(
         safetensors,
         (CorruptFileError,),

@@ -10,9 +10,11 @@ from rl.commands.doctor.files import damaged_files
 from rl.launch.repair import repair
 from rl.orchestrator.pending import PendingLog
 from rl.run_dir.checksums import checksum
+from rl.run_dir.files import CorruptFileError
 from rl.run_dir.hashes import sha256
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir, numbered
+from rl.system.errors import RunError
 from rl.wire.batch_file import TrainBatch, write_batch, write_rollouts
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
@@ -134,6 +136,22 @@ def test_damaged_rollouts_are_named(run_dir):
     assert fault == f"{run_dir.rollouts(1)}: damaged, its checksum does not fit; move it away to go on without it; " + (
         "nothing but its readers needs it"
     )
+
+
+@pytest.mark.parametrize("kind", ["weights", "checkpoints"])
+def test_what_a_newer_rl_wrote_is_left_where_it_is(run_dir, kind):
+    if kind == "weights":
+        (run_dir.weights(5) / "digests.json").write_text(json.dumps({"hash": "blake9", "tensors": {"w": "00"}}))
+    else:
+        path = run_dir.checkpoint(4) / "manifest.json"
+        path.write_text(path.read_text().replace("blake3", "blake9"))
+    (fault,) = damaged_files(run_dir)
+    assert "its hash is 'blake9'" in fault and "a newer rl wrote it" in fault and "--resume" not in fault
+    for thorough in (False, True) if kind == "weights" else (True,):  # else the trainer reads it, and ends
+        with pytest.raises(RunError, match="a newer rl wrote it") as error:
+            repair(run_dir, thorough=thorough)
+        assert not isinstance(error.value, CorruptFileError)
+    assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]] and not run_dir.discarded.exists()
 
 
 @pytest.mark.parametrize("has_data", [True, False])

@@ -89,7 +89,7 @@ class RunDir:
         return self.batches / f"{step:06d}.quarantined"
 
     def digests(self, policy_version: int) -> Path:
-        """SHA-256 of each tensor of a version; stays when the version is deleted."""
+        """The hash of each tensor of a version; stays when the version is deleted."""
         return self.digests_dir / f"{policy_version:06d}.json"
 
     def tokens(self, step: int) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
+from rl.system.errors import RunError
 from rl.wire.batch_file import check_rollouts, sound_batch
 
 
@@ -26,4 +27,6 @@ def damaged_files(run_dir: RunDir) -> list[str]:
                 check(path)
             except (CorruptFileError, OSError) as error:
                 found.append(f"{error}; {remedy}")
+            except RunError as error:  # of a newer rl, which no resume of this one moves away
+                found.append(str(error))
     return found
