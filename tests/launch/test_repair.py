@@ -154,6 +154,56 @@ def test_what_a_newer_rl_wrote_is_left_where_it_is(run_dir, kind):
     assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]] and not run_dir.discarded.exists()
 
 
+def record(run_dir, number, **changed):
+    """The record in `digests/` of a version, with these differences to the version's own."""
+    run_dir.digests(number).parent.mkdir(exist_ok=True)
+    run_dir.digests(number).write_text(json.dumps(json.loads((run_dir.weights(number) / "digests.json").read_text()) | changed))
+
+
+def test_records_of_versions_are_judged(run_dir):
+    for number in (4, 5, 6):
+        record(run_dir, number)
+    record(run_dir, 4, hash="blake3", tensors={"w": "of another hash"})
+    run_dir.digests(3).write_text(run_dir.digests(4).read_text())  # its version is gone
+    assert damaged_files(run_dir) == []
+    flip(run_dir.digests(5))
+    record(run_dir, 6, tensors={"w": "00"})
+    first, second = damaged_files(run_dir)
+    assert first.startswith(f"{run_dir.digests(5)}: missing or damaged; a resume writes anew")
+    assert second.startswith(f"{run_dir.digests(6)}: is not what {run_dir.weights(6) / 'digests.json'} says of tensor w; a resume")
+    record(run_dir, 5, made_by={"threads": 1})
+    record(run_dir, 6)
+    assert damaged_files(run_dir) == []  # only one of the two has it
+    own = run_dir.weights(5) / "digests.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"made_by": {"threads": 2}}))
+    assert [fault.partition(";")[0] for fault in damaged_files(run_dir)] == [f"{run_dir.digests(5)}: is not what {own} says of made_by"]
+
+
+def test_a_version_that_lost_its_digests_is_judged_by_its_record(run_dir):
+    """One that never had either, as the model of a user or of an older rl, is taken as it is."""
+    for number in (4, 5, 6):
+        record(run_dir, number)
+        (run_dir.weights(number) / "digests.json").unlink()
+    run_dir.digests(4).unlink()
+    for number in (4, 6):
+        flip(run_dir.weights(number) / "model.safetensors")
+    (fault,) = damaged_files(run_dir)
+    assert fault.startswith(f"{run_dir.weights(6) / 'model.safetensors'}: tensor w is not what was written; `--resume` moves")
+    (remark,) = repair(run_dir, thorough=False)
+    assert "000006/model.safetensors: tensor w is not what was written; the trainer makes it again" in remark and left(run_dir)[2] == [4, 5]
+
+
+def test_examples_of_supervised_runs_are_judged(run_dir):
+    (run_dir.data / "train").mkdir(parents=True)
+    (run_dir.data / "train" / "ends.npy").write_bytes(bytes(100))
+    manifest = {"train": {}, "files": {"train/ends.npy": checksum(run_dir.data / "train" / "ends.npy")}}
+    (run_dir.data / "manifest.json").write_text(json.dumps(manifest))
+    assert damaged_files(run_dir) == []
+    flip(run_dir.data / "train" / "ends.npy")
+    (fault,) = damaged_files(run_dir)
+    assert fault.startswith(f"{run_dir.data / 'train' / 'ends.npy'}: damaged; delete {run_dir.data} to have it made anew")
+
+
 @pytest.mark.parametrize("has_data", [True, False])
 def test_supervised_runs_have_no_batches(run_dir, has_data):
     """Nor is their data needed to know that: whoever deletes damaged data has it made anew, and keeps the checkpoints."""

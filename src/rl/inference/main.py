@@ -96,7 +96,7 @@ def newest_sound_version(run_dir: RunDir, claim: Callable[[int], None]) -> Weigh
         claim(version)
         try:
             read_tensors(path)
-            check_version(path)
+            check_version(path, run_dir.digests(version))
             return WeightVersion(version, str(path))
         except RunError as error:
             print(f"inference: WARNING: policy version {version} is passed over: {error}", file=sys.stderr, flush=True)

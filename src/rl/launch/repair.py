@@ -7,6 +7,7 @@ all later steps are discarded, as by `--resume` at the step before; they are sam
 import contextlib
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rl.run_dir.checksums import check_version, verify_checkpoint
@@ -90,7 +91,7 @@ class Repair:
         for version, path in numbered(self.run_dir.weights_dir).items():
             if version < checkpoint and not self.thorough:
                 continue
-            if fault := find_fault(check_version, path):
+            if fault := find_fault(partial(check_version, record=self.run_dir.digests(version)), path):
                 comes = "the trainer makes it again" if version >= checkpoint else "it cannot be made again, and nothing needs it"
                 self._discard(path, "weights", f"{fault}; {comes}")
 

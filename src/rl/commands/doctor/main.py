@@ -17,7 +17,7 @@ from rl.launch.children import Children
 OPTIONS = (
     Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),
     Option("json", "", "print the result as JSON"),
-    Option("verify", "", "of a run: read every byte of its batches, checkpoints and weights and check it"),
+    Option("verify", "", "of a run: read every byte of its batches, checkpoints, weights and examples and check it"),
     Option("parity", "MODEL", "compare trainer and inference on this model (a folder, or an id on the hub)"),
     Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
     Option("dtype", "float32|bfloat16", "with --parity: this one alone; default: first the one, then the other"),
@@ -67,13 +67,14 @@ def run(name: str, *, verify: bool, as_json: bool) -> int:
         fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
     root = named_run(name).absolute()
     config = stored_config(root)
-    from rl.commands.doctor.files import damaged_files
     from rl.diagnosis.waits import diagnose
 
     run_dir = run_dir_of(root, config)
     found = diagnose(run_dir, config)
     problems = [problem.text for problem in found.problems]
     if verify:
+        from rl.commands.doctor.files import damaged_files
+
         problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
     if as_json:
         content = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems, "lines": found.lines}
