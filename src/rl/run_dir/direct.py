@@ -23,13 +23,13 @@ PIECE_BYTES = 8 << 20
 class DirectFile(io.RawIOBase):
     """A new file, or an old one emptied, written from its begin to its end. Durable once it is closed and fsync has been called for it.
 
-    `hashed`: whether its checksum is wanted, one core's second for 5 GB. Every method raises OSError as the system does.
+    `hashed`: whether its checksum is wanted, one core's second for 5 GB. Every method raises OSError as the system does; that of a write names the file.
     """
 
     fd = -1
 
     def __init__(self, path: Path, hashed: bool = False):
-        self.held, self.size = 0, 0
+        self.path, self.held, self.size = path, 0, 0
         self.hash = HASHES[NEWEST]() if hashed else None
         self.piece = mmap.mmap(-1, PIECE_BYTES)  # shared, and at a page's begin, as direct writing wants it
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -75,6 +75,7 @@ class DirectFile(io.RawIOBase):
                     done += os.write(self.fd, piece[done:length])
                 except OSError as error:
                     if error.errno != errno.EINVAL or not self._through_cache():
+                        error.filename = str(self.path)  # the system knows a number alone
                         raise
         self.held = 0
 

@@ -1,6 +1,7 @@
 """Whether a disk has room for what is about to be written."""
 
 import errno
+import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,4 +20,5 @@ def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"no space left: {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free", str(directory))
+        needed_mib, free_mib = math.ceil(100 * needed / 2**20) / 100, math.floor(100 * free / 2**20) / 100  # never the same number
+        raise OSError(errno.ENOSPC, f"no space left: {needed_mib:.2f} MiB are needed, {free_mib:.2f} MiB are free", str(directory))
