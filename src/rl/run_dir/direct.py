@@ -23,7 +23,8 @@ PIECE_BYTES = 8 << 20
 class DirectFile(io.RawIOBase):
     """A new file, or an old one emptied, written from its begin to its end. Durable once it is closed and fsync has been called for it.
 
-    `hashed`: whether its checksum is wanted, one core's second for 5 GB. Every method raises OSError as the system does; that of a write names the file.
+    `hashed`: whether its checksum is wanted, one core's second for 5 GB. Every method raises OSError as the system does, a write's with the
+    name of the file.
     """
 
     fd = -1
