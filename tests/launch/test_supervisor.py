@@ -453,6 +453,7 @@ def test_the_same_error_with_the_next_batch_is_no_poison(make, ending, same):
             "the same error in step 4 as in step 3, whose batch was quarantined: no batch is the cause; mend the cause, then go on before "
             "the batch that was skipped: --resume 2\ntrainer ended with exit code 1. The end of its log:\n"
         )
+        assert error.value.resume_at == 2
         assert len(run.events("death")) == 3 and quarantined == ["000003.quarantined"]
         assert run.events("give_up", "trainer")[0]["reason"].endswith("no batch is the cause")
     else:

@@ -1,5 +1,6 @@
 """The real trainer process on the real wire: end to end, resumed, and on two ranks."""
 
+import errno
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
+from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP
 from rl.trainer.model import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
+from rl.trainer.store.publisher import Publisher
 from rl.wire.batch_file import write_batch
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -235,11 +238,53 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     orchestrator.missing = 2
     with orchestrator:
         output = run_trainer(config, GIVE_UP, "tests.trainer.test_main:fill_disk")
-    assert (
-        re.search(r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: '/", output)
-        and "then start again: the run goes on" in output
-    )
+    said = r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: '/.*then start again: the run goes on"
+    assert re.search(said, output)
     assert orchestrator.published == [] and not list(numbered(config.run_dir.weights_dir))
+
+
+def fail_a_thread():
+    """Of those that write: the one that RL_TEST_FAILS names."""
+
+    def fails(*_):
+        raise ValueError("of the test")
+
+    if os.environ["RL_TEST_FAILS"] == "saver":
+        checkpoint.write = fails
+    else:
+        Publisher._is_there = fails
+
+
+@pytest.mark.parametrize(("thread", "phase", "step"), [("saver", Phase.CHECKPOINTING, 2), ("publisher", Phase.PUBLISHING, 1)])
+def test_the_error_of_a_thread_that_writes_is_not_the_batchs(tied_folder, tmp_path, monkeypatch, thread, phase, step):
+    """Nobody that reads the last status takes the trainer for one that its batch has killed."""
+    monkeypatch.setenv("RL_TEST_FAILS", thread)
+    config = make_config(tmp_path, tied_folder)
+    with StubOrchestrator(config.run_dir, batches()):
+        assert "ValueError: of the test" in run_trainer(config, 1, "tests.trainer.test_main:fail_a_thread")
+    status = read_status(config.run_dir.status("trainer"))
+    assert (status.phase, status.step) == (phase, step)
+
+
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EROFS])
+def test_a_disk_that_fails_ends_it_without_another_start(tied_folder, tmp_path, monkeypatch, number):
+    """The message has the file's name and a remedy."""
+    config = make_config(tmp_path, tied_folder)
+
+    def run(*_):
+        raise OSError(number, os.strerror(number), "/disk/file")
+
+    def fail(_, *said):
+        raise SystemExit(said)
+
+    for name, stub in {"run": run, "fail": fail, "leave": id, "exit_on_sigterm": list}.items():
+        monkeypatch.setattr(rl.trainer.main, name, stub)
+    monkeypatch.setattr(sys, "argv", ["trainer", "@", str(config.run_dir.config)])
+    with pytest.raises(SystemExit) as end:
+        rl.trainer.main.main()
+    message, code = end.value.code
+    assert message.startswith(f"[Errno {number}] {os.strerror(number)}: '/disk/file'; ") and "then start again" in message
+    assert code == GIVE_UP
 
 
 def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):

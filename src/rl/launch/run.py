@@ -145,12 +145,13 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
             watch.tell_data()
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
         if fault := nothing_trained(ReadOnce(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__))):
-            raise RunError(fault)
+            raise RunError(fault, resume_at=0)
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
         watch.supervisor.event("stop", "rl", reason=str(stop))
     except RunError as error:
         code, why = 1, f"rl: {error}"
+        again += "" if error.resume_at is None else f" {error.resume_at}"
     finally:
         watch.console.close()
     if why:

@@ -273,7 +273,7 @@ class Supervisor:
         reason = f"the same error in step {death.training_step} as in step {last}, whose batch was quarantined: no batch is the cause"
         self.event("give_up", "trainer", attempt=child.attempt, reason=reason)
         remedy = f"mend the cause, then go on before the batch that was skipped: --resume {first - 1}"
-        return RunError(f"{reason}; {remedy}\n{failure(child, death.reason)}")
+        return RunError(f"{reason}; {remedy}\n{failure(child, death.reason)}", resume_at=first - 1)
 
     def _surrender(self, state: RoleState, child: Child, reason: str, said: str) -> RunError:
         """The end after too many deaths: who died how often, when, how."""

@@ -7,8 +7,8 @@ RESTART, WRONG_SETTINGS, GIVE_UP, DAMAGED = 1, 2, 3, 4
 change (a missing model, a full disk); a damaged file in the run directory, to be repaired before the next start."""
 
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of a disk that is full or not to be written."""
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+"""Errors of a disk that is full, not to be written, or broken, and of a file that may not become so large."""
 
 
 LASTING = (*CANNOT_WRITE, errno.EADDRINUSE, errno.EADDRNOTAVAIL)
@@ -23,8 +23,10 @@ class RunError(Exception):
 
     exit_code = GIVE_UP
 
-    def __init__(self, message: str, exit_code: int | None = None):
+    def __init__(self, message: str, exit_code: int | None = None, resume_at: int | None = None):
+        """`resume_at`: the step of the `--resume` that the message recommends; None: the newest."""
         super().__init__(message)
+        self.resume_at = resume_at
         if exit_code is not None:
             self.exit_code = exit_code
 

@@ -44,7 +44,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        remedy = "free space or change output_dir or trainer.weights.dir, then start again: the run goes on from its last checkpoint"
+        remedy = "free space, mend that disk or change output_dir or trainer.weights.dir"
+        remedy += ", then start again: the run goes on from its last checkpoint"
         fail(run_dir, f"{error}; {remedy}", GIVE_UP)
     logging.shutdown()
     sys.stdout.flush()

@@ -218,6 +218,9 @@ def start(
     publisher, saver = Publisher(run_dir, settings.weights, client, waits[1]), Saver(run_dir, settings, world, step)
     if replay:
         publisher, saver = Comparer(run_dir, settings.weights, waits[1], log), StateComparer(run_dir, settings, world, step, log)
+    # An error of theirs is not the batch's: who reads the last status does not take it for one that comes of training.
+    publisher.background.on_error = lambda: status.enter(Phase.PUBLISHING, publisher.began)
+    saver.background.on_error = lambda: status.enter(Phase.CHECKPOINTING, saver.began)
     metrics = MetricsLog(run_dir.metrics, "trainer", partial(check_fence, run_dir.lock("trainer"))) if world.is_main else None
     none = replay or config.sft or settings.data.fake or not settings.token_log.max_gib
     token_files = None if none else TokenFiles(run_dir, settings.token_log)

@@ -27,6 +27,8 @@ class Background:
         """`gives_way`: whether the thread computes only while nobody else wants its core."""
         self._pool = ThreadPool(1, give_way if gives_way else None)
         self._work: AsyncResult | None = None
+        self.on_error: Callable[[], None] = lambda: None
+        """Called right before an error of its work is raised."""
 
     @property
     def busy(self) -> bool:
@@ -63,4 +65,6 @@ class Background:
 
     def _take(self) -> Any:
         work, self._work = self._work, None
+        if work and not work.successful():
+            self.on_error()
         return work.get() if work else None

@@ -39,6 +39,8 @@ class Publisher:
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.background = Background()
+        self.began = 0
+        """The version that was begun last."""
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator knew of the version that was published last."""
         self.announced = -1
@@ -50,6 +52,7 @@ class Publisher:
         `checkpoints`: the newest one, and the one in progress; their versions are kept. Waits for the version before, see `finish`.
         """
         self.finish()
+        self.began = number
         if version:
             self.background.start(self._publish, number, version, checkpoints, time.monotonic())
 
