@@ -243,9 +243,13 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
         verify_version(run_dir.weights(STEPS))
 
 
-def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tmp_path, capsys):
-    """After the loss of the newest checkpoint: version 3 is there, 4 is damaged; then a run whose record says something else."""
-    config = recorded[0]
+def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tmp_path, capsys, monkeypatch):
+    """After the loss of the newest checkpoint: version 3 is there, 4 is damaged; then a run whose record says something else.
+
+    What is wrong is said by `rl`, too.
+    """
+    config, warned = recorded[0], []
+    monkeypatch.setattr(Status, "warn", lambda _, warning: warned.append((warning.about, warning.text)))
     run_dir = copy_of(config.run_dir, tmp_path / "run")
     config = make_config(tmp_path, config.model.name, **config.trainer.model_dump())
     shutil.rmtree(run_dir.checkpoint(4))
@@ -256,6 +260,7 @@ def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tm
     assert [version for version, _ in orchestrator.published] == [2, 3, 4] and run_dir.weights(3).stat().st_ino == before
     assert verify_version(run_dir.weights(4))["tensors"] == read_digests(recorded[0].run_dir.digests(4))["tensors"]
     assert "000004/digests.json: missing or damaged; version 4 is written anew" in capsys.readouterr().err
+    assert warned == [("damaged", f"{run_dir.weights(4) / 'digests.json'}: missing or damaged; version 4 is written anew")]
     for name in ("checkpoints/000004", "weights"):
         shutil.rmtree(run_dir.root / name)
     content = read_digests(run_dir.digests(3))
@@ -265,4 +270,22 @@ def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tm
         train_here(config, world)
     said = capsys.readouterr().err
     assert f"WARNING: trained again, version 3 is another than before, first in {next(iter(content['tensors']))} (threads 7 there" in said
+    assert [about for about, _ in warned] == ["damaged", "inexact"] and f"WARNING: {warned[1][1]}\n" in said
     assert said.count("WARNING") == 1 and read_digests(run_dir.digests(3))["tensors"] == verify_version(run_dir.weights(3))["tensors"]
+
+
+def test_a_record_that_is_damaged_is_no_other_version(recorded, batches, world, tmp_path, capsys):
+    """The version beside it is what was trained again: nothing is said of exactness."""
+    config = recorded[0]
+    run_dir = copy_of(config.run_dir, tmp_path / "run")
+    config = make_config(tmp_path, config.model.name, **config.trainer.model_dump())
+    shutil.rmtree(run_dir.checkpoint(4))
+    content = read_digests(run_dir.digests(4))
+    first = next(iter(content["tensors"]))
+    run_dir.digests(4).unlink()
+    run_dir.digests(4).write_text(json.dumps(content | {"tensors": content["tensors"] | {first: "0" * 64}}))
+    with StubOrchestrator(run_dir, batches):
+        train_here(config, world)
+    said = f"{run_dir.digests(4)}: is not what {run_dir.weights(4) / 'digests.json'} says of tensor {first}; version 4 is written anew"
+    assert f"WARNING: {said}\n" in (err := capsys.readouterr().err) and err.count("WARNING") == 1
+    assert read_digests(run_dir.digests(4)) == content

@@ -95,11 +95,13 @@ TRAINER_STEPS = frozenset(
 
 
 class EnvWarning(msgspec.Struct, frozen=True):
-    """Something about an environment that the run's user is to know."""
+    """Something that the run's user is to know, of an environment or of the run's files."""
 
-    about: Literal["failed", "lost", "renamed"]
-    """Its first rollouts that failed for good; that it is given up; metrics of its own that are called like ours."""
+    about: Literal["failed", "lost", "renamed", "damaged", "inexact"]
+    """Its first rollouts that failed for good; that it is given up; metrics of its own that are called like ours; a file that does not hold
+    what was written; a version that came out otherwise when it was trained again."""
     env: str
+    """Empty for what is of the files."""
     text: str
     """For people."""
 
@@ -187,12 +189,12 @@ class Status:
         self._write()
 
     def warn(self, warning: EnvWarning) -> None:
-        """Has `rl` say it; written at once. The second of a kind about an environment is not."""
+        """Has `rl` say it; written at once. The second of a kind about an environment is not, nor the second of a text."""
         with self.changing:
             said = self.current.warnings
-            if any((one.about, one.env) == (warning.about, warning.env) for one in said):
-                return
             warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
+            if any((one.about, one.env or one.text) == (warning.about, warning.env or warning.text) for one in said):
+                return
             self.current = msgspec.structs.replace(self.current, warnings=[*said, warning])
         self._write()
 

@@ -1,6 +1,6 @@
 """From the configuration to the live objects of a rank (`start`), and what they do around a step (`Trainer`)."""
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from rl.config.loss import CustomConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
-from rl.run_dir.files import move
+from rl.run_dir.files import move, write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import Phase, Status
+from rl.run_dir.status import EnvWarning, Phase, Status
 from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.batch_sources import BatchSource, FromOrchestrator, quarantined_steps
@@ -201,7 +201,7 @@ def start(
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
     log = origin(replay) if replay else run_dir
-    sound = newest_checkpoint(config, log, world, found)
+    sound = newest_checkpoint(config, log, world, found, status.warn)
     step = checkpoint.load(*sound, model, optimizer, world) if sound else 0
     if settings.data.fake:
         source = FakeBatches(settings.data.fake, model.config.get_text_config().vocab_size, config.seed)
@@ -215,7 +215,7 @@ def start(
     mode = mode_of(*(each for each in (model, reference) if each))
     packing = partial(prepare, config=config, world=world, hidden_size=hidden_size, minibatches=minibatches, mode=mode)
     batches = Prefetch(source, packing, waits[0], settings.rank_timeout_s, quarantined_steps(log, world))
-    publisher, saver = Publisher(run_dir, settings.weights, client, waits[1]), Saver(run_dir, settings, world, step)
+    publisher, saver = Publisher(run_dir, settings.weights, client, waits[1], status.warn), Saver(run_dir, settings, world, step)
     if replay:
         publisher, saver = Comparer(run_dir, settings.weights, waits[1], log), StateComparer(run_dir, settings, world, step, log)
     # An error of theirs is not the batch's: who reads the last status does not take it for one that comes of training.
@@ -228,10 +228,13 @@ def start(
     return Trainer(config, Path(base), learner, step, batches, publisher, saver, work_of(model), metrics, status)
 
 
-def newest_checkpoint(config: RLConfig, log: RunDir, world: World, found: checkpoint.Found | None) -> tuple[Path, dict] | None:
+def newest_checkpoint(
+    config: RLConfig, log: RunDir, world: World, found: checkpoint.Found | None, warn: Callable[[EnvWarning], None]
+) -> tuple[Path, dict] | None:
     """The checkpoint at which training starts, None for the base model. A replay's is a setting, and one of the run that it replays.
 
     Damaged checkpoints are moved away, so that retention does not count them, unless there is no other: then rl repairs the run.
+    `warn`: see Status.warn.
     """
     replay = config.trainer.data.replay
     if replay:
@@ -241,7 +244,19 @@ def newest_checkpoint(config: RLConfig, log: RunDir, world: World, found: checkp
     if sound is None and (origin := read_origin(log)):
         raise RunError(f"{log.checkpoints} is empty, and the run begins at step {origin.step}, as a {origin}: branch it again")
     if world.is_main and found and sound:
-        for step in found[1]:
-            away = log.discarded / time.strftime("%Y%m%d-%H%M%S") / "checkpoints" / f"{step:06d}"
-            move(log.checkpoint(step), away)
+        for remark in put_away(log, found[1], int(sound[0].name)):
+            warn(EnvWarning("damaged", "", remark))
     return sound
+
+
+def put_away(run_dir: RunDir, damaged: dict[int, str], start: int) -> list[str]:
+    """Moves checkpoints to `discarded/`, as `rl` does in a repair: with a remark on each, which it returns. `damaged`: what is wrong with
+    each; `start`: the checkpoint that training starts from in place of them."""
+    away, remarks = run_dir.new_discarded(), []
+    for step, fault in damaged.items():
+        target = away / "checkpoints" / f"{step:06d}"
+        move(run_dir.checkpoint(step), target)
+        remarks.append(f"{fault}; the trainer starts from checkpoint {start} (moved to {target})")
+    if remarks:
+        write_file(away / "remarks.txt", "\n".join([*remarks, ""]).encode())
+    return remarks

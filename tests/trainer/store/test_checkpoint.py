@@ -150,12 +150,17 @@ def test_a_damaged_checkpoint_does_not_count_for_retention(trained, world, tmp_p
     for number in (2, 3):
         save_checkpoint(run_dir.checkpoint(number), number, *trained, world)
     hurt(run_dir.checkpoint(3) / "__0_0.distcp", "flip")
-    path, _ = newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints))
+    said = []
+    path, _ = newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints), said.append)
     assert path == run_dir.checkpoint(2) and list(numbered(run_dir.checkpoints)) == [2]
-    assert [path.name for path in run_dir.discarded.glob("*/checkpoints/*")] == ["000003"]
+    (moved,) = run_dir.discarded.glob("*/checkpoints/*")
+    fault = run_dir.checkpoint(3) / "__0_0.distcp"
+    remark = f"{fault}: damaged; the trainer starts from checkpoint 2 (moved to {moved})"
+    assert moved.name == "000003" and (moved.parents[1] / "remarks.txt").read_text() == remark + "\n"
+    assert [(warning.about, warning.env, warning.text) for warning in said] == [("damaged", "", remark)]
     hurt(run_dir.checkpoint(2) / "__0_0.distcp", "flip")
     with pytest.raises(CorruptFileError, match="no intact checkpoint"):
-        newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints))
+        newest_checkpoint(config, run_dir, world, newest_sound_checkpoint(run_dir.checkpoints), said.append)
     assert list(numbered(run_dir.checkpoints)) == [2]
 
 

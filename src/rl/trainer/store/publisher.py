@@ -8,18 +8,19 @@ with depends on it. Older versions stay, and the next one waits, until it is.
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rl.config.trainer import WeightsConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import first_difference, read_digests, verify_version
+from rl.run_dir.checksums import check_record, first_difference, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError, make_durable
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
-from rl.run_dir.status import Phase
+from rl.run_dir.status import EnvWarning, Phase
 from rl.system import faults
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.store.background import Background
@@ -34,8 +35,16 @@ DISK_S = 60.0
 class Publisher:
     """Publishes at most one version at a time. Rank 0's does the work, the others' do nothing."""
 
-    def __init__(self, run_dir: RunDir, config: WeightsConfig, client: OrchestratorClient | None, wait: Wait):
-        """Without a client nothing is announced, and no version is kept because an evaluation still needs it."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: WeightsConfig,
+        client: OrchestratorClient | None,
+        wait: Wait,
+        warn: Callable[[EnvWarning], None] | None = None,
+    ):
+        """Without a client nothing is announced, and no version is kept because an evaluation still needs it. `warn`: see Status.warn."""
+        self.warn = warn
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.background = Background()
@@ -95,7 +104,8 @@ class Publisher:
     def _is_there(self, number: int, path: Path, version: Version) -> bool:
         """Whether the same version is on disk already, sound: after a kill it is trained again, and need not be written again.
 
-        Warns if the one there is another: then the run is not exact, and what is trained now counts.
+        Warns if the one there is another: then the run is not exact, and what is trained now counts. Not so if the folder beside the record
+        has what was trained: then the record is damaged.
         """
         record = self.run_dir.digests(number)
         if not record.exists():
@@ -105,15 +115,30 @@ class Publisher:
             tensor = first_difference(before["tensors"], version.digests_by(before["hash"]))
             if tensor is None:
                 return path.exists() and verify_version(path)["tensors"] == before["tensors"]
+            if self._fits(path, version):
+                check_record(record, path)
         except CorruptFileError as error:
-            print(f"WARNING: {error}; version {number} is written anew", file=sys.stderr, flush=True)
+            self._warn("damaged", f"{error}; version {number} is written anew")
             return False
         made_by, now = before.get("made_by", {}), version.made_by
         if made_by.get("deterministic") and now.get("deterministic"):
             why = differing_conditions(made_by, now) or "on the same machine with the same settings: please report this"
             message = f"trained again, version {number} is another than before, first in {tensor} ({why}). The new one counts"
-            print(f"WARNING: {message}", file=sys.stderr, flush=True)
+            self._warn("inexact", message)
         return False
+
+    def _fits(self, path: Path, version: Version) -> bool:
+        """Whether a folder is sound by its own digests, and has this version."""
+        try:
+            content = verify_version(path)
+        except CorruptFileError:
+            return False
+        return first_difference(content["tensors"], version.digests_by(content["hash"])) is None
+
+    def _warn(self, about: Literal["damaged", "inexact"], text: str) -> None:
+        print(f"WARNING: {text}", file=sys.stderr, flush=True)
+        if self.warn:
+            self.warn(EnvWarning(about, "", text))
 
     def metrics(self) -> dict[str, float]:
         """The latency of the newest version that is published by now, mostly the one before the step's."""
