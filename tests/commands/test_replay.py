@@ -7,17 +7,20 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
-from rl.commands.replay import Verdict, main
+from rl.commands.replay import Verdict, main, plan
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
+from rl.run_dir.checksums import checksum
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
+from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -124,6 +127,24 @@ def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
     with pytest.raises(SystemExit) as end:
         main([arg.replace("{root}", str(root)) for arg in args], Children())
     assert end.value.code == 2 and said.replace("{root}", str(root)) in capsys.readouterr().err
+
+
+def test_examples_that_are_damaged_and_checkpoints_of_a_newer_rl_cannot_be_told_of(tmp_path):
+    """Neither is a run that trained something else."""
+    run_dir, tuned = RunDir(tmp_path, tmp_path / "weights"), SimpleNamespace(sft=True)
+    for path in (run_dir.digests(6), run_dir.data / "train" / "ends.npy", run_dir.checkpoint(4) / "__0_0.distcp"):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    files = {"train/ends.npy": checksum(run_dir.data / "train" / "ends.npy")}
+    (run_dir.data / "manifest.json").write_text(json.dumps({"train": {}, "files": files}))
+    assert plan(run_dir, tuned, 0, None)[0].until == 6
+    (run_dir.data / "train" / "ends.npy").write_text("[]")
+    with pytest.raises(RunError, match=r"train/ends\.npy: damaged; delete .*data to have it made anew"):
+        plan(run_dir, tuned, 0, None)
+    manifest = {"step": 4, "world_size": 1, "model": "m", "files": {"__0_0.distcp": {"size": 2, "blake9": "00"}}}
+    (run_dir.checkpoint(4) / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"its hash is 'blake9'.*a newer rl wrote it"):
+        plan(run_dir, tuned, 4, None)
 
 
 def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):

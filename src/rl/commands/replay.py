@@ -86,7 +86,7 @@ def open_run(spec: str) -> tuple[RunDir, RLConfig]:
 
 
 def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tuple[ReplayConfig, list[str]]:
-    """The steps to train again, and notes for the user. Raises RunError."""
+    """The steps to train again, and notes for the user. Raises RunError, also for damaged examples and files of a newer rl."""
     made, given = numbers(run_dir.digests_dir, ".json"), start
     newest = max([*made, *numbers(run_dir.weights_dir)], default=0)
     until = newest if until is None else until
@@ -109,7 +109,11 @@ def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tu
             notes.append(f"there is no sound checkpoint {wanted}: starting at {f'checkpoint {start}' if start else 'the base model'}")
     if start >= until:
         raise RunError(f"--from {wanted}: leaves no step to train before --until {until}; give a smaller one")
-    if not config.sft:
+    if config.sft:
+        from rl.trainer.sft.tokens import verify_data
+
+        verify_data(run_dir.data)  # what is trained again from damaged examples is another run
+    else:
         there = {*numbers(run_dir.batches, ".batch"), *numbers(run_dir.batches, ".quarantined")}
         missing = [step for step in range(start + 1, until + 1) if step not in there]
         if missing and not given and (later := oldest_complete(run_dir, missing[-1], until)):
