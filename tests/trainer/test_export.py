@@ -136,6 +136,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_version_or_refused(adapted,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
 
 
+def test_a_damaged_version_and_a_checkpoint_of_a_newer_rl_are_refused(adapted, tmp_path, capsys):
+    run_dir, _ = adapted
+    file, manifest = next(run_dir.weights(3).glob("*.safetensors")), run_dir.checkpoint(2) / "manifest.json"
+    for path, changed in ((file, file.read_bytes()[:-1] + b"\xff"), (manifest, manifest.read_bytes().replace(b"blake3", b"blake9"))):
+        whole = path.read_bytes()
+        path.write_bytes(changed)
+        export(f"{run_dir.root}@{3 if path == file else 2}", "--to", tmp_path / "x", code=1)
+        path.write_bytes(whole)
+    first, second = (line for line in capsys.readouterr().err.splitlines() if ": reading" not in line)
+    assert first.startswith(f"rl export: {file}: tensor ") and first.endswith("is not what was written; give another step, RUN@STEP")
+    assert f"{manifest}: its hash is 'blake9', which this rl does not know: a newer rl wrote it" in second
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_folder, model_folder, capsys):
     run_dir, _ = adapted
     export(run_dir.root, "--to", tmp_path / "a", "--model.name", tmp_path / "gone", code=1)

@@ -71,7 +71,8 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     try:
         export(origin, target, bool(values["merge"]), values["dtype"] or config.model.dtype)
     except CorruptFileError as error:
-        raise RunError(f"{error}; no version of this step was kept, either: give another step, RUN@STEP") from None
+        none = "" if published else " no version of this step was kept, either:"
+        raise RunError(f"{error};{none} give another step, RUN@STEP") from None
     kind = "adapters" if config.trainer.lora and not values["merge"] else "model"
     size = sum(file.stat().st_size for file in target.iterdir()) / 2**20
     if values["to"]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
-from rl.run_dir.checksums import verify_checkpoint
+from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.trainer import lora
 from rl.trainer.model import DTYPES
@@ -36,7 +36,7 @@ class Origin:
 def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
     """Writes the weights to `target`, complete by rename: a whole model, or of a run with adapters these alone unless `merge` is set.
 
-    Raises CorruptFileError for a damaged checkpoint, RunError for one of another model and for adapters that do not fit.
+    Raises CorruptFileError for a damaged checkpoint or version, RunError for one of another model and for adapters that do not fit.
     """
     disable_progress_bar()
     model = load(origin, DTYPES[dtype])
@@ -46,8 +46,10 @@ def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
 
 
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with the weights of a checkpoint or a version, whole; in float32 where there is something to add to it."""
+    """The model with the weights of a checkpoint or a version, checked, whole; in float32 where there is something to add to it."""
     found = sound_checkpoint(origin)
+    if origin.version and not found:
+        check_version(origin.version)
     whole = origin.version if not found and not origin.lora else None
     model = AutoModelForCausalLM.from_pretrained(
         whole or origin.base, dtype=dtype if whole else torch.float32, trust_remote_code=origin.trust_remote_code
