@@ -7,7 +7,8 @@ max_lag. Groups that are dropped make room for their replacements. With max_lag 
 
 With max_lag = 0 a batch would wait for each round of replacements alone, while the servers have little to do. So as many groups are
 started as the batch will need, by the share of the newest ones that could be trained. Of those that can be trained it takes the first
-that were begun, and not the first that finish, which would be the short ones; the rest are dropped as `surplus`.
+that were begun, and not the first that finish, which would be the short ones. What was begun behind these is left behind, finished or
+not, and its tasks come next.
 
 With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than SLOW times the typical time gives
 its place to another. It goes on playing, is trained when it finishes, and may lag by more than max_lag, up to max_off_policy_steps. So
@@ -15,6 +16,7 @@ a slow environment plays as many groups at once as its share needs, and the othe
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter, defaultdict, deque
@@ -138,8 +140,9 @@ class Admission:
         """What the rollouts of each environment are doing; `finished` are the groups that no batch has used yet."""
         places, now = Places(), time.monotonic()
         for group in finished:
-            kind = places.usable if group.why is None else places.dropped
-            kind[group.env] += group.num_episodes
+            if group.why != "surplus":  # which belongs to the batch before
+                kind = places.usable if group.why is None else places.dropped
+                kind[group.env] += group.num_episodes
         slow_s = SLOW * self.pace.typical_s() if self.config.max_lag else float("inf")
         for play in self.in_flight.values():
             kind = places.slow if now - play.started > slow_s else places.playing
@@ -154,12 +157,25 @@ class Admission:
         limits = (settings.max_in_flight, settings.max_refill)
         return eligible(self.source.shares, places, settings.batch_size, batches_ahead, *limits, self.kept())
 
-    def cancel_older(self, oldest: int, arrived: Iterable[Group]) -> list[InFlight]:
-        """Cancels groups that have tokens of versions before `oldest`, and issues their tasks again.
+    def first(self) -> float:
+        """The number of the first group that is played or was lost; infinite if there is none."""
+        return min([*self.in_flight, *(ref.group_id for ref in self.source.again)], default=math.inf)
+
+    def give_back(self, finished: Iterable[TaskRef]) -> int:
+        """Cancels all that is played, and has its tasks, and those of `finished` groups, come next. Returns how many it cancelled."""
+        playing = list(self.in_flight.values())
+        for play in playing:
+            play.task.cancel()
+        self.source.give_back([*finished, *(play.ref for play in playing)])
+        self.in_flight.clear()
+        return len(playing)
+
+    def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
+        """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.
 
         Not those that have `arrived`: they are played, and only not durable yet. Returns what was cancelled.
         """
-        kept = {group.group_id for group in arrived}
+        oldest, kept = loaded - self.config.orchestrator.max_off_policy_steps, {group.group_id for group in arrived}
         stale = [play for play in self.in_flight.values() if play.start_version < oldest and play.ref.group_id not in kept]
         for play in stale:
             play.task.cancel()
