@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rl.config.run import RLConfig
@@ -33,7 +33,8 @@ PACE_GROUPS = 32
 """Newest groups of an environment whose times make its median."""
 
 KEPT_GROUPS, KEPT_AT_LEAST = 24, 8
-"""Newest groups whose outcomes say which share can be trained, and how many the first ones count as."""
+"""Newest groups of an environment whose outcomes say which share can be trained, and the number below which those that are missing count
+as trained."""
 
 
 class Pace:
@@ -55,6 +56,10 @@ class Pace:
             if reached >= 0.5:
                 return seconds
         return float("inf")
+
+
+ALL: Mapping[str, float] = {}
+"""Of each environment all groups are likely to be trained."""
 
 
 @dataclass
@@ -94,7 +99,7 @@ def eligible(
     batches_ahead: int,
     max_in_flight: int,
     max_refill: int,
-    kept: float = 1.0,
+    kept: Mapping[str, float] = ALL,
 ) -> list[str]:
     """The environments of which a group may be started now; none if there is no room.
 
@@ -103,14 +108,14 @@ def eligible(
 
     Shares are of the rollouts that are played: what replaces dropped groups is shared like the rest, so that an environment that is
     solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled; if all of these
-    were dropped, others are played until there is something to train on. `kept`: the share of those playing that is likely to be trained;
-    up to that end the others are replaced from the start.
+    were dropped, others are played until there is something to train on. `kept`: the share of those playing that is likely to be trained,
+    by environment, else all; up to that end the others are replaced from the start.
     """
     window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
     all_dropped = places.dropped.total() >= most and not places.usable
     if places.dropped.total() + places.held >= most and not all_dropped:
         return []
-    lost = 0.0 if all_dropped else (1.0 - max(kept, 1.0 / max_refill)) * places.playing.total()
+    lost = sum((1.0 - max(kept.get(env, 1.0), 1.0 / max_refill)) * count for env, count in places.playing.items() if not all_dropped)
     if places.held - lost >= window:
         return []
     dropped = places.dropped.total() + lost
@@ -128,13 +133,15 @@ class Admission:
         self.pace = Pace(source.shares)
         self.in_flight: dict[int, InFlight] = {}
         """By group id."""
-        self.outcomes: deque[bool] = deque(maxlen=KEPT_GROUPS)
-        """Whether each of the newest groups can be trained."""
+        self.outcomes: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=KEPT_GROUPS))
+        """Whether each of the newest groups of an environment can be trained."""
 
-    def kept(self) -> float:
-        """The share of the groups playing that is likely to be trained; with max_lag > 0, where nothing waits for replacements, all."""
-        lacking = max(0, KEPT_AT_LEAST - len(self.outcomes))
-        return 1.0 if self.config.max_lag else (sum(self.outcomes) + lacking) / (len(self.outcomes) + lacking)
+    def kept(self) -> Mapping[str, float]:
+        """The share of each environment's groups that is likely to be trained; all with max_lag > 0, where none waits for another."""
+        if self.config.max_lag:
+            return ALL
+        lacking = {env: max(0, KEPT_AT_LEAST - len(newest)) for env, newest in self.outcomes.items()}
+        return {env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env]) for env, newest in self.outcomes.items()}
 
     def places(self, finished: Iterable[Group]) -> Places:
         """What the rollouts of each environment are doing; `finished` are the groups that no batch has used yet."""

@@ -169,8 +169,8 @@ class BatchBuilder:
             return
         try:
             self._judge(groups)
-            self.admission.outcomes.extend(group.why is None for group in groups)
             for group in groups:
+                self.admission.outcomes[group.env].append(group.why is None)
                 self._count(group)
             if not self.config.max_lag:
                 mark_surplus(group for group in groups if group.group_id not in self.admission.in_flight)

@@ -69,9 +69,9 @@ class Orchestrator:
         self.builder = BatchBuilder(config, self.admission, self.rules, self.progress, self.clock, self.pool.lost, self.status.warn)
         self.requests = TrainerRequests(config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len)
         self.played: list[Group | Members] = []
+        """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
         self.env_lost = False
         """An environment was lost, and the batches have not been looked at since."""
-        """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
         self.pool.on_lost = self.quarantine
 
     async def run(self, server: TrainerServer) -> str:
