@@ -11,7 +11,8 @@ TWO = {"a": 0.5, "b": 0.5}
 
 
 def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, kept=1.0):
-    return eligible(shares, places, batch_size, ahead, cap, max_refill, kept)
+    shares_kept = kept if isinstance(kept, dict) else dict.fromkeys(shares, kept)
+    return eligible(shares, places, batch_size, ahead, cap, max_refill, shares_kept)
 
 
 def test_as_much_as_the_batches_ahead_lack():
@@ -47,16 +48,19 @@ def test_as_many_are_started_as_will_be_needed():
     assert room(Places(playing=Counter(a=9)), kept=0.5, max_refill=1) == []
     assert room(Places(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]  # of 12, half of each
     assert room(Places(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
+    assert room(Places(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]  # of 7 that are likely to be trained
+    assert room(Places(playing=Counter(a=4, b=6)), TWO, kept={"a": 0.5}) == []
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_share_that_is_kept_is_that_of_the_newest_groups(max_lag):
     admission = Admission(SimpleNamespace(max_lag=max_lag), SimpleNamespace(shares=ONE))
-    assert admission.kept() == 1.0
-    admission.outcomes.extend([False, False])
-    assert admission.kept() == (1.0 if max_lag else 0.75)  # the first ones do not decide alone
-    admission.outcomes.extend([True] * 6 + [False] * 24)
-    assert admission.kept() == (1.0 if max_lag else 0.0)
+    assert admission.kept() == {}  # all
+    admission.outcomes["a"].extend([False, False])
+    assert admission.kept() == ({} if max_lag else {"a": 0.75})  # the first ones do not decide alone
+    admission.outcomes["a"].extend([True] * 6 + [False] * 24)
+    admission.outcomes["b"].extend([True] * 9)  # another environment's do not count
+    assert admission.kept() == ({} if max_lag else {"a": 0.0, "b": 1.0})
 
 
 def test_an_environment_has_its_share_of_the_places():

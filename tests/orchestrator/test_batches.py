@@ -217,6 +217,17 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1 and "rollouts/a/replaced_groups" not in metrics
 
 
+def test_what_was_begun_beyond_a_batch_is_counted_and_in_no_mean():
+    """Those of them that finish are the quick ones, or an older version's."""
+    used, surplus = [group(0, 1.0, 0.0)], group(1, 1.0, 1.0, 1.0, tokens=9)
+    surplus.why = "surplus"
+    counts = form(1, used, [surplus], {"e": Rules()}).counts
+    alone, both = batch_metrics(counts, used), batch_metrics(counts, [*used, surplus])
+    assert (alone["rollouts/finished"], both["rollouts/finished"], both["rollouts/e/finished"]) == (2, 5, 5)
+    assert {name for name in both if both[name] != alone[name]} == {"rollouts/finished", "rollouts/e/finished"}
+    assert choose([*used, surplus], 4, 0, 1) is None  # nor does it use up the next batch's refills
+
+
 def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
     rules, history = Rules(ReinforcePlusPlusConfig()), RewardHistory()
     for i in range(3):

@@ -1,5 +1,6 @@
 """The orchestrator dies between any two steps of writing, again and again: every finished group counts exactly once."""
 
+import asyncio
 import json
 import math
 import random
@@ -23,7 +24,7 @@ from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.pending import read_groups
 from rl.orchestrator.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
-from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskSource
+from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskRef, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir, numbered
@@ -92,6 +93,9 @@ class Nothing:
 
     def advance(self, count: int = 1) -> None: ...
 
+    def enter(self, *phase: object, **counts: object) -> None:
+        self.counts = counts
+
 
 class World:
     """A run whose orchestrator lives several times, and what it is known to have finished."""
@@ -105,6 +109,8 @@ class World:
         self.published, self.nonces, self.missing, self.surplus = 0, 0, 0, 0
         self.durable: dict[float, Group] = {}
         self.asked: dict[float, Group] = {}
+        self.late: set[int] = set()
+        """Groups that finished when their tasks had been given back."""
 
     def orchestrator(self) -> Orchestrator:
         pool = Nothing()
@@ -142,14 +148,19 @@ class World:
             ref = one.source.next(envs)
             one.admission.in_flight[ref.group_id] = InFlight(ref, 2, one.policy.loaded, time.monotonic(), NoTask())
         refs = [play.ref for play in one.admission.in_flight.values()]
+        versions = {group_id: play.start_version for group_id, play in one.admission.in_flight.items()}
         done = [self.group(ref, one.admission.in_flight[ref.group_id].start_version) for ref in refs if self.dice.random() < 0.5]
         for group in done:
             self.asked[nonce(group)] = group
         if done:
             now(one.builder.add(done))
             now(one.builder.commit_full_batches())
-            one.cancel_surplus()
-            self.durable |= {nonce(group): group for group in done}
+            given_back = {*refs} - {*(play.ref for play in one.admission.in_flight.values())} - {*map(ref_of, done)}
+            late = [self.group(ref, versions[ref.group_id]) for ref in refs if ref in given_back and self.dice.random() < 0.2]
+            self.asked |= {nonce(group): group for group in late}
+            now(one.builder.add(late))
+            self.durable |= {nonce(group): group for group in [*done, *late]}
+            self.late |= {group.group_id for group in late}
         if self.published < one.progress.newest and self.dice.random() < 0.5:
             self.published += 1
             one.policy.loaded = self.published
@@ -187,6 +198,38 @@ def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_
         one.quarantine("a", "it died, too")
 
 
+def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path):
+    """Nothing else would come that has the batches looked at again: the run waited for the trainer, which waited for the batch."""
+    world = World(tmp_path, random.Random(0), max_lag=0)
+    one = world.orchestrator()
+    now(one.builder.restore())
+    refs = [one.source.next([env]) for env in "baa"]
+    one.admission.in_flight |= {ref.group_id: InFlight(ref, 2, 0, time.monotonic(), NoTask()) for ref in refs}
+    groups = [world.group(ref, 0) for ref in refs[1:]]
+    for group in groups:
+        group.rollouts[0].reward, group.rollouts[1].reward = 0.0, 1.0
+        group.rollouts[1].error = group.rollouts[1].cause = None
+
+    async def loop() -> None:
+        taking = asyncio.create_task(one.take_in())
+        one.played += groups
+        for told in (lambda: None, lambda: one.quarantine("b", "it died")):
+            told()
+            await one.progress.notify()
+            for _ in range(9):
+                await asyncio.sleep(0)
+            numbers.append((one.progress.newest, one.status.counts["batch_done"]))
+        taking.cancel()
+
+    numbers: list[tuple[int, int]] = []
+    asyncio.run(loop())
+    assert numbers == [(0, 0), (1, 0)]  # nothing counts before what was begun before it
+
+
+def ref_of(group: Group) -> TaskRef:
+    return TaskRef(group.group_id, group.env, group.task)
+
+
 def nonce(group: Group) -> float:
     return group.rollouts[0].metrics["nonce"]
 
@@ -203,7 +246,7 @@ def check(world: World) -> None:
     """What is promised, whatever deaths there were."""
     run_dir = world.run_dir
     assert list(numbered(run_dir.batches, ".batch")) == list(numbered(run_dir.rollouts_dir, ".jsonl")) == [1, 2, 3, 4]
-    said, trained = [], []
+    said, trained, taken = [], [], []
     for step in range(1, STEPS + 1):
         check_rollouts(run_dir.rollouts(step))
         content = decode_batch(run_dir.batch(step).read_bytes(), "x")
@@ -214,10 +257,15 @@ def check(world: World) -> None:
         trained += in_words
         lags = [step - 1 - span.policy_version for s in content.batch.samples for span in s.policy_versions]
         assert min(lags) >= 0 and max(lags) <= 2 * world.config.max_lag
-        if not world.config.max_lag:  # of the groups that could have been trained those that were begun first are
-            left = {line["group_id"] for line in lines if line["why"] == "surplus" and line["versions"] == [step - 1]}
-            assert max(group_id for group_id, _ in in_words) < min(left, default=math.inf)
-            world.surplus += len(left)
+        if not world.config.max_lag:
+            newest = [line for line in lines if line["versions"] == [step - 1] and line["rollout_id"] == 0]
+            last = max(group_id for group_id, _ in in_words) if len(in_words) == 4 else math.inf  # of a full batch
+            taken += sorted((line["group_id"], line["task"]) for line in newest if line["env"] == "b" and line["group_id"] <= last)
+            assert not any(line["why"] == "surplus" for line in newest if line["group_id"] <= last)
+            assert {line["why"] for line in lines if line["group_id"] in world.late} <= {"surplus", "environment"}
+            world.surplus += sum(line["why"] == "surplus" for line in newest)
+    # On-policy each of an environment's tasks has its turn once, in order, as if no group were begun beyond what a batch needs.
+    assert [task for _, task in taken] == list(range(len(taken)))
     waiting, remarks = read_groups(run_dir.pending)
     assert waiting_lines(run_dir) == [group.group_id for group in waiting]
     said += [nonce(group) for group in waiting]

@@ -3,6 +3,8 @@ from collections import Counter
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl.config.orchestrator import DifficultyConfig
 from rl.orchestrator.tasks import EnvTasks, TaskRef, TaskSource, TaskState, pool
@@ -48,11 +50,30 @@ def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
     restored.restore(state, done=[first[3], later[1], later[2]])
     missing = [restored.next(list(envs)) for _ in range(2)]
     assert missing[0] == first[1]
-    assert [(ref.env, ref.task) for ref in missing[1:]] == [(later[0].env, later[0].task)]
-    assert missing[1].group_id > later[2].group_id  # never a number that is taken
+    assert missing[1] == later[0]  # with its own number: what was begun first stays so
     rest = TaskSource(envs, seed=1)
     expected = Counter((ref.env, ref.task) for ref in [rest.next(list(envs)) for _ in range(18)][7:])
     assert Counter((ref.env, ref.task) for ref in [restored.next(list(envs)) for _ in range(11)]) == expected
+
+
+@given(st.integers(0, 2**20))
+@settings(max_examples=60, deadline=None)
+def test_lost_groups_keep_their_order(seed):
+    """Numbers of one environment are drawn in order, so those that are missing are the lost ones'; of several, each one's order is kept."""
+    dice = random.Random(seed)
+    for envs in ({"a": EnvTasks(40)}, {"a": EnvTasks(40), "b": EnvTasks(None, 2.0), "c": EnvTasks(30)}):
+        source = TaskSource(envs, seed)
+        drawn = [source.next(dice.sample(list(envs), dice.randint(1, len(envs)))) for _ in range(dice.randint(1, 25))]
+        done = dice.sample(drawn, dice.randint(0, len(drawn)))
+        restored = TaskSource(envs, seed)
+        restored.restore(None, done)
+        lost = list(restored.again)
+        numbers = [ref.group_id for ref in [*lost, *done]]
+        assert len(set(numbers)) == len(numbers) and max(numbers, default=-1) < restored.next_group
+        for env in envs:
+            mine = sorted((ref for ref in [*lost, *done] if ref.env == env), key=lambda ref: ref.group_id)
+            assert [ref.task for ref in mine] == [ref.task for ref in drawn if ref.env == env][: len(mine)]
+        assert len(envs) > 1 or mine == drawn[: len(numbers)]
 
 
 def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():

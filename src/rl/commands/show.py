@@ -20,7 +20,9 @@ OPTIONS = (
     Option("step", "N", "those that were finished for batch N; default: all, the newest first"),
     Option("env", "NAME", "those of one environment"),
     Option("task", "TASK", "those of one task, by its number"),
-    Option("why", "REASON", "those that were not trained for a reason: no_signal, stale, error, truncated, pending ...; or: trained"),
+    Option(
+        "why", "REASON", "those that were not trained for a reason: no_signal, surplus, stale, error, truncated, pending ...; or: trained"
+    ),
     Option("sort", "FIELD", "by a number of theirs, the highest first: reward, advantage, num_tokens, num_turns, or one of their metrics"),
     Option("reverse", "", "with --sort: the lowest first"),
     Option("limit", "N", "no more than so many; default: all, and 100 with --sort"),

@@ -7,7 +7,8 @@ max_lag. Groups that are dropped make room for their replacements. With max_lag 
 
 With max_lag = 0 a batch would wait for each round of replacements alone, while the servers have little to do. So as many groups are
 started as the batch will need, by the share of the newest ones that could be trained. Of those that can be trained it takes the first
-that were begun, and not the first that finish, which would be the short ones; the rest are dropped as `surplus`.
+that were begun, and not the first that finish, which would be the short ones. What was begun behind these is left behind, finished or
+not, and its tasks come next.
 
 With max_lag > 0 a batch does not wait for a slow minority: a group that has played for longer than SLOW times the typical time gives
 its place to another. It goes on playing, is trained when it finishes, and may lag by more than max_lag, up to max_off_policy_steps. So
@@ -15,10 +16,11 @@ a slow environment plays as many groups at once as its share needs, and the othe
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rl.config.run import RLConfig
@@ -31,7 +33,8 @@ PACE_GROUPS = 32
 """Newest groups of an environment whose times make its median."""
 
 KEPT_GROUPS, KEPT_AT_LEAST = 24, 8
-"""Newest groups whose outcomes say which share can be trained, and how many the first ones count as."""
+"""Newest groups of an environment whose outcomes say which share can be trained, and the number below which those that are missing count
+as trained."""
 
 
 class Pace:
@@ -53,6 +56,10 @@ class Pace:
             if reached >= 0.5:
                 return seconds
         return float("inf")
+
+
+ALL: Mapping[str, float] = {}
+"""Of each environment all groups are likely to be trained."""
 
 
 @dataclass
@@ -92,7 +99,7 @@ def eligible(
     batches_ahead: int,
     max_in_flight: int,
     max_refill: int,
-    kept: float = 1.0,
+    kept: Mapping[str, float] = ALL,
 ) -> list[str]:
     """The environments of which a group may be started now; none if there is no room.
 
@@ -101,14 +108,14 @@ def eligible(
 
     Shares are of the rollouts that are played: what replaces dropped groups is shared like the rest, so that an environment that is
     solved, or fails, does not take all of it. They end at `max_refill` batches' worth for each batch that may be sampled; if all of these
-    were dropped, others are played until there is something to train on. `kept`: the share of those playing that is likely to be trained;
-    up to that end the others are replaced from the start.
+    were dropped, others are played until there is something to train on. `kept`: the share of those playing that is likely to be trained,
+    by environment, else all; up to that end the others are replaced from the start.
     """
     window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
     all_dropped = places.dropped.total() >= most and not places.usable
     if places.dropped.total() + places.held >= most and not all_dropped:
         return []
-    lost = 0.0 if all_dropped else (1.0 - max(kept, 1.0 / max_refill)) * places.playing.total()
+    lost = sum((1.0 - max(kept.get(env, 1.0), 1.0 / max_refill)) * count for env, count in places.playing.items() if not all_dropped)
     if places.held - lost >= window:
         return []
     dropped = places.dropped.total() + lost
@@ -126,20 +133,23 @@ class Admission:
         self.pace = Pace(source.shares)
         self.in_flight: dict[int, InFlight] = {}
         """By group id."""
-        self.outcomes: deque[bool] = deque(maxlen=KEPT_GROUPS)
-        """Whether each of the newest groups can be trained."""
+        self.outcomes: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=KEPT_GROUPS))
+        """Whether each of the newest groups of an environment can be trained."""
 
-    def kept(self) -> float:
-        """The share of the groups playing that is likely to be trained; with max_lag > 0, where nothing waits for replacements, all."""
-        lacking = max(0, KEPT_AT_LEAST - len(self.outcomes))
-        return 1.0 if self.config.max_lag else (sum(self.outcomes) + lacking) / (len(self.outcomes) + lacking)
+    def kept(self) -> Mapping[str, float]:
+        """The share of each environment's groups that is likely to be trained; all with max_lag > 0, where none waits for another."""
+        if self.config.max_lag:
+            return ALL
+        lacking = {env: max(0, KEPT_AT_LEAST - len(newest)) for env, newest in self.outcomes.items()}
+        return {env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env]) for env, newest in self.outcomes.items()}
 
     def places(self, finished: Iterable[Group]) -> Places:
         """What the rollouts of each environment are doing; `finished` are the groups that no batch has used yet."""
         places, now = Places(), time.monotonic()
         for group in finished:
-            kind = places.usable if group.why is None else places.dropped
-            kind[group.env] += group.num_episodes
+            if group.why != "surplus":  # which belongs to the batch before
+                kind = places.usable if group.why is None else places.dropped
+                kind[group.env] += group.num_episodes
         slow_s = SLOW * self.pace.typical_s() if self.config.max_lag else float("inf")
         for play in self.in_flight.values():
             kind = places.slow if now - play.started > slow_s else places.playing
@@ -154,12 +164,25 @@ class Admission:
         limits = (settings.max_in_flight, settings.max_refill)
         return eligible(self.source.shares, places, settings.batch_size, batches_ahead, *limits, self.kept())
 
-    def cancel_older(self, oldest: int, arrived: Iterable[Group]) -> list[InFlight]:
-        """Cancels groups that have tokens of versions before `oldest`, and issues their tasks again.
+    def first(self) -> float:
+        """The number of the first group that is played or was lost; infinite if there is none."""
+        return min([*self.in_flight, *(ref.group_id for ref in self.source.again)], default=math.inf)
+
+    def give_back(self, finished: Iterable[TaskRef]) -> int:
+        """Cancels all that is played, and has its tasks, and those of `finished` groups, come next. Returns how many it cancelled."""
+        playing = list(self.in_flight.values())
+        for play in playing:
+            play.task.cancel()
+        self.source.give_back([*finished, *(play.ref for play in playing)])
+        self.in_flight.clear()
+        return len(playing)
+
+    def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
+        """Cancels groups whose oldest token would be too far behind the version `loaded`, and issues their tasks again.
 
         Not those that have `arrived`: they are played, and only not durable yet. Returns what was cancelled.
         """
-        kept = {group.group_id for group in arrived}
+        oldest, kept = loaded - self.config.orchestrator.max_off_policy_steps, {group.group_id for group in arrived}
         stale = [play for play in self.in_flight.values() if play.start_version < oldest and play.ref.group_id not in kept]
         for play in stale:
             play.task.cancel()

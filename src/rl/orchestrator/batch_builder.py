@@ -129,12 +129,17 @@ class BatchBuilder:
         for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)
         self._judge(self.pending.groups)
-        self.readable.rewrite(self.pending.groups)
         done, begun = refs(self.pending.groups), refs(self.pending.members.values())
         await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
+        played = {ref.group_id for ref in self.source.again}
+        self.pending.members = {group_id: record for group_id, record in self.pending.members.items() if group_id in played}
         for group in self.pending.groups:
             if group.group_id not in counted:
                 self._count(group)
+        if state and not self.config.max_lag:
+            wanted = {ref.group_id for ref in state.tasks.in_flight}
+            mark_surplus(one for one in self.pending.groups if one.group_id < state.tasks.next_group and one.group_id not in wanted)
+        self.readable.rewrite(self.pending.groups)
         if newest or self.pending.groups:
             log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
 
@@ -156,21 +161,23 @@ class BatchBuilder:
         Raises RunError when another process is the orchestrator now, and for what a user's function does wrong. That costs no group:
         `restore` judges them again, once it is mended.
         """
+        if not self.config.max_lag:  # of groups that a batch did without, which are played anew
+            finished = [one for one in finished if isinstance(one, Group) or one.group_id in self.admission.in_flight]
         await asyncio.to_thread(self._keep, finished)
         groups = [group for group in finished if isinstance(group, Group)]
         if not groups:
             return
         try:
             self._judge(groups)
+            for group in groups:
+                self.admission.outcomes[group.env].append(group.why is None)
+                self._count(group)
+            if not self.config.max_lag:
+                mark_surplus(group for group in groups if group.group_id not in self.admission.in_flight)
         finally:
             await asyncio.to_thread(self.readable.append, groups)
-        newest = self.progress.newest
         for group in groups:
             self.admission.in_flight.pop(group.group_id, None)
-            self.admission.outcomes.append(group.why is None)
-            self._count(group)
-            if not self.config.max_lag and group.why is None and min(group.versions, default=newest) < newest:
-                group.why = "surplus"  # it finished while the batch that it was begun for was made of others
             self.warnings.failed(group)
             self.warnings.renamed(group)
 
@@ -209,7 +216,7 @@ class BatchBuilder:
         settings = self.config.orchestrator
         limit = self.progress.newest - (settings.max_off_policy_steps if self.config.max_lag else 0)
         num_playing = self.admission.places(self.pending.groups).playing.total()
-        before = math.inf if self.config.max_lag else min(self.admission.in_flight, default=math.inf)
+        before = math.inf if self.config.max_lag else self.admission.first()
         while True:
             used = batches.choose(self.pending.groups, settings.batch_size, num_playing, settings.max_refill, before)
             old = [group for group in used or [] if min(group.versions, default=limit) < limit]
@@ -222,16 +229,15 @@ class BatchBuilder:
 
     async def _commit(self, used: list[Group]) -> None:
         """Makes the next batch of `used`; groups that were dropped until now are settled with it, and on-policy all others."""
-        step, used_ids = self.progress.newest + 1, {group.group_id for group in used}
-        for group in self.pending.groups:
-            if not self.config.max_lag and group.why is None and group.group_id not in used_ids:
-                group.why = "surplus"
+        step = self.progress.newest + 1
+        cancelled = 0 if self.config.max_lag else self._give_back(used)
         dropped = [group for group in self.pending.groups if group.why is not None]
         settled = [*used, *dropped]
         settled_ids = {group.group_id for group in settled}
         waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
         counts = self.source.settle()
         counts |= {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
+        counts |= {"rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped), "rollouts/cancelled_groups": cancelled}
         counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
         self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
         counts |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
@@ -246,6 +252,17 @@ class BatchBuilder:
         await self.progress.notify()  # the trainer waits for nothing but the batch
         await asyncio.to_thread(self._write_after_batch, step, state.metrics)
         log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
+
+    def _give_back(self, used: list[Group]) -> int:
+        """On-policy: the tasks of all groups that were begun behind a full batch's last one come again, whenever and however these finish.
+
+        So what is trained is what would have been if no more had been begun than were needed. Returns how many were still played.
+        """
+        full = sum(group.num_episodes for group in used) >= self.config.orchestrator.batch_size
+        behind = [group for group in self.pending.groups if full and group.group_id > used[-1].group_id]
+        mark_surplus(behind)
+        self.pending.members.clear()
+        return self.admission.give_back(refs(behind))
 
     def _write_batch(
         self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]
@@ -274,6 +291,12 @@ class BatchBuilder:
                 raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
             self.progress.end(f"solved: the last {num_without_signal} rollouts all have the highest reward ({self.history.histogram()})")
             log.info(self.progress.end_reason)
+
+
+def mark_surplus(groups: Iterable[Group]) -> None:
+    """Groups that were begun for a batch that is made of others, and are played anew."""
+    for group in groups:
+        group.why = "surplus"
 
 
 def refs(groups: Iterable[Group | Members]) -> list[TaskRef]:

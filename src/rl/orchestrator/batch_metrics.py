@@ -38,22 +38,26 @@ class SampleCounts:
 
 def batch_metrics(counts: SampleCounts, groups: list[Group], envs: Iterable[str] = ()) -> dict[str, float]:
     """Numbers of a step: rewards over every finished rollout, trained or not; lag over the trained tokens. `envs`: those that are counted
-    even if nothing of them has finished."""
-    everything = [rollout for group in groups for rollout in group.rollouts]
+    even if nothing of them has finished.
+
+    Surplus groups are counted and in no mean: they are the quick ones of those begun beyond the batch, and may be an older version's.
+    """
+    told = [group for group in groups if group.why != "surplus"]
+    everything = [rollout for group in told for rollout in group.rollouts]
     finished = [rollout for rollout in everything if not rollout.error]
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
         "lag/mean": sum(lag * count for lag, count in counts.lags.items()) / max(1, counts.lags.total()),
         "lag/max": max(counts.lags, default=0),
-        "rollouts/finished": len(everything),
+        "rollouts/finished": sum(len(group.rollouts) for group in groups),
         "rollouts/trained": len(counts.trained),
         "rollouts/length_mean": mean([rollout.num_tokens for rollout in finished]),
         "rollouts/turns_mean": mean([len(rollout.turns) for rollout in finished]),
-        "rollouts/zero_advantage": mean([float(without_signal(group)) for group in groups for _ in group.rollouts]),
-        "rollouts/replaced_groups": sum(group.why == "no_signal" for group in groups),
+        "rollouts/zero_advantage": mean([float(without_signal(group)) for group in told for _ in group.rollouts]),
+        "rollouts/replaced_groups": sum(group.why == "no_signal" for group in told),
         **outcome_shares(everything),
         **environment_counts(counts, groups, envs),
-        **environment_metrics(groups),
+        **environment_metrics(told),
         **teacher_metrics(counts.gaps),
     }
 

@@ -56,7 +56,7 @@ def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill:
         count += group.num_episodes
         if count >= batch_size:
             return usable[: i + 1]
-    played = sum(group.num_episodes for group in finished)
+    played = sum(group.num_episodes for group in finished if group.why != "surplus")
     return usable if usable and not num_playing and played >= max_refill * batch_size else None
 
 

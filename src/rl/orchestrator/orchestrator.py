@@ -70,6 +70,8 @@ class Orchestrator:
         self.requests = TrainerRequests(config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len)
         self.played: list[Group | Members] = []
         """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
+        self.env_lost = False
+        """An environment was lost, and the batches have not been looked at since."""
         self.pool.on_lost = self.quarantine
 
     async def run(self, server: TrainerServer) -> str:
@@ -150,18 +152,10 @@ class Orchestrator:
 
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and issues their tasks again."""
-        for play in self._cancel_older(self.policy.loaded - self.config.orchestrator.max_off_policy_steps):
+        for play in self.admission.cancel_stale(self.policy.loaded, [group for group in self.played if isinstance(group, Group)]):
             self.clock.stale[play.ref.env] += 1
             behind = self.policy.loaded - play.start_version
             log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
-
-    def cancel_surplus(self) -> None:
-        """On-policy, cancels groups that were begun for a batch that did without them, and issues their tasks again."""
-        if not self.config.max_lag:
-            self._cancel_older(self.progress.newest)
-
-    def _cancel_older(self, oldest: int) -> list[InFlight]:
-        return self.admission.cancel_older(oldest, [group for group in self.played if isinstance(group, Group)])
 
     def quarantine(self, env: str, why: str) -> None:
         """Goes on without an environment whose workers cannot be kept alive. Raises RunError when nothing is left to train on."""
@@ -174,6 +168,7 @@ class Orchestrator:
         if not trained:
             return  # of an evaluation alone
         self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])
+        self.env_lost = True
 
     async def fail_with_pool(self) -> None:
         """Loop. Consumes the loss of what the run cannot go on without. Produces the end of the run. Unblocked by the pool."""
@@ -184,16 +179,15 @@ class Orchestrator:
     async def take_in(self) -> None:
         """Loop. Consumes played groups, all that came meanwhile at once. Produces pending.log, then batches. Unblocked by `play_group`."""
         while True:
-            await self.progress.wait_until(lambda: self.played)
-            played = list(self.played)
+            await self.progress.wait_until(lambda: self.played or self.env_lost)
+            played, env_lost, self.env_lost = list(self.played), self.env_lost, False
             await self.builder.add(played)
             del self.played[: len(played)]
             groups = [group for group in played if isinstance(group, Group)]
             for group in groups:
                 self.status.advance(len(group.rollouts))
-            if groups:
+            if groups or env_lost:  # what waited for a lost environment's groups may be a batch now
                 await self.builder.commit_full_batches()
-                self.cancel_surplus()
             self.show_progress()
             await self.progress.notify()
 
@@ -298,7 +292,8 @@ class Orchestrator:
 
     def show_progress(self) -> None:
         size, batch = self.config.orchestrator.batch_size, self.progress.newest + 1
-        done = sum(group.num_episodes for group in self.builder.pending.groups if group.why is None)
+        before = math.inf if self.config.max_lag else self.admission.first()  # on-policy nothing is used before what was begun before it
+        done = sum(group.num_episodes for group in self.builder.pending.groups if group.why is None and group.group_id < before)
         phase, step = (Phase.FILLING_BATCH, batch) if self.batches_ahead() > 0 else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
         counts = {"batch": batch, "batch_done": min(done, size), "batch_size": size, "policy_version": self.policy.loaded}
         self.status.enter(phase, step, **counts, quarantined=sorted(self.pool.lost))

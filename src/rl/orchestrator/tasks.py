@@ -51,6 +51,15 @@ class EnvTasks:
     difficulty: DifficultyConfig | None = None
 
 
+@dataclass
+class Lost:
+    """A group that was playing when a process died, with a number of its own `after` one and `before` another of its environment."""
+
+    after: int
+    before: int
+    ref: TaskRef
+
+
 def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
     """The difficulty pool of a task with this solve rate."""
     return "hard" if rate <= difficulty.hard_up_to else "easy" if rate > difficulty.easy_above else "normal"
@@ -75,6 +84,8 @@ class TaskSource:
         self.noted: list[tuple[str, int, float]] = []
         self.again: deque[TaskRef] = deque()
         """Groups that were cancelled or lost, to be played next."""
+        self.returned: deque[TaskRef] = deque()
+        """Groups whose tasks a batch did without, to be played before others are drawn."""
         self.parked: list[TaskRef] = []
         """Groups of environments that are left out until the next start."""
         self.orders: dict[tuple[str, int], array[int]] = {}
@@ -85,9 +96,13 @@ class TaskSource:
         self.shares = {name: env.weight / total for name, env in envs.items()}
 
     def next(self, eligible: Collection[str]) -> TaskRef:
-        """The next group to play: one that was lost, else one of the eligible environment that is furthest behind its share."""
+        """The next group to play: one that was lost, one that was returned, else one of the eligible environment that is furthest behind
+        its share."""
         if self.again:
             return self.again.popleft()
+        if ref := next((ref for ref in self.returned if ref.env in eligible), None):
+            self.returned.remove(ref)
+            return ref
         rollouts = {name: self.issued[name] * self.envs[name].group_size for name in self.shares}
         total = sum(rollouts.values())
         return self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
@@ -142,6 +157,34 @@ class TaskSource:
                 del self.orders[past]
         self.orders[env, epoch] = order
 
+    def _redraw(self, later: list[TaskRef], env: str) -> list[Lost]:
+        """Draws an environment's groups up to those that are `later` than the state, in the order of their numbers. Returns those between
+        them, which were playing when the process died."""
+        numbers: dict[int, deque[int]] = {}
+        for ref in later:
+            numbers.setdefault(ref.task, deque()).append(ref.group_id)
+        between, lost, last, left = list[TaskRef](), list[Lost](), -1, len(later)
+        limit = (self.envs[env].size or 2**30) + len(later)
+        while left and limit:
+            limit -= 1
+            ref = self._draw(env)
+            if numbers.get(ref.task):
+                before, last, left = last, numbers[ref.task].popleft(), left - 1
+                lost += [Lost(before, last, one) for one in between]
+                between.clear()
+            else:
+                between.append(ref)
+        return lost + [Lost(last, self.next_group, one) for one in between]
+
+    def give_back(self, begun: Iterable[TaskRef]) -> None:
+        """Has the tasks of groups that a batch did without played next, in the order in which they were begun, under new numbers."""
+        refs = [*sorted([*begun, *self.again], key=lambda ref: ref.group_id), *self.returned]
+        renumbered = [TaskRef(self.next_group + i, ref.env, ref.task) for i, ref in enumerate(refs)]
+        self.next_group += len(refs)
+        self.again.clear()
+        self.returned = deque(ref for ref in renumbered if ref.env in self.shares)
+        self.parked += [ref for ref in renumbered if ref.env not in self.shares]
+
     def note(self, env: str, task: int, rewards: Sequence[float]) -> None:
         """Keeps the rewards of a finished group for the next `settle`."""
         if env in self.pooled and rewards:
@@ -166,15 +209,16 @@ class TaskSource:
         del self.shares[env]
         total = sum(self.shares.values())
         self.shares |= {name: share / total for name, share in self.shares.items()}
-        self.parked += [ref for ref in [*in_flight, *self.again] if ref.env == env]
+        self.parked += [ref for ref in [*in_flight, *self.again, *self.returned] if ref.env == env]
         self.again = deque(ref for ref in self.again if ref.env != env)
+        self.returned = deque(ref for ref in self.returned if ref.env != env)
 
     def state(self, in_flight: Iterable[TaskRef]) -> TaskState:
         """The state to be written with a batch, after `settle`. `in_flight`: the groups that are being played."""
         return TaskState(
             next_group=self.next_group,
             issued=dict(self.issued),
-            in_flight=[*in_flight, *self.again, *self.parked],
+            in_flight=[*in_flight, *self.again, *self.returned, *self.parked],
             skipped={env: count for env, count in self.skipped.items() if env in self.pooled},
             rates=self.rates,
         )
@@ -193,18 +237,15 @@ class TaskSource:
             self.again.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in finished)
         begun = [ref for ref in begun if ref.group_id >= self.next_group]  # of the others the state tells
         self.again.extend(begun)
-        later = [*begun, *(ref for ref in done if ref.group_id >= self.next_group)]
-        self.next_group = max([self.next_group, *(ref.group_id + 1 for ref in later)])
-        # Finished after the state was written: the tasks between them were playing when the process died, and are played now.
-        for env in self.envs:
-            tasks = Counter(ref.task for ref in later if ref.env == env)
-            limit = (self.envs[env].size or 2**30) + tasks.total()
-            while tasks.total() > 0 and limit > 0:
-                limit -= 1
-                ref = self._draw(env)
-                if tasks[ref.task] > 0:
-                    tasks[ref.task] -= 1
-                else:
-                    self.again.append(ref)
+        later = sorted([*begun, *(ref for ref in done if ref.group_id >= self.next_group)], key=lambda ref: ref.group_id)
+        first, end = self.next_group, max([self.next_group, *(ref.group_id + 1 for ref in later)])
+        self.next_group = end
+        lost = [one for env in self.envs for one in self._redraw([ref for ref in later if ref.env == env], env)]
+        for number in sorted({*range(first, end)} - {ref.group_id for ref in later}):
+            if fitting := [one for one in lost if one.after < number]:
+                one = min(fitting, key=lambda one: one.before)
+                lost.remove(one)
+                self.again.append(TaskRef(number, one.ref.env, one.ref.task))
+        self.again.extend(one.ref for one in lost)  # of environments that have changed
         for env in self.envs:
             self._task(env)  # so that the order of many tasks is made here, where nothing waits for it

@@ -9,7 +9,7 @@ from rl.view.answers import RolloutRow
 REASONS = {
     "error": "another rollout of its group failed, and what is left of a group would be biased (orchestrator.keep_partial_groups)",
     "stale": "it is older than orchestrator.max_off_policy_steps allows",
-    "surplus": "its batch had enough groups that were begun before it; one more was played because many had to be replaced",
+    "surplus": "its batch had enough groups begun before it; its task comes next. more are begun than it needs, for some have no signal",
     "empty": "no token was sampled",
     "overlong": "its prompt left no room for an answer: raise model.max_model_len",
     "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers out; raise orchestrator.sampling.max_tokens",
