@@ -28,8 +28,8 @@ BEFORE_HASH = {"tensors", "made_by", "files"}
 def newer(path: Path, name: str) -> RunError:
     """The error of a file whose checksums are by a hash that is not known here."""
     return RunError(
-        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. Go on with that one; "
-        f"should that be wrong, the file is damaged: move {path.parent if path.name in (MANIFEST, DIGESTS) else path} away"
+        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. Go on with the newer one; "
+        f"if there was none, the file is damaged: move {path.parent if path.name in (MANIFEST, DIGESTS) else path} away"
     )
 
 
