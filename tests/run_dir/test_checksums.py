@@ -52,7 +52,17 @@ def test_digests_of_a_newer_rl_are_not_damaged(tmp_path):
             assert not isinstance(error.value, CorruptFileError)
 
 
-@pytest.mark.parametrize("content", [{"iash": NEWEST, "tensors": {}}, {"hash": 9, "tensors": {}}, {"hash": NEWEST}, [1], 1])
+FILES = (["a"], "config.json", {"a": 1}, {"..": "00"}, {"": "00"}, {"a/b": "00"}, {"a" * 300: "00"})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *({"iash": NEWEST, "tensors": {}}, {"hash": 9, "tensors": {}}, {"hash": NEWEST}, [1], 1),
+        *({"hash": NEWEST, "tensors": {}, "files": files} for files in FILES),
+        *({"hash": NEWEST, "tensors": tensors} for tensors in (["a"], {"a": 1})),
+    ],
+)
 def test_what_no_rl_writes_is_damage(tmp_path, content):
     """As a flipped bit in the word `hash`: without that word it is of an older rl, whose words are known."""
     (tmp_path / DIGESTS).write_text(json.dumps(content))

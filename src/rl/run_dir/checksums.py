@@ -21,6 +21,8 @@ from rl.run_dir.safetensors import tensor_digests, weights_file
 from rl.system.errors import RunError
 
 MANIFEST, DIGESTS = "manifest.json", "digests.json"
+MAX_NAME = 256
+"""Names of files are shorter, in bytes and so in letters."""
 BEFORE_HASH = {"tensors", "made_by", "files"}
 """What an older rl wrote into a digests file, which had no `hash`."""
 
@@ -94,11 +96,18 @@ def read_digests(path: Path) -> dict[str, Any]:
         content = content if "hash" in content or content.keys() - BEFORE_HASH else {"hash": OLDEST} | content
         if isinstance(content["hash"], str) and content["hash"] not in HASHES:
             raise newer(path, content["hash"])
-        if content["hash"] in HASHES and isinstance(content["tensors"], dict) and not any("/" in name for name in content.get("files", {})):
+        files = content.get("files", {})
+        named = all(len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..") for name in files)
+        if content["hash"] in HASHES and named and is_text(content["tensors"]) and is_text(files):
             return content
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise CorruptFileError(f"{path}: missing or damaged")
+
+
+def is_text(content: Any) -> bool:
+    """Whether this is text by name."""
+    return isinstance(content, dict) and all(isinstance(value, str) for value in content.values())
 
 
 def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
