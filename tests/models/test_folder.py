@@ -1,15 +1,18 @@
 import json
 import os
+import re
 import sys
 
 import pytest
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.models import folder as model_folder
-from rl.models.folder import cache_root, resolve_model
+from rl.models.folder import cache_root, resolve_model, sound_model
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
+from rl.run_dir.digests import NEWEST
+from rl.run_dir.safetensors import tensor_digests, weights_file
 from rl.system.errors import RunError
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -35,6 +38,19 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
     assert resolve_model(ModelConfig(name=str(model))) == str(model)
     monkeypatch.chdir(model.parent)
     assert resolve_model(ModelConfig(name="tiny")) == str(model)
+
+
+def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder, tmp_path):
+    """One of another run, whose digests lie in it; a model without any is taken as it is."""
+    digests = {"hash": NEWEST, "tensors": tensor_digests(weights_file(folder))}
+    config = RLConfig(name="r", model={"name": str(folder)}, orchestrator={"environment": [{"id": "e"}]})
+    assert sound_model(config) == str(folder)
+    (folder / "digests.json").write_text(json.dumps(digests))
+    assert sound_model(config) == str(folder)
+    first = next(iter(digests["tensors"]))
+    (folder / "digests.json").write_text(json.dumps(digests | {"tensors": digests["tensors"] | {first: "00"}}))
+    with pytest.raises(RunError, match=rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another model\.name"):
+        sound_model(config)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import BUILT_IN_TEMPLATE
-from rl.config.run import ModelConfig
+from rl.config.run import ModelConfig, RLConfig
 from rl.models.gguf import convert_gguf, gguf_of_package
-from rl.run_dir.files import write_directory
+from rl.run_dir.checksums import check_version
+from rl.run_dir.files import CorruptFileError, write_directory
 from rl.system.errors import RunError
 
 HUB_TIMEOUT_S = 10.0
@@ -187,14 +188,23 @@ def folder_here(model: ModelConfig) -> Path | None:
         return None
 
 
+def sound_model(config: RLConfig) -> str:
+    """The folder of a run's model, found to be what was written where its digests lie in it, as in a version of another run."""
+    folder = resolve_model(config.model, needs_template=config.sft is None)
+    try:
+        check_version(Path(folder))
+    except CorruptFileError as error:
+        raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
+    return folder
+
+
 if __name__ == "__main__":
     from rl.config.command_line import from_toml
 
     given = sys.argv[1] if len(sys.argv) > 1 else ModelConfig().name
     try:
         if given.endswith(".toml"):
-            wanted = from_toml(Path(given))
-            print(resolve_model(wanted.model, needs_template=wanted.sft is None))
+            print(sound_model(from_toml(Path(given))))
         else:
             print(resolve_model(ModelConfig(name=given)))
     except RunError as fault:
