@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rl.config.command_line import build, parse_args
 from rl.orchestrator import batches
 from rl.orchestrator.admission import InFlight
+from rl.orchestrator.batch_builder import MAX_FAILED
 from rl.orchestrator.ending import RewardHistory
 from rl.orchestrator.evaluator import Evaluator
 from rl.orchestrator.judge import Rules, judge
@@ -93,8 +94,8 @@ class Nothing:
 
     def advance(self, count: int = 1) -> None: ...
 
-    def enter(self, *phase: object, **counts: object) -> None:
-        self.counts = counts
+    def enter(self, phase: object, step: int, detail: str, **counts: object) -> None:
+        self.counts, self.detail = counts, detail
 
 
 class World:
@@ -218,12 +219,29 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
             await one.progress.notify()
             for _ in range(9):
                 await asyncio.sleep(0)
-            numbers.append((one.progress.newest, one.status.counts["batch_done"]))
+            numbers.append((one.progress.newest, one.status.counts["batch_done"], one.status.detail))
         taking.cancel()
 
-    numbers: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int, str]] = []
     asyncio.run(loop())
-    assert numbers == [(0, 0), (1, 0)]  # nothing counts before what was begun before it
+    # Nothing counts before what was begun before it.
+    assert numbers == [(0, 0, "enough have finished behind group 0 of b (task 0), which still plays"), (1, 0, "")]
+
+
+def test_failures_of_an_earlier_process_do_not_end_the_next_one(tmp_path):
+    """A judge was down for a minute, and the run that this ended could never go on."""
+    world = World(tmp_path, random.Random(0))
+    for life in range(2):
+        one = world.orchestrator()
+        now(one.builder.restore())
+        now(one.builder.commit_full_batches())
+        assert len(one.builder.pending.groups) == 2 * MAX_FAILED * life
+        failed = [world.group(one.source.next(["a"]), 0) for _ in range(2 * MAX_FAILED)]  # a batch is two groups
+        for group in failed:
+            group.rollouts[0].error, group.rollouts[0].cause = "the judge is down", "reward"
+        now(one.builder.add(failed))
+        with pytest.raises(RunError, match=f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is down"):
+            now(one.builder.commit_full_batches())
 
 
 def ref_of(group: Group) -> TaskRef:

@@ -109,6 +109,8 @@ class BatchBuilder:
         self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
         self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
+        self.restored = set[int]()
+        """Groups that an earlier process played: what they failed of may be mended by now."""
         self.warnings = GroupWarnings(self.warn)
         self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
         self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
@@ -129,6 +131,7 @@ class BatchBuilder:
         for warning in await asyncio.to_thread(self.pending.load, settled, newest):
             log.warning(warning)
         self._judge(self.pending.groups)
+        self.restored = {group.group_id for group in self.pending.groups}
         done, begun = refs(self.pending.groups), refs(self.pending.members.values())
         await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
         played = {ref.group_id for ref in self.source.again}
@@ -284,7 +287,8 @@ class BatchBuilder:
     def _check_learning(self) -> None:
         """Ends a run that only fails, or that has nothing left to learn from."""
         batch_size, num_without_signal = self.config.orchestrator.batch_size, len(self.history.without_signal)
-        if problem := only_failures(self.pending.groups, MAX_FAILED * batch_size):
+        played_here = [group for group in self.pending.groups if group.group_id not in self.restored]
+        if problem := only_failures(played_here, MAX_FAILED * batch_size):
             raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
         if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
             if not self.history.is_solved():

@@ -293,7 +293,11 @@ class Orchestrator:
     def show_progress(self) -> None:
         size, batch = self.config.orchestrator.batch_size, self.progress.newest + 1
         before = math.inf if self.config.max_lag else self.admission.first()  # on-policy nothing is used before what was begun before it
-        done = sum(group.num_episodes for group in self.builder.pending.groups if group.why is None and group.group_id < before)
+        usable = [group for group in self.builder.pending.groups if group.why is None]
+        done = sum(group.num_episodes for group in usable if group.group_id < before)
+        first, detail = self.admission.in_flight.get(int(before)) if before < math.inf else None, ""
+        if first and done < size <= sum(group.num_episodes for group in usable):
+            detail = f"enough have finished behind group {first.ref.group_id} of {first.ref.env} (task {first.ref.task}), which still plays"
         phase, step = (Phase.FILLING_BATCH, batch) if self.batches_ahead() > 0 else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
         counts = {"batch": batch, "batch_done": min(done, size), "batch_size": size, "policy_version": self.policy.loaded}
-        self.status.enter(phase, step, **counts, quarantined=sorted(self.pool.lost))
+        self.status.enter(phase, step, detail, **counts, quarantined=sorted(self.pool.lost))

@@ -34,7 +34,8 @@ ROLLOUTS = {
     "rollouts/replaced_groups": "Number of groups without signal that were replaced.",
     "rollouts/<env>/replaced_groups": "The same of one environment, if there are any.",
     "rollouts/surplus_groups": "Number of groups that were begun beyond the batch (`max_lag = 0`) and finished; they are in no mean.",
-    "rollouts/cancelled_groups": "Number of groups that were begun beyond the batch and were still played.",
+    "rollouts/cancelled_groups": "Number of groups that were begun beyond the batch and were still played. A few of them may finish all "
+    "the same, as the next step's `rollouts/surplus_groups`.",
     "rollouts/stale_groups": "Number of groups that were cancelled or dropped as older than orchestrator.max_off_policy_steps.",
     "rollouts/<env>/stale_groups": "The same of one environment, if there are any.",
     "rollouts/<env>/share": "Share of an environment in the rollouts, where there are several.",
