@@ -29,7 +29,7 @@ from rl.orchestrator.tasks import MEMORY, EnvTasks, TaskRef, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import EnvWarning, RoleStatus
+from rl.run_dir.status import RoleStatus, RunWarning
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.user_function import UserFunction
@@ -89,7 +89,7 @@ class Nothing:
     def __init__(self) -> None:
         self.warned: dict[tuple[str, str], str] = {}
 
-    def warn(self, warning: EnvWarning) -> None:
+    def warn(self, warning: RunWarning) -> None:
         self.warned[warning.about, warning.env] = warning.text
 
     def advance(self, count: int = 1) -> None: ...

@@ -26,7 +26,7 @@ from rl.run_dir import spans
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
-from rl.run_dir.status import EnvWarning
+from rl.run_dir.status import RunWarning
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
 from rl.wire.rollouts import Group, Members, Rollout
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class GroupWarnings:
     """Warnings in the log, at most one of a kind for an environment every WARN_EVERY_S seconds; the first is for the run's user, too."""
 
-    def __init__(self, warn: Callable[[EnvWarning], None]) -> None:
+    def __init__(self, warn: Callable[[RunWarning], None]) -> None:
         """warn: see Status.warn."""
         self.warn = warn
         self.last: dict[tuple[str, str], float] = {}
@@ -63,7 +63,7 @@ class GroupWarnings:
             count = f"{len(errors)} of {len(group.rollouts)}"
             text = f"environment {group.env}: {count} rollouts of a group failed for good ({errors[0].cause}): {first}"
             log.warning(text)
-            self.warn(EnvWarning("failed", group.env, text))
+            self.warn(RunWarning("failed", group.env, text))
 
     def renamed(self, group: Group) -> None:
         """Warns of metrics of an environment that have the names of ours."""
@@ -72,7 +72,7 @@ class GroupWarnings:
             renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
             text = f"metrics of environment {group.env} that are called like ours are reported under another name: {renamed}"
             log.warning(text)
-            self.warn(EnvWarning("renamed", group.env, text))
+            self.warn(RunWarning("renamed", group.env, text))
 
     def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
         """Warns of environments that lose as many groups to staleness as they give to a batch.
@@ -100,7 +100,7 @@ class BatchBuilder:
     clock: StepClock
     lost_envs: Mapping[str, str]
     """The environments that are given up, and why; the pool adds to it."""
-    warn: Callable[[EnvWarning], None]
+    warn: Callable[[RunWarning], None]
     """See Status.warn."""
 
     def __post_init__(self) -> None:

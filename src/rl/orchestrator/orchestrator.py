@@ -30,7 +30,7 @@ from rl.orchestrator.tasks import TaskRef, TaskSource
 from rl.orchestrator.teacher import Teacher
 from rl.orchestrator.trainer_requests import TrainerRequests
 from rl.run_dir import spans
-from rl.run_dir.status import EnvWarning, Phase, Status, last_seen
+from rl.run_dir.status import Phase, RunWarning, Status, last_seen
 from rl.system.errors import RunError
 from rl.wire.http import RefusedError
 from rl.wire.messages import WeightVersion
@@ -164,7 +164,7 @@ class Orchestrator:
         trained = env in self.source.shares
         text = f"environment {env} is left out until the next start{', its share goes to the others' if trained else ''}: {why}"
         log.error(text)
-        self.status.warn(EnvWarning("lost", env, text))
+        self.status.warn(RunWarning("lost", env, text))
         if not trained:
             return  # of an evaluation alone
         self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])

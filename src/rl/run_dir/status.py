@@ -94,7 +94,7 @@ TRAINER_STEPS = frozenset(
 """Phases of a trainer that is up: the parts of its steps."""
 
 
-class EnvWarning(msgspec.Struct, frozen=True):
+class RunWarning(msgspec.Struct, frozen=True):
     """Something that the run's user is to know, of an environment or of the run's files."""
 
     about: Literal["failed", "lost", "renamed", "damaged", "inexact"]
@@ -141,7 +141,7 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
     quarantined: list[str] = []
     """Environments that are given up."""
-    warnings: list[EnvWarning] = []
+    warnings: list[RunWarning] = []
     """What its user is to know. `rl` says each once."""
     playing: int | None = None
     """Rollouts in flight."""
@@ -188,7 +188,7 @@ class Status:
             self.current = msgspec.structs.replace(self.current, **now, **fields)
         self._write()
 
-    def warn(self, warning: EnvWarning) -> None:
+    def warn(self, warning: RunWarning) -> None:
         """Has `rl` say it; written at once. The second of a kind about an environment is not, nor the second of a text."""
         with self.changing:
             said = self.current.warnings

@@ -16,7 +16,7 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import EnvWarning, Phase, Status
+from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.batch_sources import BatchSource, FromOrchestrator, quarantined_steps
@@ -229,7 +229,7 @@ def start(
 
 
 def newest_checkpoint(
-    config: RLConfig, log: RunDir, world: World, found: checkpoint.Found | None, warn: Callable[[EnvWarning], None]
+    config: RLConfig, log: RunDir, world: World, found: checkpoint.Found | None, warn: Callable[[RunWarning], None]
 ) -> tuple[Path, dict] | None:
     """The checkpoint at which training starts, None for the base model. A replay's is a setting, and one of the run that it replays.
 
@@ -245,7 +245,7 @@ def newest_checkpoint(
         raise RunError(f"{log.checkpoints} is empty, and the run begins at step {origin.step}, as a {origin}: branch it again")
     if world.is_main and found and sound:
         for remark in put_away(log, found[1], int(sound[0].name)):
-            warn(EnvWarning("damaged", "", remark))
+            warn(RunWarning("damaged", "", remark))
     return sound
 
 

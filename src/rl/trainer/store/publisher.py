@@ -20,7 +20,7 @@ from rl.run_dir.files import CorruptFileError, make_durable
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
-from rl.run_dir.status import EnvWarning, Phase
+from rl.run_dir.status import Phase, RunWarning
 from rl.system import faults
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.store.background import Background
@@ -41,7 +41,7 @@ class Publisher:
         config: WeightsConfig,
         client: OrchestratorClient | None,
         wait: Wait,
-        warn: Callable[[EnvWarning], None] | None = None,
+        warn: Callable[[RunWarning], None] | None = None,
     ):
         """Without a client nothing is announced, and no version is kept because an evaluation still needs it. `warn`: see Status.warn."""
         self.warn = warn
@@ -138,7 +138,7 @@ class Publisher:
     def _warn(self, about: Literal["damaged", "inexact"], text: str) -> None:
         print(f"WARNING: {text}", file=sys.stderr, flush=True)
         if self.warn:
-            self.warn(EnvWarning(about, "", text))
+            self.warn(RunWarning(about, "", text))
 
     def metrics(self) -> dict[str, float]:
         """The latency of the newest version that is published by now, mostly the one before the step's."""
