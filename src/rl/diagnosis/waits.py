@@ -211,7 +211,7 @@ def filling(state: RunState) -> str:
     status = process.status
     if status.phase is not Phase.FILLING_BATCH or status.batch_done is None or status.batch_size is None:
         return process.doing
-    return f"batch {status.batch} has {status.batch_done} of {status.batch_size} rollouts" + (f": {status.detail}" if status.detail else "")
+    return f"batch {status.batch} has {status.batch_done} of {status.batch_size} rollouts"
 
 
 def waiting_for_tokens(state: RunState, inference: Process) -> str:
