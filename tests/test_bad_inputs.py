@@ -396,7 +396,7 @@ RECORDS = [
         "weights/000001/digests.json",
         '{"hash": "crc32", "tensors": {}}',
         read_digests,
-        "{tmp}/weights/000001/digests.json: missing or damaged",
+        "{tmp}/weights/000001/digests.json: its hash is 'crc32', which this rl does not know: a newer rl wrote it",
     ),
     written("weights/000001/digests.json", '{"tensors": [', read_digests, "{tmp}/weights/000001/digests.json: missing or damaged"),
     written("x.safetensors", b"\xff" * 100, lambda path: read_header(path), "x.safetensors: not a safetensors file (a header of 1"),

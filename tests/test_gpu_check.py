@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gpu_check
+import pytest
 from benchmarks import gpu_bench
 
 SCRIPT = Path("scripts/gpu_check.py").resolve()
@@ -37,6 +38,7 @@ def check(tmp_path, *flags):
     return done.returncode, json.loads((tmp_path / "out.json").read_text()), done.stdout + done.stderr
 
 
+@pytest.mark.proof
 def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
     code, results, printed = check(tmp_path)
     assert code == 0 and {result["state"] for result in results.values()} == {"done"}, printed

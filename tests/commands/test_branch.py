@@ -29,6 +29,12 @@ STATE = OrchestratorState(
 )
 
 
+def weights(step: int) -> bytes:
+    """A safetensors file without tensors."""
+    header = b'{"__metadata__": {"step": "%d"}}' % step
+    return len(header).to_bytes(8, "little") + header
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of four steps with the checkpoints 2 and 4, of whose versions the last two are kept."""
@@ -41,7 +47,7 @@ def run(tmp_path, monkeypatch):
         write_batch(run_dir.batch(step), TrainBatch(step=step, samples=[]), STATE)
         write_file(run_dir.digests(step), b'{"tensors": {}}')
     for step in (2, 4):
-        write_file(run_dir.weights(step) / "model.safetensors", b"%d" % step)
+        write_file(run_dir.weights(step) / "model.safetensors", weights(step))
         write_file(run_dir.checkpoint(step) / "__0_0.distcp", b"state %d" % step)
         files = {"__0_0.distcp": checksum(run_dir.checkpoint(step) / "__0_0.distcp")}
         manifest = {"step": step, "world_size": 1, "model": "m", "files": files}
@@ -204,7 +210,7 @@ def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, mo
     branch(f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory")
     new = launched[0][0].run_dir
     assert new.weights(2) == tmp_path / "memory" / "y" / "000002" and not (new.root / "weights").exists()
-    assert (new.weights(2) / "model.safetensors").read_bytes() == b"2"
+    assert (new.weights(2) / "model.safetensors").read_bytes() == weights(2)
     shutil.rmtree(new.root)
     expected = "memory/y holds versions 2 of another run; choose another --name"
     assert expected in fault(capsys, f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory")

@@ -266,7 +266,7 @@ def test_the_error_of_a_thread_that_writes_is_not_the_batchs(tied_folder, tmp_pa
     assert (status.phase, status.step) == (phase, step)
 
 
-@pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.EROFS])
 def test_a_disk_that_fails_ends_it_without_another_start(tied_folder, tmp_path, monkeypatch, number):
     """The message has the file's name and a remedy."""
     config = make_config(tmp_path, tied_folder)

@@ -7,8 +7,8 @@ RESTART, WRONG_SETTINGS, GIVE_UP, DAMAGED = 1, 2, 3, 4
 change (a missing model, a full disk); a damaged file in the run directory, to be repaired before the next start."""
 
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-"""Errors of a disk that is full, not to be written, or broken, and of a file that may not become so large."""
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of a disk that is full or not to be written, and of a file that may not become so large. Not of one that fails, which may pass."""
 
 
 LASTING = (*CANNOT_WRITE, errno.EADDRINUSE, errno.EADDRNOTAVAIL)
