@@ -58,10 +58,6 @@ class Pace:
         return float("inf")
 
 
-ALL: Mapping[str, float] = {}
-"""Of each environment all groups are likely to be trained."""
-
-
 @dataclass
 class Places:
     """Rollouts of each environment by what they are doing."""
@@ -99,7 +95,7 @@ def eligible(
     batches_ahead: int,
     max_in_flight: int,
     max_refill: int,
-    kept: Mapping[str, float] = ALL,
+    kept: Mapping[str, float],
 ) -> list[str]:
     """The environments of which a group may be started now; none if there is no room.
 
@@ -139,7 +135,7 @@ class Admission:
     def kept(self) -> Mapping[str, float]:
         """The share of each environment's groups that is likely to be trained; all with max_lag > 0, where none waits for another."""
         if self.config.max_lag:
-            return ALL
+            return {}
         lacking = {env: max(0, KEPT_AT_LEAST - len(newest)) for env, newest in self.outcomes.items()}
         return {env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env]) for env, newest in self.outcomes.items()}
 

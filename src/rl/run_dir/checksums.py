@@ -50,7 +50,7 @@ def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> No
     if len(names) == 1 and not names & HASHES.keys():
         raise newer(folder / MANIFEST, names.pop())
     for name, expected in checksums.items():
-        file, by = folder / name, OLDEST if isinstance(expected, Mapping) and OLDEST in expected else NEWEST
+        file, by = folder / name, next((known for known in HASHES if isinstance(expected, Mapping) and known in expected), NEWEST)
         if not file.is_file() or checksum(file, by) != expected:
             raise CorruptFileError(f"{file}: {'damaged' if file.is_file() else 'missing'}")
 
@@ -122,7 +122,7 @@ def verify_version(folder: Path) -> dict[str, Any]:
     """The content of a version's digests.json, after all its files have been found to be what was written.
 
     Raises CorruptFileError naming the first tensor or file that is not, and as `read_digests` does.
-    Reads the version whole: 0.1 s for 270 MB on one core.
+    Reads the version whole: 0.14 s for 270 MB on one core.
     """
     content = read_digests(folder / DIGESTS)
     verify_tensors(folder, content)

@@ -53,10 +53,13 @@ class Version:
     @cached_property
     def digests(self) -> dict[str, str]:
         """The newest hash of each tensor's bytes by its name in the file. A core takes about a fifth of a second for each GB."""
-        return self.digests_by(NEWEST)
+        return self._hashed(NEWEST)
 
     def digests_by(self, name: str) -> dict[str, str]:
-        """The same by another of digests.HASHES, to be compared with what an older rl wrote."""
+        """The same by one of digests.HASHES, to be compared with what an older rl wrote."""
+        return self.digests if name == NEWEST else self._hashed(name)
+
+    def _hashed(self, name: str) -> dict[str, str]:
         views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
         return dict(zip(self.named, hash_each(partial(digest, name=name), views), strict=True))
 
