@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import promises
+import psutil
 import pytest
 import soak
 
@@ -22,6 +23,7 @@ from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, Rollout
 from tests.hosts import permitted
 from tests.trainer.samples import make_sample
+from tests.waiting import until
 
 CONFIG = """
 max_steps = 999999
@@ -161,6 +163,7 @@ def test_what_is_left_behind_is_told(run_dir, tmp_path):
         os.utime(run_dir.weights_dir / name, (time.time() - age_s,) * 2)
     word = f"word-{time.time_ns()}"
     with subprocess.Popen(["sleep", "60"], env={"RL_CHAOS": f"{word}:1."}, start_new_session=True) as orphan:
+        until(lambda: psutil.Process(orphan.pid).status() == "sleeping")  # it has just begun
         told = promises.nothing_left(run_dir, tmp_path / "tmp", {str(tmp_path / "gone")}, word)
         orphan.kill()
     assert told == [
