@@ -243,6 +243,35 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
     assert len(run.events("death")) == 3
 
 
+DEATH = """
+beat('serving', seconds=0.2, address='http://x', progress=int(attempt == 1 and os.path.exists(root + '/worked')))
+print('(EngineCore pid=7) ERROR 11-23 15:56:07 [core.py:1512] RuntimeError: no kernel for head_dim=16')
+print('(MainProcess pid=6) ERROR 11-23 15:56:07 [a.py:9] EngineDeadError: EngineCore encountered an issue. See stack trace (above).')
+print('inference: the engine process died; its last lines are above')
+print('(MainProcess pid=6) INFO 11-23 15:56:07 [core_client.py:777] [shutdown] MPClient: complete')
+sys.exit(1)
+"""
+
+
+def test_a_server_that_dies_twice_of_its_first_request_ends_the_run(make):
+    """It came up, so the fault is none of its start; but the same would end every attempt, and 20 restarts take 15 minutes."""
+    run = make(backoff_s=0.01)
+    run.begin(inference=DEATH)
+    with pytest.raises(RunError) as error:
+        run.finish()
+    why = "has not sampled one token: attempt 2 ended with exit code 1, too, saying: RuntimeError: no kernel for head_dim=16"
+    assert str(error.value).startswith(f"inference {why}. The end of its log:\n") and "[shutdown]" not in str(error.value)
+    assert ", saying: RuntimeError: no kernel for head_dim=16; it starts again " in run.said[0]
+
+
+def test_a_server_that_has_sampled_and_dies_is_started_again(make):
+    run = make(backoff_s=0.01, max_restarts=3)
+    (run.root / "worked").touch()
+    run.begin(inference=DEATH)
+    run.until(lambda: len(run.events("death", "inference")) == 3)
+    assert not run.events("give_up")
+
+
 def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
     """As `rl eval` does of a server that does not come up."""
     log = tmp_path / "inference-1.log"

@@ -51,9 +51,11 @@ class RoleState:
     was_ready: bool = False
     """Some attempt has come up."""
     failed_starts: int = 0
-    """Attempts that failed by themselves before any had come up."""
+    """Attempts that failed by themselves before any had come up, or, of a server, had sampled a token."""
     progressed: bool = False
     """This attempt has got something done."""
+    ever_progressed: bool = False
+    """Some attempt has."""
     streak: int = 0
     """Deaths in a row without progress."""
     deaths: list[Death] = field(default_factory=list)

@@ -36,7 +36,8 @@ FIRST_SIGN_S = 300.0
 MAX_QUARANTINED = 3
 """So many batches in a row that kill the trainer: it is not the batches."""
 MAX_FAILED_STARTS = 2
-"""What never came up once is not a crash: the same fault would end every attempt. A SIGKILL, which comes from outside, does not count."""
+"""What never came up once is not a crash: the same fault would end every attempt. A SIGKILL, which comes from outside, does not count.
+Nor is a server that comes up and ends with an error before it has sampled one token, in every attempt: its model, settings or device."""
 SHOWN_DEATHS = 5
 AFTER_S = 30.0
 """A role that starts after another one waits no longer for that."""
@@ -139,6 +140,7 @@ class Supervisor:
                 state.statuses[name] = status
                 state.silent_s[name] = state.silent_s.get(name, 0.0) + gap if same else 0.0
         state.progressed = state.progressed or any(status.progress for status in state.statuses.values())
+        state.ever_progressed = state.ever_progressed or state.progressed
         state.was_ready = state.was_ready or state.is_up()
         for warning in state.status.warnings[state.warned :]:
             state.warned += 1
@@ -236,7 +238,7 @@ class Supervisor:
         if state.name == "trainer" and self.quarantine.repeats(death):
             raise self._no_poison(child, death)
         said = ""
-        if not state.was_ready and code not in (-signal.SIGKILL, DAMAGED):
+        if (not state.was_ready and code not in (-signal.SIGKILL, DAMAGED)) or is_useless(state, code):
             state.failed_starts += 1
             said = f", saying: {words.rstrip('.')}" if words else ""
         delay = self.restarts.delay_s(state.streak, state.recent)
@@ -280,7 +282,8 @@ class Supervisor:
         most, window_s = self.settings.max_restarts, self.settings.window_s
         limit = f"{most} restarts within {window_s:g} s are the limit (supervisor.max_restarts, window_s)"
         if state.failed_starts >= MAX_FAILED_STARTS:
-            limit = f"never came up: attempt {child.attempt} {reason}, too{said}"
+            never = "has not sampled one token" if state.was_ready else "never came up"
+            limit = f"{never}: attempt {child.attempt} {reason}, too{said}"
         self.event("give_up", state.name, attempt=child.attempt, reason=limit)
         if state.failed_starts >= MAX_FAILED_STARTS:
             return failure(child, limit)
@@ -347,6 +350,11 @@ class Supervisor:
             self.event("stall", "rl", reason=found.bottleneck, seconds=stall_s)
             text = f"warning: no token, rollout, batch or step for {stall_s:g} s (supervisor.stall_s): {found.bottleneck}"
             self.say("\n".join([text, *(f"  {line}" for line in found.lines)]))
+
+
+def is_useless(state: RoleState, code: int | None) -> bool:
+    """Whether a server has ended with an error, and has not sampled one token in any attempt."""
+    return state.name == "inference" and not state.ever_progressed and code is not None and code > 0 and code != DAMAGED
 
 
 def last_phase(state: RoleState) -> dict[str, Any]:

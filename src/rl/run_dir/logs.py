@@ -7,8 +7,10 @@ from pathlib import Path
 
 LAST_LINES = 20
 POINTS_UP = re.compile(r"\babove\b")
-ERROR = re.compile(r"(?:\(\w+ pid=\d+\) +)?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)")
+ERROR = re.compile(r"(?:\(\w+ pid=\d+\) +)?(?:ERROR [\d :-]+\[[\w.]+:\d+\] )?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)")
 """The last line of a traceback, behind the mark that vLLM puts before the lines of its engine."""
+FAREWELL = " [shutdown] "
+"""In the lines of vLLM that tell how it ends, behind those that tell why."""
 RAISED = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception|Exit)(?:: |$)).*)")
 """A line that ends a traceback of the trainer, or that it ended with."""
 MANY_LINES = 1000
@@ -66,7 +68,7 @@ def newest_log(logs: Path, role: str) -> Path | None:
 def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     """The last `count` lines of a log that are not empty; none without a readable log.
 
-    torchrun's report of a failure is left out: it follows the traceback that matters.
+    torchrun's report of a failure and vLLM's of its end are left out: they follow the traceback that matters.
     """
     try:
         with open(log or os.devnull, "rb") as file:
@@ -75,7 +77,7 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     except OSError:
         return []
     end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
-    return [line for line in lines[:end] if line.strip()][-count:]
+    return [line for line in lines[:end] if line.strip() and FAREWELL not in line][-count:]
 
 
 def error_line(log: Path | None) -> str:
@@ -93,4 +95,5 @@ def last_words(log: Path | None) -> str:
     lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in last_lines(log, MANY_LINES)] or [""]
     if not POINTS_UP.search(lines[-1]):
         return lines[-1]
-    return next((match[1] for line in reversed(lines[:-1]) if (match := ERROR.fullmatch(line))), lines[-1])
+    errors = (match[1] for line in reversed(lines[:-1]) if (match := ERROR.fullmatch(line)))
+    return next((error for error in errors if not POINTS_UP.search(error)), lines[-1])
