@@ -307,6 +307,22 @@ def test_what_may_not_change(place, args):
     assert "was made with another configuration" in place.fails(*args, resume=-1)
 
 
+def test_nan_is_the_same_setting_as_nan(place):
+    own = ("--trainer.loss.function", "math:fsum", "--trainer.loss.args.fill", "nan")
+    place(*own)
+    place.fill(1)
+    assert place(*own, resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch 1"]
+
+
+def test_an_argument_that_no_environment_was_ever_given_may_be_mended(place):
+    """An older version of rl took it, and gave None in its place."""
+    place("--orchestrator.environment.args.bug", "nan", "--orchestrator.environment.args.n", "3")
+    place.fill(1)
+    notes = place("--orchestrator.environment.args.bug", '"nan"', "--orchestrator.environment.args.n", "3", resume=-1).notes
+    assert notes[1:] == ["changed: orchestrator.environment.0.args.bug: nan -> 'nan'"]
+    assert "args.n: 3 -> 4" in place.fails("--orchestrator.environment.args.n", "4", resume=-1)
+
+
 def test_workers_and_evals_may_change_in_their_lists(place):
     place("--orchestrator.eval.interval", "5")
     place("--orchestrator.eval.interval", "2", "--orchestrator.environment.workers", "3", resume=-1)

@@ -18,6 +18,7 @@ from typing import Any
 
 from rl.config.command_line import write_config
 from rl.config.differences import changed_keys
+from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
 from rl.launch.repair import repair
@@ -296,8 +297,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
-    """The settings that differ and that a resume may not change, a line each."""
-    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new)]
+    """The settings that differ and that a resume may not change, a line each. An environment was never given an argument that has a fault."""
+    differ = ((key, old, new) for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new))
+    kept = ((key, old, new) for key, old, new in differ if not (key.startswith("orchestrator.environment.") and argument_fault(old)))
+    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in kept]
 
 
 def moved(old: Any, new: Any) -> bool:
