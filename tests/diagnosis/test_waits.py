@@ -392,6 +392,12 @@ def test_ended_well(run, gone):
     assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s a step"]
 
 
+def test_a_run_that_may_have_learned_nothing_did_not_end_well(run, gone):
+    run.rl(gone)
+    run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("nothing to learn", run.now, "doubtful")))
+    assert (run.diagnosis().bottleneck, run.diagnosis().state) == ("the run ended at step 0 of 100: nothing to learn", "ended")
+
+
 def test_a_run_that_ended_well_and_was_copied_without_its_checkpoints_is_not_said_to_be_stopped(run):
     """A resume would find nothing to go on from. The trainer that saved the last one has left no status and no death."""
     run.dir.status_dir.mkdir()

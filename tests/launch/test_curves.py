@@ -118,6 +118,12 @@ def test_a_branch_counts_its_own_steps(tmp_path):
     assert report_lines(read_metrics(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
 
 
+def test_a_run_that_has_trained_no_step_says_so(tmp_path):
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    lines = {(0, "orchestrator"): {"perf/inference_idle_fraction": 0.69, "time/batch": 20.0}, (0, "eval"): {"eval/e/reward_mean": 1.0}}
+    assert report_lines(lines, run_dir)[0] == "no step was trained"
+
+
 def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     log = MetricsLog(run_dir.metrics, "trainer")

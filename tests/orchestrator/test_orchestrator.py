@@ -75,7 +75,7 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
                 await during(stub, runner)
             try:
                 ended = await asyncio.wait_for(runner, 180)
-                return ended, await trainer, stub
+                return ended.reason, await trainer, stub
             finally:
                 status.close()
 

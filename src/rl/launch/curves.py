@@ -115,7 +115,7 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         shares.append(f"inference was idle {idle:.0%}")
     count = max(0, max(curve(lines, "trainer", "time/step")[0], default=0) - first_step(run_dir))
     took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
-    report = [took + (f"; {', '.join(shares)} of the time" if shares else "")]
+    report = [took + (f"; {', '.join(shares)} of the time" if shares else "") if took_s else "no step was trained"]
     if reward := trend(curve(lines, "orchestrator", "reward/mean")[1]):
         report.append(f"reward    {reward}   (mean of the first and of the last steps)")
     report += environment_lines(lines)

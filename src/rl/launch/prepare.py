@@ -297,7 +297,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
-    """The settings that differ and that a resume may not change, a line each. An environment was never given an argument that has a fault."""
+    """The settings that differ and that a resume may not change, a line each. An argument with a fault no environment was ever given."""
     differ = ((key, old, new) for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new))
     kept = ((key, old, new) for key, old, new in differ if not (key.startswith("orchestrator.environment.") and argument_fault(old)))
     return [f"  {key}: {old!r} -> {new!r}" for key, old, new in kept]

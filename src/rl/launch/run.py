@@ -12,7 +12,7 @@ from typing import Any
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
-from rl.diagnosis.ending import nothing_trained
+from rl.diagnosis.ending import early_end, nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.homes.make import summary
@@ -29,6 +29,7 @@ from rl.launch.trackers import trackers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, ReadOnce, read_metrics, sources_dir
+from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -116,6 +117,14 @@ class Watch:
         for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
             self.console.say(line)
 
+    def tell_end(self) -> None:
+        """Says why a run ended that has not made all its steps."""
+        end = None if self.config.sft else read_json(self.run_dir.run_end, RunEnd)
+        if end and (text := early_end(end, self.run_dir.newest_batch(), self.config.max_steps)):
+            self.supervisor.event("end", "rl", reason=text)
+            doubt = f"; `rl show {self.run_dir.root}` shows the rollouts"
+            self.console.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
+
     def close(self, exit_code: int) -> None:
         """The last lines, the report, and the end of what gets the numbers."""
         from rl.launch.curves import final_report, is_reported
@@ -146,6 +155,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
         if fault := nothing_trained(ReadOnce(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__))):
             raise RunError(fault, resume_at=0)
+        watch.tell_end()
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
         watch.supervisor.event("stop", "rl", reason=str(stop))

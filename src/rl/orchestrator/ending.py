@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import msgspec
 
+from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group
 
 
@@ -37,6 +38,14 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             reward >= self.ranges[env][1] and (self.ranges[env][1] > self.ranges[env][0] or reward >= 1.0)
             for env, reward in self.without_signal
         )
+
+    def success(self) -> tuple[str, EndKind]:
+        """Why a run ends that is solved; doubtful where an environment has never given another reward: nobody knows its highest."""
+        constant = sorted({env for env, _ in self.without_signal if self.ranges[env][0] == self.ranges[env][1]})
+        if not constant:
+            return f"solved: the last {len(self.without_signal)} rollouts all have the highest reward ({self.histogram()})", "early"
+        given = ", ".join(f"{env} has given no other reward than {self.ranges[env][0]:g}" for env in constant)
+        return f"nothing to learn: from the first rollout on {given}. Either the task is that easy, or the reward is wrong", "doubtful"
 
     def histogram(self) -> str:
         """`environment reward: count` of the rollouts without signal."""

@@ -338,9 +338,14 @@ def last_seen(status_path: Path) -> str:
     return "\n".join([f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])])
 
 
+EndKind = Literal["done", "early", "doubtful"]
+"""How a run came to its end: with all its steps; before that, for it has learned what there was; or before that, and perhaps of a fault."""
+
+
 class RunEnd(msgspec.Struct, frozen=True):
     """The content of `status/orchestrator.end`: the orchestrator's account of a run that came to its end. A run that goes on has none."""
 
     reason: str
     """For people."""
     time: float
+    kind: EndKind = "done"
