@@ -97,9 +97,9 @@ TRAINER_STEPS = frozenset(
 class RunWarning(msgspec.Struct, frozen=True):
     """Something that the run's user is to know, of an environment or of the run's files."""
 
-    about: Literal["failed", "lost", "renamed", "damaged", "inexact"]
-    """Its first rollouts that failed for good; that it is given up; metrics of its own that are called like ours; a file that does not hold
-    what was written; a version that came out otherwise when it was trained again."""
+    about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact"]
+    """Its first rollouts that failed for good; the first death of a worker of its; that it is given up; metrics of its own that are called
+    like ours; a file that does not hold what was written; a version that came out otherwise when it was trained again."""
     env: str
     """Empty for what is of the files."""
     text: str
