@@ -223,6 +223,10 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     division = devices.split(config, machine())
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+    if prepared.is_done:
+        prepared.lease.close()
+        print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to go on", flush=True)
+        return 0
     record(config, homes)
     prepared.notes += home_lines(homes, told)
     code = run(config, prepared, division, children, again, "view" in line.switches)
