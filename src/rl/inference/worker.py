@@ -117,7 +117,9 @@ class WeightLoader:
         base, parallel = Path(self.model_config.model), self.vllm_config.parallel_config
         weights = read_policy(folder, base)
         if can_stage(self.vllm_config):
-            return Staged(self.model_runner.get_model(), weights, self.vllm_config)
+            # Half of the threads: the host has a version to hash meanwhile, or requests to answer.
+            num_threads = self._threads.together if self._threads else torch.get_num_threads()
+            return Staged(self.model_runner.get_model(), weights, self.vllm_config, max(1, num_threads // 2))
         if parallel.world_size * parallel.data_parallel_size == 1:
             return [(name, in_memory(tensor)) for name, tensor in weights]
         read_ahead(base if is_adapter(folder) else folder)
