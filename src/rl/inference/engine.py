@@ -51,6 +51,8 @@ class VersionedEngine(AsyncLLM):
     """What new requests are answered with; None is the base model."""
     all_here: bool = False
     """Whether all workers are on this host."""
+    head_is_tied: bool = False
+    """Whether a version need not hold the head, which is the embedding."""
     prepared: InMemory | None = None
     """What the workers have staged besides, to be loaded soon."""
     broken: str = ""
@@ -216,8 +218,7 @@ class VersionedEngine(AsyncLLM):
         elif self.slots:
             raise RunError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
         else:
-            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            check_weights(folder, self.expected, tied)
+            check_weights(folder, self.expected, self.head_is_tied)
 
     async def add_adapter(self, policy_version: int, path: str) -> None:
         """Loads an adapter between two steps. Requests from now on get it, those in flight keep theirs, and nothing pauses.

@@ -214,6 +214,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     engine.set_model(served.policy_version, read_tensors(Path(args.model)), served.status.advance)
     served.status.gauges["requests"] = engine.get_num_unfinished_requests
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), place()))
+    engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
     if served.adapter:
         await engine.load_weights(served.adapter.policy_version, served.adapter.path)
     return await build_app(engine, args)

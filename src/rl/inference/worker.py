@@ -82,6 +82,17 @@ class WeightLoader:
             self.model_runner.input_batch.generators = Generators()
         self._threads = speed_up(self.model_runner)
 
+    def head_is_tied(self) -> bool:
+        """Whether the head is the embedding. The config does not say so any more where the files hold the head all the same (Qwen3-0.6B's
+        do): vLLM then reads both, and ties them if they are equal."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        layers = [layer for layer in self.model_runner.get_model().modules() if isinstance(layer, VocabParallelEmbedding)]
+        embeddings = [layer.weight for layer in layers if not isinstance(layer, ParallelLMHead)]
+        heads = [layer.weight for layer in layers if isinstance(layer, ParallelLMHead)]
+        said = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        return said or any(head is embedding for head in heads for embedding in embeddings)
+
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.
 
