@@ -15,7 +15,7 @@ from rl.config.trainer import LoraConfig
 from rl.system.errors import RunError
 from rl.trainer.fake import full_batch
 from rl.trainer.logprobs import CHUNK_ELEMENTS, SLICE_BYTES
-from rl.trainer.measure.performance import layer_matrices
+from rl.trainer.measure.performance import is_out_of_memory, layer_matrices
 from rl.trainer.model import DTYPES, mode_of, score
 from rl.trainer.packing import MicroBatch, Packed, micro_batch_tokens
 from rl.trainer.parallel.world import World
@@ -190,11 +190,6 @@ def keep_to_share(config: RLConfig, device: torch.device) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         share = 1.0 - float(given["gpu_memory_utilization"]) - BESIDE / total
         torch.cuda.set_per_process_memory_fraction(max(0.0, share), device)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error is of memory: torch.OutOfMemoryError is a RuntimeError, and what the CPU's allocator raises is no more than that."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @contextlib.contextmanager
