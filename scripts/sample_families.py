@@ -1,11 +1,12 @@
 """Samples from several small models with vLLM, one after another: `python scripts/sample_families.py MAX_MODEL_LEN FOLDER...`
 
 Each folder is DTYPE/NAME. Writes parity.batch into it. An error ends the process: what it leaves behind may spoil the next model. vLLM's
-arguments are those of our server (rl/inference/server.py).
+arguments are those of our server (rl/inference/server.py), and the weights come as a run's new versions do: the engine starts with others.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,26 @@ def main() -> None:
             "kv_cache_memory_bytes": 1 << 27,
             "attention_config": {"backend": "CPU_MLA"},  # where attention is latent: the default there is for bfloat16
             "seed": 0,
+            "load_format": "dummy",
+            "worker_extension_cls": "rl.inference.worker.WeightLoader",
             **cpu_defaults({}),
         }
         if confuses_states(EngineArgs(**arguments).create_engine_config()):
             arguments["enable_prefix_caching"] = False
         llm = LLM(**arguments)
+        load(llm, folder)
         sample(llm, folder)
         del llm
         cleanup_dist_env_and_memory()  # an engine of experts needs process groups that the one before did not make
+
+
+def load(llm: Any, folder: Path) -> None:
+    """Puts the folder's weights in the place of those that the engine started with."""
+    llm.collective_rpc("stage_weights", args=(str(folder),))
+    while not (state := llm.collective_rpc("staging_state")[0])[0]:
+        time.sleep(0.01)
+    assert not state[1], f"{folder}: {state[1]}"
+    llm.collective_rpc("swap_weights")
 
 
 def sample(llm: Any, folder: Path) -> None:

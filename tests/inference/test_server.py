@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
@@ -44,7 +45,13 @@ KINDS = {"tied": None, "untied": UNTIED, "moe": CONFIGS["qwen3_moe"] | {"tie_wor
 
 
 def make_versions(folder: Path, kind: str) -> list[Path]:
-    return [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
+    """Of the tied kind the base alone holds the head once more, as Qwen3-0.6B does; its trainer writes it once."""
+    versions = [make_tiny_model(folder / f"{version:06d}", KINDS[kind], version) for version in range(4)]
+    if kind == "tied":
+        file = versions[0] / "model.safetensors"
+        tensors = load_file(file)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    return versions
 
 
 @pytest.fixture(scope="module")

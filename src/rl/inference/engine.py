@@ -51,6 +51,8 @@ class VersionedEngine(AsyncLLM):
     """What new requests are answered with; None is the base model."""
     all_here: bool = False
     """Whether all workers are on this host."""
+    head_is_tied: bool = False
+    """Whether a version need not hold the head, which is the embedding."""
     prepared: InMemory | None = None
     """What the workers have staged besides, to be loaded soon."""
     broken: str = ""
@@ -106,10 +108,13 @@ class VersionedEngine(AsyncLLM):
         largest = max(request.prompt_token_ids or [0])
         if largest >= self.vocab_size:
             raise ValueError(f"token id {largest} is not of this model; its vocabulary has {self.vocab_size}")
+        params = request.sampling_params
         try:
-            self.engine_core.encoder.encode(request.sampling_params)
+            self.engine_core.encoder.encode(params)
+            if params and params.seed is not None:  # an int64 where vLLM samples on GPUs
+                params.seed.to_bytes(8, signed=True)
         except OverflowError:
-            raise ValueError("a number among the sampling parameters does not fit into 64 bits") from None
+            raise ValueError("a number among the sampling parameters does not fit into a signed 64-bit integer") from None
 
     async def sample(self, token_ids: list[int], params: SamplingParams, session: int | None = None) -> Generation:
         """Answers one prompt; log-probabilities are nats under the distribution that was sampled from. Cancelling aborts the request."""
@@ -216,8 +221,7 @@ class VersionedEngine(AsyncLLM):
         elif self.slots:
             raise RunError(f"{folder} is a whole model; with inference.adapters = hot only adapters can be loaded")
         else:
-            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            check_weights(folder, self.expected, tied)
+            check_weights(folder, self.expected, self.head_is_tied)
 
     async def add_adapter(self, policy_version: int, path: str) -> None:
         """Loads an adapter between two steps. Requests from now on get it, those in flight keep theirs, and nothing pauses.

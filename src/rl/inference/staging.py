@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
+
+from rl.inference.threads import threads
 
 STRUCTURE = ("_modules", "_parameters", "_buffers")
 PROCESSED = "_already_called_process_weights_after_loading"
@@ -36,17 +40,20 @@ def can_stage(config: VllmConfig) -> bool:
 class Staged:
     """The second set of one model's modules, complete; `put_in_place` makes the model compute with it."""
 
-    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig):
-        """Loads and packs; may run in a thread while the model computes. `weights` are all that the model was loaded from, by name."""
+    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig, num_threads: int):
+        """Loads and packs, by so many threads; may run in a thread while the model computes. `weights` are all that the model was loaded
+        from, by name."""
         self.model, self.dtype = model, config.model_config.dtype
         self.twins = make_twins(model)
-        twin = self.twins[model]
+        has_head = any(isinstance(module, ParallelLMHead) for module in self.twins)
         # The current config is global, but a running engine does not ask for it.
-        with torch.no_grad(), set_current_vllm_config(config):
-            twin.load_weights(weights)
+        with torch.no_grad(), set_current_vllm_config(config), threads(num_threads):
+            self.twins[model].load_weights(weights)
             for module in self.twins.values():
                 method = getattr(module, "quant_method", None)
-                if isinstance(method, QuantizeMethodBase):
+                if type(module) is VocabParallelEmbedding and has_head:
+                    module.cpu_linear = linear  # nobody multiplies by it: the head does; packed it would be a third of a small model more
+                elif isinstance(method, QuantizeMethodBase):
                     method.process_weights_after_loading(module)
 
     def put_in_place(self) -> list[Any]:
@@ -73,6 +80,8 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
         names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}  # those before its weights were packed, and now
         twin.__dict__["_parameters"] = {name: twin_parameter(live, twin, name, tensors) for name in names}
         twin.__dict__["_buffers"] = {name: twin_buffer(live, name, tensors) for name in live._buffers}
+    for live, twin in twins.items():
+        twin.__dict__["_buffers"] |= {name: twin_view(live, name, twins) for name in views_of_weights(live)}
     for twin in twins.values():
         if getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
             twin.quant_method.moe_kernel = None  # experts are packed when their kernel is made, and only then
@@ -100,6 +109,30 @@ def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[in
 def rebound(value: Any, live: nn.Module, twin: nn.Module) -> Any:
     """A method of `live` as that of `twin`; anything else as it is."""
     return value.__func__.__get__(twin) if isinstance(value, MethodType) and value.__self__ is live else value
+
+
+def views_of_weights(live: nn.Module) -> list[str]:
+    """The buffers by which a module reads a parameter in another shape (Mamba-2's convolutions): vLLM keeps no record of these."""
+    names = [name for name in live._non_persistent_buffers_set if live._buffers.get(name) is not None]
+    return [name for name in names if name not in get_layerwise_info(live).restore_metadata[1] and viewed(live, name)]
+
+
+def viewed(live: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The parameter that a buffer is a view of: (its module, its name). None if it is a view of none.
+
+    A parameter that was packed has other memory since; then it is the only one of that many numbers.
+    """
+    buffer = live._buffers[name]
+    own = [(module, key, value) for module in live.modules() for key, value in module._parameters.items() if value is not None]
+    shared = [(module, key) for module, key, value in own if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()]
+    alike = [(module, key) for module, key, value in own if (value.numel(), value.dtype) == (buffer.numel(), buffer.dtype)]
+    return shared[0] if shared else alike[0] if len(alike) == 1 else None
+
+
+def twin_view(live: nn.Module, name: str, twins: dict[nn.Module, nn.Module]) -> Tensor:
+    """The same view of the twin's parameter."""
+    buffer, (module, key) = live._buffers[name], viewed(live, name)
+    return twins[module]._parameters[key].data.as_strided(buffer.size(), buffer.stride(), buffer.storage_offset())
 
 
 def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:

@@ -73,14 +73,29 @@ class WeightLoader:
         return is_here
 
     def prepare_cpu(self) -> None:
-        """Puts our own draws, norms and counts in place of vLLM's."""
+        """Puts our own draws, norms and counts in place of vLLM's, and asks for what its attention computes with."""
         from rl.inference.eager import speed_up
         from rl.inference.seeds import Generators
 
+        # A process must ask the kernel for AMX. oneDNN does with its first large product; before that vLLM's attention would be an illegal
+        # instruction, as in a first request of one token.
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
         count_uncompiled()
         if self.vllm_config.speculative_config is None:
             self.model_runner.input_batch.generators = Generators()
         self._threads = speed_up(self.model_runner)
+
+    def head_is_tied(self) -> bool:
+        """Whether the head is the embedding. The config does not say so any more where the files hold the head all the same (Qwen3-0.6B's
+        do): vLLM then reads both, and ties them if they are equal."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        layers = [layer for layer in self.model_runner.get_model().modules() if isinstance(layer, VocabParallelEmbedding)]
+        embeddings = [layer.weight for layer in layers if not isinstance(layer, ParallelLMHead)]
+        heads = [layer.weight for layer in layers if isinstance(layer, ParallelLMHead)]
+        said = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        return said or any(head is embedding for head in heads for embedding in embeddings)
 
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended, however it did: vLLM's engine would wait for ever.
@@ -117,7 +132,9 @@ class WeightLoader:
         base, parallel = Path(self.model_config.model), self.vllm_config.parallel_config
         weights = read_policy(folder, base)
         if can_stage(self.vllm_config):
-            return Staged(self.model_runner.get_model(), weights, self.vllm_config)
+            # Half of the threads: the host has a version to hash meanwhile, or requests to answer.
+            num_threads = self._threads.together if self._threads else torch.get_num_threads()
+            return Staged(self.model_runner.get_model(), weights, self.vllm_config, max(1, num_threads // 2))
         if parallel.world_size * parallel.data_parallel_size == 1:
             return [(name, in_memory(tensor)) for name, tensor in weights]
         read_ahead(base if is_adapter(folder) else folder)

@@ -23,26 +23,31 @@ class RMSNorm(torch.autograd.Function):
         wide, factors = widened(x, weight)
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(factors).to(torch.promote_types(x.dtype, weight.dtype))
+        return times(wide, scale, x).mul_(factors).to(torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         wide, factors = widened(x, weight)
-        grad = grad.to(wide.dtype)
-        products = (grad * wide).flatten(0, -2)
+        wide_grad = grad.to(wide.dtype)
+        products = (wide_grad * wide).flatten(0, -2)
         grad_weight = products.t().mv(scale.flatten()).to(weight.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         means = products.mv(factors).view(scale.shape) / x.shape[-1]
-        return (grad * factors).mul_(scale).addcmul_(wide, means.mul_(scale.pow(3)), value=-1).to(x.dtype), grad_weight, None
+        return times(wide_grad, factors, grad).mul_(scale).addcmul_(wide, means.mul_(scale.pow(3)), value=-1).to(x.dtype), grad_weight, None
 
 
 def widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both in float32 or better."""
     precise = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     return x.to(precise), weight.to(precise)
+
+
+def times(wide: Tensor, factor: Tensor, given: Tensor) -> Tensor:
+    """Their product, in the place of `wide` unless that is the caller's own tensor."""
+    return wide * factor if wide is given else wide.mul_(factor)
 
 
 def rms_norm(module: nn.Module, hidden_states: Tensor) -> Tensor:
