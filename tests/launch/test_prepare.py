@@ -341,6 +341,7 @@ def test_an_argument_that_no_environment_was_ever_given_may_be_mended(place):
     place.fill(1)
     notes = place("--orchestrator.environment.args.bug", '"nan"', "--orchestrator.environment.args.n", "3", resume=-1).notes
     assert notes[1:] == ["changed: orchestrator.environment.0.args.bug: nan -> 'nan'"]
+    assert msgspec.json.decode((place.root / "changes.jsonl").read_bytes())["old"] == "nan"  # NaN is no JSON
     assert "args.n: 3 -> 4" in place.fails("--orchestrator.environment.args.n", "4", resume=-1)
 
 

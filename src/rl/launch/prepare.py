@@ -249,7 +249,9 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     newest = max(numbers(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
-        lines = [{"time": round(time.time(), 3), "step": newest, "key": key, "old": old, "new": new} for key, old, new in changes]
+        record = {"time": round(time.time(), 3), "step": newest}
+        both = ([str(value) if argument_fault(value) else value for value in (old, new)] for _, old, new in changes)  # JSON has no inf
+        lines = [record | {"key": change[0], "old": old, "new": new} for change, (old, new) in zip(changes, both, strict=True)]
         append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
