@@ -48,14 +48,17 @@ class RewardHistory(msgspec.Struct, kw_only=True):
         return f"nothing to learn: from the first rollout on {given}. Either the task is that easy, or the reward is wrong", "doubtful"
 
     def histogram(self) -> str:
-        """`environment reward: count` of the rollouts without signal."""
-        return ", ".join(f"{env} {reward:g}: {count}" for (env, reward), count in sorted(Counter(self.without_signal).items()))
+        """`rewards of sums: 12 times 0, 3 times 0.5`, then those of other environments, of the rollouts without signal."""
+        of_env: dict[str, list[str]] = {}
+        for (env, reward), count in sorted(Counter(self.without_signal).items()):
+            of_env.setdefault(env, []).append(f"{count} times {reward:g}")
+        return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
 
     def diagnosis(self) -> str:
         """Why a run ends that had no signal for too long and is not solved."""
         return (
             f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter "
-            f"dropped it (reward: count {self.histogram()}). Is the task too hard or the reward function wrong? Look at what was "
+            f"dropped it ({self.histogram()}). Is the task too hard or the reward function wrong? Look at what was "
             "answered, raise group_size or temperature, or start from easier tasks"
         )
 
