@@ -86,6 +86,15 @@ def test_single_turn_keeps_the_turn_exactly():
     assert policy.servers.asked[0]["sampling"] == {"max_tokens": 64, "temperature": 0.7, "seed": 5, "stop_token_ids": [3]}
 
 
+def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
+    shown = [{"role": "user", "content": "say 9"}, {"role": "assistant", "content": "9"}]
+    build = lambda **more: made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=2, few_shot=shown, **more))  # noqa: E731
+    rollout = only(played(build(system_prompt="digits")))
+    assert [message["role"] for message in rollout.messages] == ["system", *["user", "assistant"] * 3]
+    assert rollout.num_prompt_messages == rollout.as_record()["num_prompt_messages"] == 4 and len(rollout.turns) == 2
+    assert only(played(build())).num_prompt_messages == 3 and only(played(made(single()))).num_prompt_messages == 1
+
+
 def test_multi_turn_is_append_only_and_reasoning_is_kept():
     replies = iter(["hm</think>a", "b", "2"])
     env = made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), lambda prompt: next(replies))
@@ -399,9 +408,10 @@ def test_the_environments_own_timeout_and_what_was_said_before():
     build = lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3, timeout_seconds=0.3)  # noqa: E731
     rollout = only(played(made(build, reply)))
     assert (rollout.cause, rollout.stop) == ("timeout", "timeout_reached") and "timeout_seconds = 0.3" in rollout.error
-    assert len(rollout.turns) == 1 and rollout.messages[-1]["content"] == "a"
+    assert len(rollout.turns) == 1 and rollout.messages[-1]["content"] == "a" and rollout.num_prompt_messages == 1
     rollout = only(played(made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), reply, timeout_s=0.3)))
     assert rollout.cause == "timeout" and len(rollout.turns) == 1 and rollout.messages[-1] == {"role": "assistant", "content": "a"}
+    assert rollout.num_prompt_messages == 1
 
 
 def test_overlong_is_no_error():

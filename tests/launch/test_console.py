@@ -191,6 +191,25 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     )
 
 
+def test_of_a_long_prompt_the_question_is_shown_and_what_followed(tmp_path):
+    """Worked examples are the assistant's messages, too: what the policy said begins behind a mark."""
+    screen = Screen(tmp_path)
+    examples = [{"role": role, "content": f"example {i}"} for i in range(6) for role in ("user", "assistant")]
+    own = [{"role": role, "content": f"own {i}"} for i in range(5) for role in ("assistant", "user")]
+    messages = [*examples, {"role": "user", "content": "the question"}, *own]
+    screen.run_dir.rollouts(1).parent.mkdir(parents=True)
+    line = {"env": "e", "messages": messages, "num_prompt_messages": 13, "reward": 1.0, "trained": True}
+    screen.run_dir.rollouts(1).write_text(json.dumps(line) + "\n")
+    screen.write(1, "orchestrator", {"reward/mean": 0.5})
+    screen.write(1, "trainer", TRAINER)
+    said = screen.look()
+    assert re.findall(r"^  (?:user|assistant|\[).*", said, re.MULTILINE) == [
+        "  user: example 0", "  [... 11 messages ...]", "  user: the question", "  [the prompt ends here]",
+        "  assistant: own 0", "  user: own 0", "  assistant: own 1", "  user: own 1", "  [... 2 messages ...]",
+        "  assistant: own 3", "  user: own 3", "  assistant: own 4", "  user: own 4",
+    ]  # fmt: skip
+
+
 def test_a_rollout_that_cannot_be_read_is_a_warning(tmp_path):
     screen = Screen(tmp_path)
     screen.run_dir.rollouts(1).parent.mkdir(parents=True)

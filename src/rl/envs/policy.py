@@ -81,6 +81,14 @@ class Past:
     tools: list[Tool] | None = None
     """Those that the turn was offered."""
 
+    @property
+    def num_prompt(self) -> int:
+        """Messages before the conversation's first answer."""
+        past = self
+        while past.before:
+            past = past.before
+        return len(past.added) - 1
+
     def whole(self) -> list[Any]:
         """The conversation from its beginning."""
         parts, past = [], self

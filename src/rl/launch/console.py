@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import step_texts
-from rl.diagnosis.rollouts import heading, read_rollouts, short_messages_text
+from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, short_messages_text
 from rl.diagnosis.state import span
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
@@ -175,7 +175,7 @@ def eval_text(step: int, line: Line) -> str:
 
 def rollout_text(rollout: Line) -> str:
     """One rollout in short."""
-    text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'])}"
+    text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'], num_prompt_messages(rollout))}"
     return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, parse_rollout, rollout_text
+from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, num_prompt_messages, parse_rollout, rollout_text
 from rl.records.columns import METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
@@ -168,7 +168,8 @@ class Rollout:
     @property
     def text(self) -> str:
         """The conversation as text. Raises as `row` does."""
-        return messages_text(self.messages)
+        row = self.row
+        return messages_text(row["messages"], num_prompt_messages(row))
 
     def __str__(self) -> str:
         return rollout_text(self.row)

@@ -227,6 +227,8 @@ class RolloutDetail(Answer):
 
     row: RolloutRow
     messages: list[Message]
+    prompt: int
+    """So many of the messages are the prompt; 0 where the rollout's line does not say."""
     metrics: dict[str, float | None]
     """Values of reward functions and other metrics."""
     fields: dict[str, Any]

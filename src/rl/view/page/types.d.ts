@@ -137,6 +137,7 @@ export interface Histogram {
 export interface RolloutDetail {
   row: RolloutRow;
   messages: Message[];
+  prompt: number;
   metrics: Record<string, number | null>;
   fields: Record<string, any>;
   error: string;
