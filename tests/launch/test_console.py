@@ -26,6 +26,10 @@ TRAINER = {
 }
 
 
+EVAL = ("--orchestrator.eval.interval", "2")
+"""Flags of an evaluation, which is called `e`."""
+
+
 class Screen:
     """A console over a run directory that the test writes as the processes would."""
 
@@ -55,7 +59,7 @@ class Screen:
 
 
 def test_a_step_appears_when_both_sides_have_reported(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", *EVAL)
     screen.write(1, "orchestrator", {"reward/mean": 0.21875, "lag/mean": 0.5})
     assert screen.look() == ""
     screen.write(1, "trainer", TRAINER)
@@ -96,7 +100,7 @@ def test_after_a_resume_only_new_steps_are_printed(tmp_path):
 
 def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.launch.console.MOST_LINES", 40)
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000")
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000", *EVAL)
     screen.write(90, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(100, "eval", {"eval/e/reward_mean": 0.75})
     for step in range(1, 301):
@@ -120,6 +124,29 @@ def test_evals_are_printed_as_they_come(tmp_path):
     screen.write(10, "eval", {"eval/math/reward_mean": 0.1})
     assert screen.look() == "  eval at version 10: gsm8k 0.412 (pass@4 0.600)\n  eval at version 10: math 0.100\n"
     assert {"eval/gsm8k/reward_mean", "eval/math/reward_mean"} < set(screen.console.lines[10, "eval"])
+
+
+def test_the_column_of_evaluations_is_one_of_them(tmp_path):
+    """A mean over those that a version has rises where one that is easy has the shorter interval."""
+    evals = tmp_path / "evals.toml"
+    evals.write_text('[[orchestrator.eval]]\nname = "hard"\ninterval = 3\n[[orchestrator.eval]]\nname = "easy"\ninterval = 2\n')
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "@", str(evals))
+    screen.write(0, "eval", {"eval/hard/reward_mean": 0.125, "eval/easy/reward_mean": 0.5})
+    shown = []
+    for step in range(1, 5):
+        if step % 2 == 0:
+            screen.write(step, "eval", {"eval/easy/reward_mean": 0.75})
+        if step == 3:
+            screen.write(step, "eval", {"eval/hard/reward_mean": 0.25})
+        screen.write(step, "orchestrator", {"reward/mean": 0.5})
+        screen.write(step, "trainer", TRAINER)
+        shown.append(screen.look().splitlines()[-1].split()[:3])
+        screen.console._forget()
+    assert shown == [["1", "0.500", "0.125"], ["2", "0.500", "0.125"], ["3", "0.500", "0.250"], ["4", "0.500", "0.250"]]
+    screen.open()
+    assert (3, "eval") in screen.console.lines
+    screen.console.introduce()
+    assert screen.out.getvalue().splitlines()[-1] == "  column eval: hard, the first of 2 evaluations"
 
 
 def test_what_is_waited_for_is_said_when_it_changes(tmp_path):

@@ -57,7 +57,7 @@ COLUMNS = (
     Column("time", "trainer", "time/step", 7, ".1f", 3, 3),
     Column("left", "console", "left", 7, "", 4, 4),
 )
-"""`eval` is the newest one's mean reward, `left` the time until the last step."""
+"""`eval` is the newest mean reward of the first evaluation that is configured, `left` the time until the last step."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
 """Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
 STEP_WIDTH, NOTES_WIDTH = 6, 20
@@ -84,7 +84,9 @@ def intro_lines(config: RLConfig) -> list[str]:
         return [f"{config.name}: {what}", f"  {length} of {config.sft.batch_size} examples a step, {where}"]
     envs = ", ".join(env.label for env in config.orchestrator.environment)
     length = f"{config.max_steps} steps of {batch_text(config)}, max_lag {config.max_lag}"
-    return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}"]
+    evals = [entry.label for entry in config.orchestrator.eval]
+    shown = [f"  column eval: {evals[0]}, the first of {len(evals)} evaluations"] if len(evals) > 1 else []
+    return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}", *shown]
 
 
 def batch_text(config: RLConfig) -> str:
@@ -126,11 +128,18 @@ def header(columns: Columns) -> str:
     return f"{'step':>6}{names}  of that waiting"
 
 
-def newest_eval(lines: dict[tuple[int, str], Line], step: int) -> float | None:
-    """Mean over the evaluations of the newest version that was evaluated until `step`."""
-    versions = [version for version, source in lines if source == "eval" and version <= step]
-    rewards = [value for key, value in lines[max(versions), "eval"].items() if key.endswith("/reward_mean")] if versions else []
-    return sum(rewards) / len(rewards) if rewards else None
+def eval_metric(config: RLConfig) -> str:
+    """The metric of the column `eval`; empty without evaluations. Of several it is one: their intervals differ, so a mean over those that a
+    version has would move with what is in it."""
+    return next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
+
+
+def newest_eval(lines: dict[tuple[int, str], Line], metric: str, step: int) -> tuple[int, float | None]:
+    """(the newest version up to `step` that has an evaluation's metric, its value); (0, None) if none has."""
+    return max(
+        ((at, line[metric]) for (at, source), line in lines.items() if source == "eval" and at <= step and metric in line),
+        default=(0, None),
+    )
 
 
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
@@ -193,9 +202,11 @@ class Console:
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
         self.limit = RUN_LIMITS[config.model.dtype]
-        evaluated = sorted(read_metrics(run_dir.metrics, "eval").items())
-        self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES) | dict(evaluated[-1:])
-        """Those of the newest steps, and of the newest evaluations."""
+        self.eval_metric = eval_metric(config)
+        evaluated = read_metrics(run_dir.metrics, "eval", wanted=lambda name: name == self.eval_metric)
+        newest = sorted(at for at, line in evaluated.items() if self.eval_metric in line)[-1:]
+        self.lines = {at: evaluated[at] for at in newest} | read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
+        """Those of the newest steps, and of the newest evaluation in the table."""
         self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
         """The newest step that was printed, or that was there before a resume."""
         self.max_steps = config.max_steps
@@ -277,8 +288,7 @@ class Console:
 
     def _forget(self) -> None:
         """Drops the lines that no later step needs: a run may have a million."""
-        evaluated = sorted(version for version, source in self.lines if source == "eval" and version <= self.shown)
-        oldest = {"eval": evaluated[-1] if evaluated else 0}
+        oldest = {"eval": newest_eval(self.lines, self.eval_metric, self.shown)[0]}
         self.lines = {key: line for key, line in self.lines.items() if key[0] >= oldest.get(key[1], self.shown - PACE_STEPS)}
 
     def _complete(self, step: int) -> bool:
@@ -290,7 +300,7 @@ class Console:
             self.say(header(columns))
             self.headed, self.lines_since = columns, 0
         orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
-        own = {"eval": {"newest": newest_eval(self.lines, step)}, "console": {"left": self._left(step)}}
+        own = {"eval": {"newest": newest_eval(self.lines, self.eval_metric, step)[1]}, "console": {"left": self._left(step)}}
         row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
         self.say(with_notes(row, step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), self.width))
         self.shown = step
