@@ -272,6 +272,19 @@ def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
     assert screen.look() == "  eval at version 2: e 0.250, 50% failed\n"
 
 
+def test_lengths_that_end_many_rollouts_are_said_on_the_line_and_explained_once(tmp_path):
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--orchestrator.sampling.max_tokens", "4")
+    for step, cut, long in ((1, 0.2, 0.0), (2, 1.0, 0.0), (3, 0.5, 0.25)):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/truncated": cut, "rollouts/overlong": long})
+        screen.write(step, "trainer", TRAINER)
+    lines = screen.look().splitlines()
+    assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  100% cut off") and len(lines) == 6
+    limit = "orchestrator.sampling.max_tokens = 4"
+    assert lines[3] == f"  step 2: an answer of 100% of its rollouts was cut off, at {limit} (rollouts/truncated)"
+    assert lines[4].endswith("  50% cut off  25% overlong")
+    assert lines[5].startswith("  step 3: 25% of its rollouts ended") and "model.max_model_len = " in lines[5]
+
+
 def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
     def said(*args: str) -> list[str]:
         screen = Screen(tmp_path, *args)

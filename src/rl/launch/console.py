@@ -12,7 +12,7 @@ import time
 from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
-from rl.diagnosis.environments import step_texts
+from rl.diagnosis.environments import length_texts, step_texts
 from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, short_messages_text
 from rl.diagnosis.state import span
 from rl.run_dir.files import CorruptFileError
@@ -128,12 +128,6 @@ def header(columns: Columns) -> str:
     return f"{'step':>6}{names}  of that waiting"
 
 
-def eval_metric(config: RLConfig) -> str:
-    """The metric of the column `eval`; empty without evaluations. Of several it is one: their intervals differ, so a mean over those that a
-    version has would move with what is in it."""
-    return next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
-
-
 def newest_eval(lines: dict[tuple[int, str], Line], metric: str, step: int) -> tuple[int, float | None]:
     """(the newest version up to `step` that has an evaluation's metric, its value); (0, None) if none has."""
     return max(
@@ -202,7 +196,8 @@ class Console:
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
         self.limit = RUN_LIMITS[config.model.dtype]
-        self.eval_metric = eval_metric(config)
+        self.eval_metric = next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
+        """Of the column `eval`. Intervals differ, so a mean over those that a version has would move with what is in it."""
         evaluated = read_metrics(run_dir.metrics, "eval", wanted=lambda name: name == self.eval_metric)
         newest = sorted(at for at, line in evaluated.items() if self.eval_metric in line)[-1:]
         self.lines = {at: evaluated[at] for at in newest} | read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
@@ -216,7 +211,7 @@ class Console:
         """The columns of the heading that was printed last."""
         self.lines_since = 0
         """Lines printed since then."""
-        self.said_short = self.said_costly = False
+        self.said_short, self.said_costly, self.said_long = False, False, set[str]()
         self.bar = ProgressBar(self.out) if self.out.isatty() else None
 
     @property
@@ -302,8 +297,13 @@ class Console:
         orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
         own = {"eval": {"newest": newest_eval(self.lines, self.eval_metric, step)[1]}, "console": {"left": self._left(step)}}
         row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
-        self.say(with_notes(row, step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), self.width))
+        long = length_texts(self.config, orchestrator)
+        notes = [*step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), *(note for note, _ in long.values())]
+        self.say(with_notes(row, notes, self.width))
         self.shown = step
+        for metric in sorted(long.keys() - self.said_long):
+            self._say_folded(f"  step {step}: {long[metric][1]} ({metric})")
+        self.said_long |= long.keys()
         if orchestrator.get("rollouts/missing") and not self.said_short:
             self._explain_short_batch(step, orchestrator)
         every = self.config.orchestrator.show_rollout_every
