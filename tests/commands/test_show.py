@@ -50,6 +50,17 @@ def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
 
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_a_failed_rollout_has_no_reward(tmp_path, capsys, reward):
+    """Earlier versions wrote 0, which is the lowest there is in no order."""
+    file = tmp_path / "rollouts.jsonl"
+    failed = row(1, 7, 0.0, "environment") | {"error": "boom", "reward": reward, "advantage": reward, "metrics": {}}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
+    code, out, _ = called(capsys, "show", str(file))
+    assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
+    assert "group 7" not in called(capsys, "show", str(file), "--sort", "reward", "--reverse")[1]
+
+
 def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys):
     talk = [{"role": role, "content": role[0] + str(i)} for i in range(2) for role in ("user", "assistant")]
     file = tmp_path / "rollouts.jsonl"

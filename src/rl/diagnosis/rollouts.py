@@ -124,8 +124,9 @@ def reasons_of(row: Row) -> list[str]:
 
 
 def number_of(row: Row, name: str) -> float | None:
-    """A field of a rollout that is a finite number, or one of its environment's own metrics; None if it has no such."""
-    for value in (row.get(name), metrics_of(row).get(name)):
+    """A field of a rollout that is a finite number, or one of its environment's own metrics; None if it has no such. One that failed has no
+    reward and no advantage, whatever earlier versions of rl wrote."""
+    for value in (None if name in ("reward", "advantage") and row.get("error") else row.get(name), metrics_of(row).get(name)):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
     return None
@@ -232,9 +233,9 @@ def heading(row: Row) -> str:
     place = [f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None]
     place += [f"agent {row['agent']}"] if row.get("agent", "agent") != "agent" else []
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in metrics_of(row).items() if isinstance(value, (int, float)))
-    reward = f"{row['reward']:.3f}" if isinstance(row["reward"], (int, float)) else "-"
-    scores = [f"reward {reward}" + (f" ({metrics})" if metrics else "")]
-    scores += [f"advantage {row['advantage']:+.3f}"] if isinstance(row.get("advantage"), (int, float)) else []
+    reward, advantage = number_of(row, "reward"), number_of(row, "advantage")
+    scores = ["no reward" if reward is None else f"reward {reward:.3f}" + (f" ({metrics})" if metrics else "")]
+    scores += [f"advantage {advantage:+.3f}"] if advantage is not None else []
     if "why" in row:
         scores.append(TRAINED if row["why"] is None else f"not trained: {row['why']}")
     return visible(f"{', '.join(place)}\n  {', '.join(scores)}\n  {ending(row)}")

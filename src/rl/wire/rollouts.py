@@ -85,7 +85,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
             "agent": self.agent,
             "messages": self.messages,
             **({"num_prompt_messages": self.num_prompt_messages} if self.num_prompt_messages is not None else {}),
-            "reward": self.reward,
+            "reward": None if self.error else self.reward,
             "metrics": self.metrics,
             "outcome": self.outcome,
             "stop": self.stop,
