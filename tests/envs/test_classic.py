@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from rl.envs.classic.client import chat_message, completion_prompt
 from rl.envs.classic.environment import ClassicEnvironment, Row, error_text
 from rl.envs.environment import check_prompts
 from rl.envs.load import load
+from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
@@ -370,6 +372,27 @@ def test_errors_of_the_environment():
         played(made(lambda: Raises(ValueError("plain"))))
     with pytest.raises(ValueError, match="plain"):  # and the others of its group end
         played(made(lambda: Raises(ValueError("plain"), rubric=rubric(relative))), num_episodes=3)
+
+
+class Breaks(Chatty):
+    async def env_response(self, messages, state, **kwargs):
+        if len(state["trajectory"]) == 2:
+            raise KeyError("a second answer")
+        return await super().env_response(messages, state, **kwargs)
+
+
+def test_what_was_said_before_the_environment_raised_is_kept():
+    def rollouts(replies, num_episodes=1, **options):
+        env = made(lambda: Breaks(dataset=rows(), max_turns=3, **options), lambda prompt: next(replies))
+        episodes = asyncio.run(Worker.play_once(SimpleNamespace(env=env), order(1, num_episodes), num_episodes))
+        return [only(episode) for episode in episodes]
+
+    rollout = only(rollouts(iter(["1", "2"]), system_prompt="digits", rubric=rubric()))
+    assert rollout.cause == "environment" and rollout.error.startswith("KeyError: 'a second answer'") and rollout.reward == 0.0
+    assert [message["content"] for message in rollout.messages] == ["digits", "say 1", "1", "and again 1", "2"]
+    assert rollout.num_prompt_messages == 2 and len(rollout.turns) == 2
+    each = rollouts(iter(["a", "b", "c", "d"]), 2, rubric=rubric(relative))
+    assert all(one.error.startswith("KeyError") for one in each) and len({one.messages[1]["content"] for one in each}) == 2
 
 
 def test_a_tool_that_stops_the_rollout():

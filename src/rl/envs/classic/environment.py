@@ -33,7 +33,7 @@ from rl.envs.classic.loading import (
 from rl.envs.classic.rewards import Scoring, watch
 from rl.envs.classic.rows import load_rows
 from rl.envs.environment import limited, places, without_exit
-from rl.envs.policy import SAMPLING_KEYS, Policy, RolloutError
+from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.run_dir import spans
 from rl.system.functions import Blame
@@ -210,6 +210,7 @@ class ClassicEnvironment:
         else:
             client, model = PolicyClient(self.policy, order, task.completion_style), "policy"
             play.client = client
+            TALKS.get([]).append(client)
         try:
             async with limited(self.generating, self.spec.timeout_s, "generating the rollout"):
                 play.state = await task.env.rollout(task.row, client, model, sampling)
