@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from rl.orchestrator.judge import Rules, judge
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
+from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
@@ -408,6 +409,16 @@ def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(tmp_pat
     found = desk.rollouts(RolloutsParameters(run="x", why="error"))
     assert (found.total, found.facets["why"]["error"], {row.reward for row in found.rows}) == (3, 3, {None})
     assert desk.rollouts(RolloutsParameters(run="x", lowest=-1.0)).total == 12  # of 15
+
+
+def test_a_change_of_an_evaluation_is_clear_beyond_twice_its_error(tmp_path):
+    files, log = make_run(tmp_path / "x"), MetricsLog(tmp_path / "x" / "metrics.jsonl", "eval")
+    files.status_dir.mkdir()
+    for version, noise, gain in ((0, 0.1332, 0.5), (8, 0.1333, 0.75)):
+        means = {"eval/noise/reward_mean": noise, "eval/gain/reward_mean": gain, "eval/alone/reward_mean": gain}
+        log.write(version, means | {"eval/noise/reward_mean_stderr": 0.003, "eval/gain/reward_mean_stderr": 0.0625})
+    (row,) = Desk(Library([tmp_path / "x"])).runs(NoParameters()).runs
+    assert {one.name: one.clear for one in row.evals} == {"noise": False, "gain": True, "alone": True}
 
 
 def test_worked_examples_belong_to_the_prompt(tmp_path):

@@ -22,6 +22,8 @@ class EvalChange(Answer):
     last: float
     first_version: int
     last_version: int
+    clear: bool
+    """Whether they are further apart than twice the standard error of their difference."""
 
 
 class RunRow(Answer):

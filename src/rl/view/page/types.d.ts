@@ -32,6 +32,7 @@ export interface EvalChange {
   last: number;
   first_version: number;
   last_version: number;
+  clear: boolean;
 }
 
 export interface Comparison {
