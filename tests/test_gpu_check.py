@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +58,8 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
 
 def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, monkeypatch, capsys):
     def in_fork(function, log, limit_s):
-        Path(f"{log}.out").write_text('{"case": "a", "ms": 1.5, "aim": "ms <= 2"}\nnote\n')
+        raised = '{"case": "b", "raised": "InductorError: no"}\n' if function.func == "bare" else ""
+        Path(f"{log}.out").write_text('{"case": "a", "ms": 1.5, "aim": "ms <= 2"}\n' + raised + "x::y PASSED\nx::z ")
         Path(f"{log}.err").write_text("it broke")
         ends = {"head": None, "tree": 1}  # at its limit, with an error
         limits.append(limit_s)
@@ -64,22 +68,49 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
 
     limits, clock = [], gpu_check.STARTED
     monkeypatch.setattr("time.monotonic", lambda: clock)
-    bench = SimpleNamespace(Bench=lambda *_: None, in_fork=in_fork, told=gpu_bench.told)
+    bench = SimpleNamespace(Bench=lambda *_: None, in_fork=in_fork, told=gpu_bench.told, last_said=gpu_bench.last_said)
     monkeypatch.setitem(sys.modules, "benchmarks.gpu_bench", bench)
     monkeypatch.setitem(sys.modules, "benchmarks.gpu_parts", SimpleNamespace(PARTS={name: name for name in gpu_check.LIMITS}))
     monkeypatch.setattr(gpu_check, "partial", lambda part, _: SimpleNamespace(func=part))
-    parts = [flag for name in ("storage", "head", "bare", "tree", "memory") for flag in ("--only", name)]
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--budget", "130", "--output", str(tmp_path / "out.json"), *parts])
+    parts = [flag for name in ("storage", "head", "bare", "memory", "tree") for flag in ("--only", name)]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--budget", "150", "--output", str(tmp_path / "out.json"), *parts])
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert gpu_check.main() == 1 and limits == [50, 40, 60, 40]
+    assert gpu_check.main() == 1 and limits == [50, 40, 60, 60]
     results = json.loads((tmp_path / "out.json").read_text())
     found = {part: result["state"] for part, result in results.items()}
-    no_time = "skipped: no time"  # 40 of 130 s are left after three parts: one of 60 s is not begun, one of 40 s is
-    assert found == {"storage": "done", "head": "ended after its 40 s", "bare": "done", "tree": no_time, "memory": "done"}
+    no_time = "skipped: no time"  # 60 of 150 s are left after three parts: one of 90 s is not begun, one of 60 s is
+    expected = {"storage": "done", "head": "ended after its 40 s, having said: x::z ", "bare": "raised errors: b", "memory": no_time}
+    assert found == expected | {"tree": "failed with exit code 1: it broke"}
     assert results["head"]["cases"] == [{"case": "a", "ms": 1.5, "aim": "ms <= 2"}]
     said = capsys.readouterr().out
-    assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith("The rest: python scripts/gpu_check.py --only tree\n")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "tree"])
+    assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith("The rest: python scripts/gpu_check.py --only memory\n")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "memory"])
     assert gpu_check.main() == 1
     later = json.loads((tmp_path / "out.json").read_text())
-    assert later["tree"]["state"] == "failed with exit code 1: it broke" and later["storage"] == results["storage"]
+    assert later["memory"]["state"] == "done" and later["storage"] == results["storage"]
+
+
+def test_the_three_calls_are_all_parts_and_each_fits_into_its_budget():
+    calls = [re.findall(r"--only (\S+)", line) for line in gpu_check.__doc__.splitlines() if line.startswith("  python")]
+    assert sorted(part for call in calls for part in call) == sorted(gpu_check.LIMITS) and len(calls) == 3
+    assert all(sum(gpu_check.LIMITS[part] for part in call) <= 540 - 20 for call in calls)  # the rest for imports
+
+
+def test_what_a_case_raises_is_said_and_the_next_one_runs(capsys):
+    """The first that did not compile ended its part, and those that need no compilation were lost."""
+    for name in ("compiled", "eager"):
+        with gpu_bench.case(name):
+            if name == "compiled":
+                raise NotImplementedError("no such kernel")
+            gpu_bench.say(name, ms=1.0)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said == [{"case": "compiled", "raised": "NotImplementedError: no such kernel"}, {"case": "eager", "ms": 1.0}]
+
+
+def test_what_a_command_prints_is_there_before_it_ends(tmp_path):
+    """Of tests that were cut at their limit nothing came back."""
+    command = [sys.executable, "-c", "import time; print('x::y PASSED'); print('x::z ', end='', flush=True); time.sleep(60)"]
+    log = tmp_path / "part"
+    began = time.monotonic()
+    assert gpu_bench.in_fork(partial(gpu_bench.passed_on, command), log, 3.0) is None and time.monotonic() - began < 30
+    assert gpu_bench.last_said(log) == "x::z "

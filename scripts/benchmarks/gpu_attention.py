@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from benchmarks.gpu_bench import Bench, apart, compilations, say
+from benchmarks.gpu_bench import Bench, apart, case, compilations, say
 from torch import Tensor
 
 from rl.config.trainer import FakeDataConfig
@@ -28,11 +28,13 @@ def attention(bench: Bench) -> None:
     """FlexAttention, blocks and a dense mask, also with a window, a cap on the scores and sinks: how near to an exact one in float32, and
     how fast, forward and backward."""
     for length in (300, 700) if bench.tiny else (1024, 4096, 16384, 65536):
-        attend_all(bench, length, Special(), "")
+        with case(str(length)):
+            attend_all(bench, length, Special(), "")
     length, window = (300, 8) if bench.tiny else (4096, 512)
     specials = {"window": Special(window), "cap": Special(cap=2.0), "sinks": Special(sinks=True), "all": Special(window, 2.0, True)}
     for name, special in specials.items():
-        attend_all(bench, length, special, f" {name}")
+        with case(f"{length} {name}"):
+            attend_all(bench, length, special, f" {name}")
 
 
 def attend_all(bench: Bench, length: int, special: Special, name: str) -> None:
@@ -56,12 +58,12 @@ def attend_all(bench: Bench, length: int, special: Special, name: str) -> None:
     exact = run(attend_dense if is_small else attend_blocks, torch.float32)
     kinds = {"flex": attend_flex, "blocks": attend_blocks} | ({"dense": attend_dense} if is_small else {})
     for kind, attend in kinds.items():
-        before = compilations()
-        found = run(attend, dtype)
-        errors = dict(zip(("output", "d_query", "d_key", "d_value", "d_sinks"), map(apart, found, exact), strict=False))
-        ms = round(1e3 * bench.seconds(partial(run, attend, dtype), rounds=2), 2)
-        case = f"{kind} {len(row.ends)}{name}"
-        say(case, **errors, ms=ms, compilations=compilations() - before, aim="errors of flex as those of blocks")
+        before, title = compilations(), f"{kind} {len(row.ends)}{name}"
+        with case(title):
+            found = run(attend, dtype)
+            errors = dict(zip(("output", "d_query", "d_key", "d_value", "d_sinks"), map(apart, found, exact), strict=False))
+            ms = round(1e3 * bench.seconds(partial(run, attend, dtype), rounds=2), 2)
+            say(title, **errors, ms=ms, compilations=compilations() - before, aim="errors of flex as those of blocks")
 
 
 def attend_dense(

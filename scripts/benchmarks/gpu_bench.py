@@ -5,10 +5,11 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -101,6 +102,15 @@ def say(case: str, **figures: object) -> None:
     print(json.dumps({"case": case, **figures}), flush=True)
 
 
+@contextmanager
+def case(name: str) -> Iterator[None]:
+    """Says what a case has raised (`raised`), after which its part goes on with the next one."""
+    try:
+        yield
+    except Exception as error:
+        say(name, raised=f"{type(error).__name__}: {error}"[:400])
+
+
 def compilations() -> int:
     from torch._dynamo.utils import counters
 
@@ -127,6 +137,24 @@ def told(log: Path) -> list[dict[str, Any]]:
         with suppress(json.JSONDecodeError):
             found += [json.loads(text)] if text.startswith("{") and text.endswith("}") else []
     return found
+
+
+def last_said(log: Path) -> str:
+    """The end of what a process printed behind its last result, without tests that passed."""
+    lines = Path(f"{log}.out").read_text().splitlines()
+    results = [place for place, text in enumerate(lines) if text.startswith('{"case"')]
+    rest = [text for text in lines[results[-1] + 1 if results else 0 :] if " PASSED" not in text and " SKIPPED" not in text]
+    return "\n".join(rest)[-1500:]
+
+
+def passed_on(command: list[str], **settings: Any) -> tuple[int, str]:
+    """Exit code and output of a command, which is printed as it comes: who ends this process knows how far it was."""
+    found = b""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings) as process:
+        while process.stdout and (part := process.stdout.read1()):  # type: ignore[attr-defined]
+            os.write(sys.stdout.fileno(), part)
+            found += part
+    return process.returncode, found.decode(errors="replace")
 
 
 def in_fork(function: Callable[[], None], log: Path, limit_s: float | None, session: bool = True) -> int | None:

@@ -7,7 +7,6 @@ imported, and what it needs.
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 from benchmarks.gpu_attention import attention
-from benchmarks.gpu_bench import Bench, apart, compilations, in_process, say
+from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, passed_on, say
 from benchmarks.trainer import measure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -77,14 +76,20 @@ def train(bench: Bench, learner: Learner, packed: Packed) -> float:
 def gradients(bench: Bench) -> None:
     """Loss and gradients of one batch in float32 on the device, and on the CPU."""
     expected = in_process(bench, partial(gradients_once, replace(bench, place="cpu")), "cpu")
-    # All of them first: a fork of a process that has computed hangs in its first parallel operation on the CPU.
-    results = {kind: in_process(bench, partial(gradients_once, bench, kind), kind) for kind in ("auto", "blocks")}
-    for kind, found in results.items():
-        tensors, there = load_file(found["file"]), load_file(expected["file"])
-        worst = max((apart(tensor, there[name]), name) for name, tensor in tensors.items())
-        loss = abs(found["loss"] - expected["loss"]) / abs(expected["loss"])
-        whole = apart(*(torch.cat([x[name].flatten() for name in sorted(there)]) for x in (tensors, there)))
-        say(f"attention {kind}", loss=float(f"{loss:.1e}"), gradient=whole, worst=worst, aim="loss and gradient <= 1e-5")
+    for kind in ("blocks", "auto"):
+        with case(f"attention {kind}"):
+            found = in_process(bench, partial(gradients_once, bench, kind), kind)
+            # In a process, too: a fork of one that has computed hangs in its first parallel operation on the CPU.
+            compared = in_process(bench, partial(compare_gradients, found, expected), f"compare-{kind}")
+            say(f"attention {kind}", **compared, aim="loss and gradient <= 1e-5")
+
+
+def compare_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    tensors, there = load_file(found["file"]), load_file(expected["file"])
+    worst = max((apart(tensor, there[name]), name) for name, tensor in tensors.items())
+    loss = abs(found["loss"] - expected["loss"]) / abs(expected["loss"])
+    whole = apart(*(torch.cat([x[name].flatten() for name in sorted(there)]) for x in (tensors, there)))
+    print(json.dumps({"loss": float(f"{loss:.1e}"), "gradient": whole, "worst": worst}), flush=True)
 
 
 def gradients_once(bench: Bench, kind: str = "auto") -> None:
@@ -112,27 +117,27 @@ def training(bench: Bench, name: str) -> None:
     world = bench.world()
     for tokens, settings, compile_layers in [(256, cases[0][1], False)] if bench.tiny else cases:
         size = str(tokens) if bench.tiny else f"{tokens // 1024}k"
-        case = " ".join([size, *map(str, settings.values())] + ["compiled"] * compile_layers)
-        try:
-            since = time.monotonic()
-            config, learner = ready(bench, name, world, micro_batch_tokens=tokens, compile=compile_layers, **settings)
-            data = FakeDataConfig(
-                samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4
-            )
-            packed = batch_for(config, learner, data)
-            train(bench, learner, packed)
-            warm, state = time.monotonic() - since, torch.cuda.memory_allocated() / 2**30 if bench.on_gpu else None
-            bench.peak_gib(reset=True)
-            seconds = median(train(bench, learner, packed) for _ in range(3))
-            work, peak = work_of(learner.model), peak_flops(torch.cuda.get_device_name()) if bench.on_gpu else None
-            done, real = sum(map(work.of, packed.micro_batches)), sum(len(s.token_ids) for s in packed.batch.samples)
-            figures = {"tokens_per_s": round(real / seconds), "mfu": round(done / seconds / peak, 3) if peak else None}
-            rounded = None if state is None else round(state, 2)
-            say(case, **figures, state_gib=rounded, peak_gib=bench.peak_gib(), start_s=round(warm, 1), compilations=compilations(), aim=aim)
-        except (RunError, torch.OutOfMemoryError) as error:
-            say(case, error=str(error)[:300])
-        learner = packed = None
+        title = " ".join([size, *map(str, settings.values())] + ["compiled"] * compile_layers)
+        data = FakeDataConfig(samples=2 * tokens // sample, group_size=1, prompt_tokens=sample // 4, completion_tokens=sample - sample // 4)
+        with case(title):
+            figures = train_rows(bench, name, world, data, micro_batch_tokens=tokens, compile=compile_layers, **settings)
+            say(title, **figures, aim=aim)
         bench.clear()
+
+
+def train_rows(bench: Bench, name: str, world: World, data: FakeDataConfig, **settings: Any) -> dict[str, Any]:
+    """What a step on such samples takes, after one to warm up."""
+    since = time.monotonic()
+    config, learner = ready(bench, name, world, **settings)
+    packed = batch_for(config, learner, data)
+    train(bench, learner, packed)
+    warm, state = time.monotonic() - since, round(torch.cuda.memory_allocated() / 2**30, 2) if bench.on_gpu else None
+    bench.peak_gib(reset=True)
+    seconds = median(train(bench, learner, packed) for _ in range(3))
+    work, peak = work_of(learner.model), peak_flops(torch.cuda.get_device_name()) if bench.on_gpu else None
+    done, real = sum(map(work.of, packed.micro_batches)), sum(len(sample.token_ids) for sample in packed.batch.samples)
+    figures = {"tokens_per_s": round(real / seconds), "mfu": round(done / seconds / peak, 3) if peak else None, "state_gib": state}
+    return figures | {"peak_gib": bench.peak_gib(), "start_s": round(warm, 1), "compilations": compilations()}
 
 
 def tree(bench: Bench) -> None:
@@ -157,11 +162,15 @@ def bare(bench: Bench) -> None:
     data = FakeDataConfig(samples=8, group_size=1, prompt_tokens=prompt, completion_tokens=answer)
     settings = {"micro_batch_tokens": 4 * (prompt + answer), "compile": bench.on_gpu}
     folder = str(bench.model("0.6B"))
-    ours = measure(folder, data, 3, bench.on_gpu, **settings)
-    say("bare PyTorch", ratio=ours["ratio"], ours_s=ours["ours"]["step"], bare_s=ours["bare"]["step"], aim="ratio <= 1.03")
+    ours: dict[str, Any] = {}
+    with case("bare PyTorch"):
+        ours = measure(folder, data, 3, bench.on_gpu, **settings)
+        say("bare PyTorch", ratio=ours["ratio"], ours_s=ours["ours"]["step"], bare_s=ours["bare"]["step"], aim="ratio <= 1.03")
     bench.clear()
-    theirs = hugging_face_seconds(bench, folder, data)
-    say("Hugging Face", ratio=round(ours["ours"]["step"] / theirs, 3), hugging_face_s=round(theirs, 4), peak_gib=bench.peak_gib())
+    with case("Hugging Face"):
+        theirs = hugging_face_seconds(bench, folder, data)
+        ratio = round(ours["ours"]["step"] / theirs, 3) if ours else None
+        say("Hugging Face", ratio=ratio, hugging_face_s=round(theirs, 4), peak_gib=bench.peak_gib())
 
 
 def hugging_face_seconds(bench: Bench, folder: str, data: FakeDataConfig) -> float:
@@ -201,35 +210,34 @@ def head(bench: Bench) -> None:
     compiled_on = logprobs.FUSED_ON
     for name in ("compiled", "eager"):
         logprobs.FUSED_ON = compiled_on if name == "compiled" else ()
-        error = float((run()[0][:64] - expected[0]).abs().max())
-        bench.peak_gib(reset=True)
-        seconds = bench.seconds(run)
-        flops = 6 * places * width * vocab
-        say(
-            name,
-            ms=round(1e3 * seconds, 2),
-            tflops=round(flops / seconds / 1e12, 1),
-            peak_gib=bench.peak_gib(),
-            error=float(f"{error:.1e}"),
-        )
+        with case(name):
+            error = float(f"{float((run()[0][:64] - expected[0]).abs().max()):.1e}")
+            bench.peak_gib(reset=True)
+            seconds = bench.seconds(run)
+            tflops = round(6 * places * width * vocab / seconds / 1e12, 1)
+            say(name, ms=round(1e3 * seconds, 2), tflops=tflops, peak_gib=bench.peak_gib(), error=error)
 
 
 def memory(bench: Bench) -> None:
     """The trainer's own try of its largest row, up to one that cannot fit."""
     world = bench.world()
     for tokens in (256,) if bench.tiny else (16384, 65536, 1 << 20):
-        config, learner = ready(bench, "0.6B", world, micro_batch_tokens=tokens)
-        whole = partial(prepare, config=config, world=world, hidden_size=learner.model.config.hidden_size)
-        bench.peak_gib(reset=True)
-        try:
-            since = time.monotonic()
-            try_largest(learner.model, learner.optimizer, whole, config, world)
-            bench.synchronize()
-            say(f"{tokens} tokens", peak_gib=bench.peak_gib(), seconds=round(time.monotonic() - since, 2))
-        except RunError as error:
-            say(f"{tokens} tokens", said=str(error)[:400])
-        del learner, whole
+        with case(f"{tokens} tokens"):
+            try_row(bench, tokens, world)
         bench.clear()
+
+
+def try_row(bench: Bench, tokens: int, world: World) -> None:
+    config, learner = ready(bench, "0.6B", world, micro_batch_tokens=tokens)
+    whole = partial(prepare, config=config, world=world, hidden_size=learner.model.config.hidden_size)
+    bench.peak_gib(reset=True)
+    since = time.monotonic()
+    try:
+        try_largest(learner.model, learner.optimizer, whole, config, world)
+    except RunError as error:  # as one that cannot fit should end
+        return say(f"{tokens} tokens", said=str(error)[:400])
+    bench.synchronize()
+    say(f"{tokens} tokens", peak_gib=bench.peak_gib(), seconds=round(time.monotonic() - since, 2))
 
 
 def offload(bench: Bench) -> None:
@@ -244,10 +252,8 @@ def offload(bench: Bench) -> None:
         packed = batch_for(config, learner, FakeDataConfig(samples=4, group_size=2, prompt_tokens=512, completion_tokens=512))
         seconds = []
         for _ in range(3):
-            timer = Timer()
+            timer = Timer(device=bench.device)
             train_step(learner, packed, 1e-3, timer)
-            bench.synchronize()
-            timer.lap("optimizer")
             seconds.append(timer.seconds["optimizer"])
         found[kind] = digest(learner)
         gib = torch.cuda.memory_allocated() / 2**30
@@ -293,8 +299,9 @@ def storage(bench: Bench) -> None:
 def replay(bench: Bench) -> None:
     """Two steps of a deterministic run in each of two processes."""
     for compiled in (False, True) if bench.on_gpu else (False,):
-        first, second = (in_process(bench, partial(replay_once, bench, compiled), "replay") for _ in range(2))
-        say(f"compile {compiled}", equal=first == second, aim="true")
+        with case(f"compile {compiled}"):
+            first, second = (in_process(bench, partial(replay_once, bench, compiled), "replay") for _ in range(2))
+            say(f"compile {compiled}", equal=first == second, aim="true")
 
 
 def replay_once(bench: Bench, compiled: bool) -> None:
@@ -315,15 +322,15 @@ def tests(bench: Bench) -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
-    names = ["test_logprobs", "test_attention", "test_flex", "test_train", "test_model", "test_norms", "test_rotary"]
-    for name in names[: 1 if bench.tiny else None]:
-        command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-q", "-o", "addopts=", "-m", "not proof", "--tb=line"]
-        command += ["-p", "no:cacheprovider", *(["-k", "dense"] if bench.tiny else [])]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+    names = ["test_norms", "test_rotary", "test_logprobs", "test_attention", "test_flex", "test_train", "test_model"]
+    for name in ["test_logprobs"] if bench.tiny else names:
+        command = [sys.executable, "-m", "pytest", f"tests/trainer/{name}.py", "-v", "-o", "addopts=", "-m", "not proof", "--tb=line"]
+        command += ["-p", "no:cacheprovider", "--timeout", "60", *(["-k", "dense"] if bench.tiny else [])]
+        code, said = passed_on(command, cwd=ROOT, env=environment)
+        lines = said.strip().splitlines() or [""]
         failed = [text[:200] for text in lines if text.startswith(("FAILED", "ERROR"))]
         say(name, result=lines[-1].strip("= "), failed=failed, aim="none failed")
-        wrong += [name] * (done.returncode != 0)
+        wrong += [name] * (code != 0)
     if wrong:
         raise RunError(f"{', '.join(wrong)} failed")
 

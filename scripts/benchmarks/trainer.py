@@ -45,11 +45,6 @@ Step = Callable[[Packed], dict[str, float]]
 """Trains a batch; returns seconds by part."""
 
 
-def synchronize(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-
-
 def our_step(folder: str, config: RLConfig, world: World, log: Path | None = None) -> Step:
     """The trainer's own. log: a run directory for its token log; None: it keeps none."""
     model = load_policy(folder, config.model, config.trainer, world)
@@ -59,10 +54,8 @@ def our_step(folder: str, config: RLConfig, world: World, log: Path | None = Non
         learner.token_files._write = counted(learner.token_files._write)
 
     def step(packed: Packed) -> dict[str, float]:
-        timer = Timer()
+        timer = Timer(device=world.device)
         train_step(learner, packed, 1e-6, timer)
-        synchronize(world)
-        timer.lap("optimizer")
         return {**timer.seconds, "step": timer.step_s}
 
     return step
@@ -102,12 +95,11 @@ def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     optimizer = torch.optim.AdamW(masters, lr=1e-6, betas=config.trainer.optim.betas, weight_decay=0.0, fused=True)
 
     def step(packed: Packed) -> dict[str, float]:
-        timer = Timer()
+        timer = Timer(device=world.device)
         for micro_batch in packed.micro_batches:
             batch = micro_batch.to(world.device)
             loss = -(score(model, batch, world).logprobs * batch.advantages * batch.weights).sum()
             loss.backward()
-        loss.item()
         timer.lap("forward_backward")
         for master, weight in zip(masters, weights, strict=True):
             master.grad, weight.grad = weight.grad.float(), None
@@ -116,7 +108,6 @@ def bare_step(folder: str, config: RLConfig, world: World) -> Step:
         with torch.no_grad():
             torch._foreach_copy_(weights, masters)
         optimizer.zero_grad()
-        synchronize(world)
         timer.lap("optimizer")
         return {**timer.seconds, "step": timer.step_s}
 

@@ -40,7 +40,7 @@ MALFORMED = [
     generate_body(top_k="-2"),
     generate_body(top_k=str(2**70)),
     generate_body(min_p="1.5"),
-    generate_body(seed=str(2**64)),
+    generate_body(seed=str(2**63)),
     generate_body(seed=str(-(2**63) - 1)),
     generate_body(stop='[""]'),
     generate_body(stop="[1]"),
@@ -52,7 +52,7 @@ HARMLESS = [
     generate_body('[5],"token_ids":[6]'),  # the last of two keys counts
     generate_body(max_tokens=str(2**62)),
     generate_body(top_k=str(2**40)),
-    generate_body(seed=str(2**64 - 1)),
+    generate_body(seed=str(2**63 - 1)),
     generate_body(seed="-1"),
     generate_body(stop='"' + "x" * 10_000 + '"'),
 ]

@@ -4,11 +4,16 @@ import hashlib
 import json
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
+from vllm import SamplingParams
 
+from rl.inference.engine import VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
 from rl.inference.server import bind
@@ -133,6 +138,15 @@ def test_likelier_tokens_are_counted_without_a_compilation(monkeypatch):
     found = sampler.Sampler.gather_logprobs(logprobs, 0, torch.tensor([1, 1]))
     assert found.selected_token_ranks.tolist() == [3, 2] and found.logprobs.tolist() == [[logprobs[0, 1]], [logprobs[1, 1]]]
     assert sum(torch._dynamo.utils.counters["stats"].values()) == compiled
+
+
+@pytest.mark.parametrize(("seed", "fits"), [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)])
+def test_a_seed_fits_into_the_array_in_which_vllm_keeps_it_on_gpus(seed, fits):
+    """One that fits into 64 bits without a sign passed, and would have ended the engine there."""
+    engine = SimpleNamespace(vocab_size=9, engine_core=SimpleNamespace(encoder=msgspec.msgpack.Encoder()))
+    request = SimpleNamespace(prompt_token_ids=[1], sampling_params=SamplingParams(seed=seed))
+    with nullcontext() if fits else pytest.raises(ValueError, match="does not fit into a signed 64-bit integer"):
+        VersionedEngine.refuse_deadly(engine, request)
 
 
 def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rl.inference.draw import MAX_BLOCK, block_width, draw
+from rl.inference.draw import BLOCK, draw
 
 
 def exact(logits: torch.Tensor, uniform: float) -> int:
@@ -10,7 +10,7 @@ def exact(logits: torch.Tensor, uniform: float) -> int:
     return int((ends <= uniform * ends[-1]).sum())
 
 
-@pytest.mark.parametrize("vocabulary", [7, 97, 4096, 49152, 1031 * 2])
+@pytest.mark.parametrize("vocabulary", [7, 97, 4096, 49152, 1031 * 2, 32003])
 def test_a_token_is_the_one_at_which_the_sum_of_probabilities_passes_the_draw(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(6, vocabulary, generator=generator)
@@ -33,21 +33,17 @@ def test_every_token_comes_as_often_as_it_is_probable():
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_what_is_impossible_never_comes_at_the_ends_either(uniform):
-    logits = torch.full((1, 3 * MAX_BLOCK), -float("inf"))
+    logits = torch.full((1, 3 * BLOCK), -float("inf"))
     logits[0, [5, 1700]] = torch.tensor([0.0, 0.5])
     token, logprob = draw(logits.clone(), torch.tensor([uniform], dtype=torch.float64))
     assert int(token) == (5 if uniform == 0 else 1700)
     assert float(logprob) == pytest.approx(float(logits[0].log_softmax(-1)[token]), abs=1e-6)
 
 
-def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary_and_a_logprob_that_is_none():
-    token, logprob = draw(torch.full((1, 100), float("nan")), torch.tensor([0.3], dtype=torch.float64))
-    assert 0 <= int(token) < 100 and bool(logprob.isnan())
-
-
-def test_blocks_are_divisors():
-    assert [block_width(size) for size in (49152, 151936, 97, 1)] == [1024, 128, 97, 1]
-    assert block_width(2 * 1031) == 2, "a sum over a thousand blocks of two, and exact"
+@pytest.mark.parametrize("vocabulary", [100, BLOCK + 1])
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary_and_a_logprob_that_is_none(vocabulary):
+    token, logprob = draw(torch.full((1, vocabulary), float("nan")), torch.tensor([0.3], dtype=torch.float64))
+    assert 0 <= int(token) < vocabulary and bool(logprob.isnan())
 
 
 def test_rows_may_be_parts_of_longer_ones_as_those_of_a_padded_vocabulary():

@@ -50,6 +50,36 @@ def test_a_dead_or_broken_engine_is_noticed_at_once():
     assert death([0.0], limit_s=60, broken="loading failed half-way", swapping=True)[0] is None
 
 
+GRANDCHILD = """
+import os, sys
+from rl.inference.engine_process import tie_children
+
+def name():
+    return open("/proc/self/comm").read().strip()
+
+def forked(function):
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(function())
+
+def engine():
+    assert name() == "EngineCore"
+    fds = os.pipe()  # they take the lowest numbers that are free
+    assert port in fds, "the number is free again"
+    return forked(lambda: os.fstat(port) and 0)  # of a closed one it raises an error: exit code 1
+
+port = os.open("/dev/null", os.O_RDONLY)
+tie_children([port])
+print(forked(engine))
+"""
+
+
+def test_what_the_engine_forks_keeps_its_files():
+    """Workers of several GPUs: they closed the numbers of the server's port and lock, which were the engine's pipes by then."""
+    done = subprocess.run([sys.executable, "-c", GRANDCHILD], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 def test_a_stopped_engine_has_no_excuse():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:

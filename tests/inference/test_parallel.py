@@ -80,3 +80,14 @@ def test_several_engines_and_several_workers(tmp_path, kind):
                 assert server.load(1).json()["policy_version"] == 1
     finally:
         server.end()
+
+
+@pytest.mark.proof
+def test_a_first_request_of_one_token_is_answered(tmp_path):
+    """In bfloat16, where the processor has AMX: vLLM's attention ended the engine with an illegal instruction, each time anew."""
+    server = start_server(tmp_path / "server", [make_tiny_model(tmp_path / "model")], model__dtype="bfloat16")
+    try:
+        server.wait_ready()
+        assert 1 <= len(server.generate([5], max_tokens=3)["token_ids"]) <= 3
+    finally:
+        server.end()

@@ -3,14 +3,15 @@
 import socket
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from rl.config.command_line import build, parse_args
 from rl.inference import main
-from rl.inference.server import engine_config, running_engine
-from rl.system.errors import GIVE_UP, WRONG_SETTINGS, RunError
+from rl.inference.server import check_experts, engine_config, running_engine
+from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
 
 
 class Limits(BaseModel):
@@ -98,3 +99,29 @@ def test_prefixes_are_not_kept_where_vllm_confuses_their_states(monkeypatch, cap
     config = engine_config(args, None)
     assert asked == ([None] if keeps else [None, False]) and config.cache_config.mamba_cache_mode == (mode if keeps else "none")
     assert ("enable_prefix_caching: off" in capsys.readouterr().out) is not keeps
+
+
+@pytest.mark.parametrize(
+    ("engines", "tensor", "more", "said"),
+    [
+        (7, 1, {}, "refused"),
+        (4, 1, {}, "warned"),
+        (2, 2, {}, "warned"),
+        (7, 1, {"enable_expert_parallel": True}, ""),
+        (1, 4, {}, ""),
+        (7, 1, {"is_moe": False}, ""),
+    ],
+)
+def test_engines_that_cut_experts_are_told_or_refused(engines, tensor, more, said, capsys):
+    """The default of eight GPUs, seven engines, ended twice while loading, with an error of vLLM's alone."""
+    space = types.SimpleNamespace
+    more = {"enable_expert_parallel": False, "is_moe": True} | more
+    parallel = space(data_parallel_size=engines, tensor_parallel_size=tensor, enable_expert_parallel=more["enable_expert_parallel"])
+    config = space(parallel_config=parallel, model_config=space(is_moe=more["is_moe"], hf_text_config=space(moe_intermediate_size=768)))
+    with (
+        pytest.raises(ConfigError, match="= 7 cuts each expert, 768 wide, among 7 GPUs .* or enable_expert_parallel, or start a server")
+        if (said == "refused")
+        else nullcontext()
+    ):
+        check_experts(config)
+    assert ("WARNING: inference.vllm.data_parallel_size" in capsys.readouterr().err) == (said == "warned")

@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.command_line import build, parse_args
-from rl.launch.devices import Split, split, write_into
+from rl.launch.devices import Split, check_build, split, write_into
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 
@@ -69,7 +69,11 @@ def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
         (8, ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"], "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4"),
         (0, ["--trainer.ranks", "2", "--trainer.context-parallel", "4"], "trainer.context_parallel = 4\n    must divide the"),
         (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
-        (4, ["--inference.vllm.tensor_parallel_size", "2"], "must be a multiple of 2"),
+        (
+            4,
+            ["--inference.vllm.tensor_parallel_size", "2"],
+            "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus",
+        ),
         (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),
     ],
 )
@@ -108,6 +112,24 @@ def test_gpu_training_does_not_get_the_cpu_settings():
 def test_the_cpu_build_of_vllm_is_not_given_gpus():
     division = divide(2, gpu_inference=False)
     assert (division.trainer.gpus, division.inference.gpus) == ([0], [])
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [([], True), (["--inference-gpus", "0"], False), (["--orchestrator.inference_urls", '["http://a:1"]'], False)],
+)
+def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
+    """Seven of eight GPUs were idle without a word."""
+    said = check_build(config(*args), Machine(["0", "1"], [0], gpu_inference=False))
+    assert bool(said) == told and (not told or "`uv sync --no-group cpu --group gpu`" in said)
+    assert not check_build(config(*args), Machine(["0", "1"], [0])) and not check_build(
+        config(*args), Machine([], [0], gpu_inference=False)
+    )
+
+
+def test_the_cpu_build_of_vllm_is_refused_where_inference_asks_for_gpus():
+    with pytest.raises(ConfigError, match=r"inference.gpus = 1\n.* the installed vLLM is the one for CPUs: `uv sync --no-group cpu"):
+        check_build(config("--inference-gpus", "1"), Machine(["0"], [0], gpu_inference=False))
 
 
 def test_ids_count_among_the_visible_ones():

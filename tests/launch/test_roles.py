@@ -24,3 +24,12 @@ def test_commands(tmp_path):
 def test_on_few_cores_the_trainer_starts_last(tmp_path, cores, args, after):
     found = roles(config(*args), RunDir(tmp_path, tmp_path / "weights"), divide(0, *args, cores=cores))
     assert {role.name: role.after for role in found} == {"inference": "", "orchestrator": "", "trainer": after}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "args", "after"), [(1, [], "inference"), (2, [], ""), (1, ["--orchestrator.inference_urls", '["http://a:1"]'], "")]
+)
+def test_on_a_shared_gpu_the_trainer_starts_when_the_server_has_its_memory(tmp_path, gpus, args, after):
+    """vLLM took the trainer's growth for its own and was left with less or no memory for keys and values, or died when it was freed."""
+    found = roles(config(*args), RunDir(tmp_path, tmp_path / "weights"), divide(gpus, *args))
+    assert found[-1].name == "trainer" and found[-1].after == after

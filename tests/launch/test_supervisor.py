@@ -352,6 +352,13 @@ def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make,
     run.ready("trainer", 2)  # a later attempt waits for nobody
 
 
+def test_a_trainer_that_shares_a_gpu_waits_for_the_server_as_long_as_that_may_take(make):
+    run = make()
+    run.begin({"trainer": "inference"}, inference="time.sleep(60)")
+    assert run.supervisor.states["trainer"].start_at == run.supervisor.clock + run.config.inference.startup_timeout_s
+    assert run.child("orchestrator") and run.child("trainer") is None
+
+
 def test_a_role_starts_when_the_one_before_it_has_ended(make):
     run = make()
     run.begin({"trainer": "orchestrator"}, orchestrator="")

@@ -35,7 +35,7 @@ def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradien
     assert torch.allclose(values, expected, atol=1e-6, rtol=1e-6)
     assert torch.allclose(entropies, expected_entropies, atol=1e-5)
     assert entropies.requires_grad == entropy_gradient
-    bonus = torch.randn(13, device=DEVICE) if entropy_gradient else torch.zeros(13)
+    bonus = torch.randn(13, device=DEVICE) if entropy_gradient else torch.zeros(13, device=DEVICE)
     ((values * grad).sum() + ((entropies * bonus).sum() if entropy_gradient else 0)).backward()
     ((expected * grad).sum() + (expected_entropies * bonus).sum()).backward()
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
@@ -81,7 +81,7 @@ def test_head_equals_logits_of_the_same_weight(monkeypatch, width, bias):
 
 def test_a_frozen_head_gets_no_gradient():
     _, temperatures, rows, targets, grad = case()
-    hidden, weight = torch.randn(13, 17, requires_grad=True), torch.randn(101, 17)
+    hidden, weight = torch.randn(13, 17, device=DEVICE, requires_grad=True), torch.randn(101, 17, device=DEVICE)
     head_logprobs(hidden, weight, None, temperatures, rows, targets)[0].backward(grad)
     assert hidden.grad.norm() > 0 and weight.grad is None
 
@@ -136,7 +136,8 @@ def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
     monkeypatch.setattr(logprobs, "SLICE_BYTES", 40 * 13 * 4)
     _, temperatures, rows, targets, grad = case()
     targets = targets % 20
-    bias = torch.zeros(101).index_fill_(0, torch.arange(21, 101), -math.inf).index_fill_(0, torch.tensor([3, 5]), -math.inf)
+    bias = torch.zeros(101, device=DEVICE)
+    bias[21:] = bias[[3, 5]] = -math.inf
     hidden, weight = torch.randn(13, 17, device=DEVICE), torch.randn(101, 17, device=DEVICE)
     left = bias.isfinite()
     places = left.cumsum(0) - 1

@@ -38,6 +38,21 @@ STEPS = 5
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rl.trainer.main"]
 
 
+@pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypatch, given):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    if given:
+        monkeypatch.setenv(given, "max_split_size_mb:128")
+    monkeypatch.setattr("rl.trainer.main.leave", lambda _: sys.exit(7))
+    with pytest.raises(SystemExit, match="7"):
+        rl.trainer.main.main()
+    asked = {name: os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    expected = {given: "max_split_size_mb:128"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert {name: value for name, value in asked.items() if value} == expected
+
+
 def make_config(root, model, **trainer) -> RLConfig:
     config = RLConfig.model_validate(
         {

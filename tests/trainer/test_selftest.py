@@ -125,6 +125,26 @@ def test_the_result_is_cached_by_model_and_settings(folder, world, cache, monkey
     assert len(tried) == 4
 
 
+@pytest.mark.parametrize("place", ["load_part", "call", "Alone"])
+def test_out_of_memory_is_no_fault_of_the_model(folder, world, cache, monkeypatch, place):
+    """A mode for which there was no memory was "not exact", a slower one was taken and cached, or another model recommended."""
+
+    def raising(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(selftest, place, raising)
+    with pytest.raises(RunError, match=r"no memory to find out how it can be trained.*\(CUDA out of memory. Tried .*\); end"):
+        choose_mode(str(folder("llama")), ModelConfig(name="it"), TrainerConfig(), world)
+    assert not list(cache.glob("*"))
+
+
+def test_as_many_layers_are_tested_as_a_gpu_has_memory_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (48 << 30, 80 << 30))
+    gib, gpu = 2.0**30, torch.device("cuda", 0)
+    assert [selftest.fitting_layers(size * gib, gpu) for size in (0.5, 1, 2, 4, 40)] == [8, 8, 4, 2, 1]
+    assert selftest.fitting_layers(40 * gib, CPU) == 8
+
+
 def test_a_large_model_is_tested_on_its_first_layers_of_every_kind():
     kinds = ["sliding_attention"] * 11 + ["full_attention"] + ["sliding_attention"] * 28
     config = AutoConfig.for_model(**CONFIGS["gemma3"] | {"num_hidden_layers": 40, "layer_types": kinds})

@@ -170,7 +170,8 @@ async def prepare_server(config: RLConfig, model: str, work: Path, children: Chi
     Raises RunError.
     """
     config = server_config(config, model, work, adapter)
-    division = devices.split(config, machine())
+    devices.check_build(config, box := machine())
+    division = devices.split(config, box)
     config = devices.write_into(config, division)
     run_dir, logs = config.run_dir, work / "logs"
     shutil.rmtree(run_dir.root, ignore_errors=True)

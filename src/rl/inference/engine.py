@@ -108,10 +108,13 @@ class VersionedEngine(AsyncLLM):
         largest = max(request.prompt_token_ids or [0])
         if largest >= self.vocab_size:
             raise ValueError(f"token id {largest} is not of this model; its vocabulary has {self.vocab_size}")
+        params = request.sampling_params
         try:
-            self.engine_core.encoder.encode(request.sampling_params)
+            self.engine_core.encoder.encode(params)
+            if params and params.seed is not None:  # an int64 where vLLM samples on GPUs
+                params.seed.to_bytes(8, signed=True)
         except OverflowError:
-            raise ValueError("a number among the sampling parameters does not fit into 64 bits") from None
+            raise ValueError("a number among the sampling parameters does not fit into a signed 64-bit integer") from None
 
     async def sample(self, token_ids: list[int], params: SamplingParams, session: int | None = None) -> Generation:
         """Answers one prompt; log-probabilities are nats under the distribution that was sampled from. Cancelling aborts the request."""

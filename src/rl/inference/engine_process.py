@@ -40,9 +40,10 @@ def fork_engine(config: "VllmConfig", asked_for: str | None) -> None:
 
 
 def tie_children(inherited: Iterable[int]) -> None:
-    """Has the kernel end all children that are forked from now on together with this process, also stopped ones. They close `inherited`,
-    file descriptors of ports and locks, so that a successor of this process finds these free."""
-    forker = 0
+    """Has the kernel end all children that are forked from now on together with this process, also stopped ones, and theirs with them. They
+    close `inherited`, file descriptors of ports and locks, so that a successor of this process finds these free; children of theirs do not:
+    the engine forks its workers where there are several GPUs, and has given these numbers to something else by then."""
+    server, forker = os.getpid(), 0
 
     def before() -> None:
         nonlocal forker
@@ -50,9 +51,11 @@ def tie_children(inherited: Iterable[int]) -> None:
 
     def in_child() -> None:
         end_with_parent(signal.SIGKILL)
-        set_process_name("EngineCore")  # else `ps` shows two servers
         if os.getppid() != forker:
             os._exit(1)
+        if forker != server:
+            return
+        set_process_name("EngineCore")  # else `ps` shows two servers
         signal.set_wakeup_fd(-1)  # the server's event loop takes for its own what is written there
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_DFL)

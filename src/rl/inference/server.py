@@ -135,6 +135,25 @@ def engine_config(args: Namespace, context: Any) -> Any:
     return config
 
 
+def check_experts(config: Any) -> None:
+    """Warns where a model has experts and a server several engines (`data_parallel_size`), which are replicas of other models alone: here
+    they go in step, and each expert is cut among all their GPUs. Raises ConfigError where it cannot be."""
+    parallel, model = config.parallel_config, config.model_config
+    if not model.is_moe or parallel.data_parallel_size == 1 or parallel.enable_expert_parallel:
+        return
+    text, gpus = model.hf_text_config, parallel.data_parallel_size * parallel.tensor_parallel_size
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    cut = (
+        f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} cuts each expert, {width} wide, among {gpus} GPUs that wait for"
+    )
+    remedy = (
+        "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server on each GPU (docs/multi_node.md)"
+    )
+    if isinstance(width, int) and width % gpus:
+        raise ConfigError(f"{cut} each other, of which it is no multiple: {remedy}")
+    print(f"inference: WARNING: {cut} each other: {remedy}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def running_engine(args: Namespace, timeout_s: float):
     """The engine, its process started; ended on the way out. Raises ConfigError for settings that vLLM refuses together, and RunError for a
@@ -151,6 +170,7 @@ def running_engine(args: Namespace, timeout_s: float):
         except (ValueError, NotImplementedError) as error:
             said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
+    check_experts(config)
     if config.device_config.device_type == "cpu":
         suit_cpu(config)
     engine_process.fork_engine(config, method)

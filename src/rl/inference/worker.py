@@ -73,10 +73,14 @@ class WeightLoader:
         return is_here
 
     def prepare_cpu(self) -> None:
-        """Puts our own draws, norms and counts in place of vLLM's."""
+        """Puts our own draws, norms and counts in place of vLLM's, and asks for what its attention computes with."""
         from rl.inference.eager import speed_up
         from rl.inference.seeds import Generators
 
+        # A process must ask the kernel for AMX. oneDNN does with its first large product; before that vLLM's attention would be an illegal
+        # instruction, as in a first request of one token.
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
         count_uncompiled()
         if self.vllm_config.speculative_config is None:
             self.model_runner.input_batch.generators = Generators()

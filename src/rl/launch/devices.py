@@ -23,6 +23,8 @@ SPIN = {"GOMP_SPINCOUNT": "10000"}
 thousand small operators, and threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) took 3.3 s for one of 2.4 s."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
+FOR_GPUS = "`uv sync --no-group cpu --group gpu`, and `uv run --no-group cpu --group gpu` in place of each `uv run`"
+
 
 @dataclass(frozen=True)
 class Share:
@@ -88,6 +90,18 @@ def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
     return trainer, free if inference is None else inference
 
 
+def check_build(config: RLConfig, box: Machine) -> str:
+    """A line for the user where inference computes on the CPU although there are GPUs, for vLLM is built for CPUs; else empty.
+
+    Raises ConfigError if `inference.gpus` asks for GPUs all the same.
+    """
+    if box.gpu_inference or not box.gpus or config.sft or config.orchestrator.inference_urls or config.inference.gpus == 0:
+        return ""
+    if config.inference.gpus:
+        raise ConfigError(f"inference.gpus = {config.inference.gpus}\n    the installed vLLM is the one for CPUs: {FOR_GPUS}")
+    return f"warning: the installed vLLM is the one for CPUs, and inference computes there although there are GPUs: {FOR_GPUS}"
+
+
 def split(config: RLConfig, box: Machine) -> Split:
     """Divides the machine. Raises ConfigError for settings that it cannot satisfy."""
     trainer_gpus, inference_gpus = split_gpus(config, box)
@@ -135,7 +149,8 @@ def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) ->
         sizes = ", ".join(f"{key} = {given[key]}" for key in PARALLEL if key in given)
         raise ConfigError(f"inference.vllm: {sizes}\n    needs {used} GPUs, inference has {len(gpus)}; see --inference-gpus")
     if PARALLEL[0] not in given and len(gpus) % used:
-        raise ConfigError(f"inference.gpus: {len(gpus)}\n    must be a multiple of {used}, the GPUs of one replica (inference.vllm)")
+        remedy = f"must be a multiple of {used}, the GPUs of one replica (inference.vllm): set it, or trainer.gpus"
+        raise ConfigError(f"inference.gpus: {len(gpus)}\n    {remedy}")
     if PARALLEL[0] not in given and len(gpus) > used:
         implied[PARALLEL[0]] = len(gpus) // used
     return implied

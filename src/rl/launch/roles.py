@@ -53,7 +53,8 @@ def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
     """Inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
 
-    Supervised fine-tuning needs the trainer alone.
+    On a GPU that both share, the trainer waits until the server is up: vLLM takes for its own whatever free memory goes while it starts,
+    and ends if some comes back. Supervised fine-tuning needs the trainer alone.
     """
     shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
     if config.orchestrator.inference_urls:
@@ -61,9 +62,10 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     if config.sft:
         shares = {"trainer": division.trainer}
     found, few_cores = [], len({*division.trainer.cores, *division.inference.cores}) < MANY_CORES
+    shared = "inference" in shares and set(division.trainer.gpus) & set(division.inference.gpus)
     for name, share in shares.items():
         env, cores = ({**os.environ, **share.env}, share.cores) if share else (dict(os.environ), None)
         one_process = name != "trainer" or division.ranks == 1
-        after = "orchestrator" if name == "trainer" and few_cores else ""
+        after = ("inference" if shared else "orchestrator" if few_cores else "") if name == "trainer" else ""
         found.append(Role(name, command(name, run_dir, division.ranks), env, cores, leaves_copy=one_process, after=after))
     return found

@@ -219,11 +219,12 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
         tell(text)
 
     homes = {} if config.sft else homes_of(config, tell_of_homes, recorded=line.resume is not None)
-    division = devices.split(config, machine())
+    box = machine()
+    warning, division = devices.check_build(config, box), devices.split(config, box)
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     record(config, homes)
-    prepared.notes += home_lines(homes, told)
+    prepared.notes += [*([warning] if warning else []), *home_lines(homes, told)]
     code = run(config, prepared, division, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:

@@ -40,7 +40,7 @@ MAX_FAILED_STARTS = 2
 Nor is a server that comes up and ends with an error before it has sampled one token, in every attempt: its model, settings or device."""
 SHOWN_DEATHS = 5
 AFTER_S = 30.0
-"""A role that starts after another one waits no longer for that."""
+"""A role that starts after another one waits no longer for that; after a server for as long as that may take, for they share a GPU."""
 
 
 class Supervisor:
@@ -63,7 +63,7 @@ class Supervisor:
         self.moved_at = self.clock
         for state in self.states.values():
             if state.role.after in self.states:
-                state.start_at += AFTER_S
+                state.start_at += self.config.inference.startup_timeout_s if state.role.after == "inference" else AFTER_S
             else:
                 self._start(state)
 

@@ -30,9 +30,15 @@ from rl.trainer.store.background import Background
 
 SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft.source", "rl.trainer.start")
 
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables with which the user configures torch's allocator on GPUs, which is read when it first allocates."""
+
 
 def main() -> None:
     """The console script."""
+    if not ALLOCATOR & os.environ.keys():
+        # Every micro batch has another length: blocks that grow leave no holes, for which a later step would run out of memory.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     leave(lambda: preload(load_config(sys.argv[1:], "trainer")[0]))
     config, _ = load_config(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
     exit_on_sigterm()
@@ -84,6 +90,7 @@ def run(config: RLConfig, rank: int) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.fake import summary
+    from rl.trainer.measure.memory import keep_to_share
     from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.replay import open_log
     from rl.trainer.sft.source import FromExamples, open_source
@@ -94,6 +101,7 @@ def run(config: RLConfig, rank: int) -> None:
     status.enter(Phase.WAITING_FOR_RANKS)
     settings = config.trainer
     world = start_world(uses_gpus(config), settings.rank_timeout_s, settings.dp_replicate, settings.context_parallel)
+    keep_to_share(config, world.device)
     check_nodes(world, config.run_dir.root, to_toml(config).encode())
     source = None
     if settings.data.replay:

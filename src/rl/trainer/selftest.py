@@ -32,6 +32,7 @@ from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.trainer.attention import TreeMask
 from rl.trainer.flex import padded, whole_blocks
+from rl.trainer.measure.performance import is_out_of_memory
 from rl.trainer.modes import Mode, call, implementation, possible_modes, turn_off_randomness
 from rl.trainer.parallel.world import World
 from rl.trainer.rope import freeze_rope
@@ -48,8 +49,9 @@ WINDOWS = (
 SPARSE = "index_topk"
 """The number of tokens that a sparse attention (DeepSeek-V3.2) picks: it counts only where samples may be longer."""
 WHOLE_BYTES = 1 << 28
-"""Models whose files are smaller are tested whole, of others the first layers, at least LEAST_LAYERS."""
+"""Models whose files are smaller are tested whole, of others the first layers, at least LEAST_LAYERS where there is the memory."""
 LEAST_LAYERS = 8
+ROOM = "end what else uses the memory, or take a device with more"
 MOST_LIKELY = 64
 """Tokens whose log-probabilities are compared at each place; the head computes all of them alike."""
 MARGIN = 10.0
@@ -118,13 +120,27 @@ def digest(folder: str, config: ModelConfig, modes: list[Mode], device: torch.de
 
 
 def examine(folder: str, config: ModelConfig, modes: list[Mode], device: torch.device) -> Choice:
-    """Tries the modes one after another."""
+    """Tries the modes one after another. Being out of memory says nothing about them: it is a fault of its own."""
+    try:
+        return try_modes(folder, config, modes, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        said, what = str(error).partition("\n")[0], "up to three copies of some layers and the embeddings in float32"
+        return Choice(fault=f"model.name = {config.name}: no memory to find out how it can be trained, which takes {what} ({said}); {ROOM}")
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the copies took is free for a server on the same GPU
+
+
+def try_modes(folder: str, config: ModelConfig, modes: list[Mode], device: torch.device) -> Choice:
     try:
         with quiet():
             test = Test(load_part(folder, config, device), config)
     except MODEL_ERRORS as error:
         if isinstance(error, RunError):
             return Choice(fault=str(error))
+        let_pass(error)
         return Choice(fault=f"model.name = {config.name}: cannot be computed alone ({describe(error)}); choose another model")
     name, reasons = type(test.model).__name__, []
     for mode in modes:
@@ -156,6 +172,12 @@ def describe(error: Exception) -> str:
     return text.partition("set trainer.")[0].rstrip(" :;") if isinstance(error, RunError) else f"{type(error).__name__}: {text[:120]}"
 
 
+def let_pass(error: Exception) -> None:
+    """Raises an error that is no model's."""
+    if is_out_of_memory(error):
+        raise error
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' words about layers that are left out."""
@@ -180,7 +202,7 @@ def load_part(folder: str, config: ModelConfig, device: torch.device) -> PreTrai
             setattr(text, name, NARROW)
     size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin"))
     if size > WHOLE_BYTES:
-        keep_layers(text)
+        keep_layers(text, fitting_layers(size / text.num_hidden_layers, device))
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=shape, dtype=torch.float32, attn_implementation="eager", trust_remote_code=config.trust_remote_code
     )
@@ -188,13 +210,22 @@ def load_part(folder: str, config: ModelConfig, device: torch.device) -> PreTrai
     return model.to(device).requires_grad_(False)
 
 
-def keep_layers(config: PreTrainedConfig) -> None:
-    """Shortens a model to its first layers, at least LEAST_LAYERS, among them one of each kind that a list of the config names."""
+def fitting_layers(layer_bytes: float, device: torch.device) -> int:
+    """LEAST_LAYERS, or on a GPU the fewer of which three copies in float32 fit, at least one. `layer_bytes`: a layer's share of the files,
+    which have two bytes a weight."""
+    if device.type != "cuda":
+        return LEAST_LAYERS
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(LEAST_LAYERS, int(free / (3 * 2 * layer_bytes))))
+
+
+def keep_layers(config: PreTrainedConfig, least: int = LEAST_LAYERS) -> None:
+    """Shortens a model to its first layers, at least `least`, among them one of each kind that a list of the config names."""
     count = config.num_hidden_layers
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == count}
     kinds = [value for value in lists.values() if 1 < len(set(map(str, value))) <= 8]
     firsts = [max(list(map(str, value)).index(kind) for kind in set(map(str, value))) + 1 for value in kinds]
-    kept = min(count, max([LEAST_LAYERS, *firsts]))
+    kept = min(count, max([least, *firsts]))
     for name, value in lists.items():
         setattr(config, name, value[:kept])
     config.num_hidden_layers = kept
@@ -250,8 +281,10 @@ class Test:
         hook = model.get_input_embeddings().register_forward_hook(change)
         changed = model(input_ids=self.samples[0][None], use_cache=False).logits[0]
         hook.remove()
-        with suppress(*MODEL_ERRORS):  # models that take no positions
+        try:
             self.alone.append(Alone(model(input_ids=self.far[None], position_ids=self.far_positions[None], use_cache=False).logits[0]))
+        except MODEL_ERRORS as error:  # models that take no positions
+            let_pass(error)
         noise = self.alone[0].distance(changed)
         self.limit = min(max(MARGIN * noise, LEAST_LIMIT), MOST_LIMIT[self.model.dtype])
         name = type(self.model).__name__
@@ -274,6 +307,7 @@ class Test:
             self.measure()
             return check()
         except MODEL_ERRORS as error:
+            let_pass(error)
             return describe(error)
         finally:
             self.model, (self.alone, self.limit) = precise, before
@@ -290,6 +324,7 @@ class Test:
                 return "its attention cannot be exchanged"
             self.found = self.unpacked_difference(model) if mode == "unpacked" else self.packed_difference(model, mode)
         except MODEL_ERRORS as error:
+            let_pass(error)
             return describe(error)
         if not self.found <= self.limit:
             return f"{self.found:.2g} nats off, where rounding makes {self.limit:.1e}"

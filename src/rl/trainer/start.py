@@ -129,6 +129,7 @@ class Trainer:
             return
         self.status.enter(Phase.PUBLISHING, self.step)
         self.publisher.finish()  # before the copy: two of them would take twice the memory
+        learner.world.barrier()  # rank 0 may have waited long, which the groups of replicas and contexts are not made for
         made_by = determinism.conditions(learner.settings, learner.world, mode_of(learner.model))
         dtype = DTYPES[self.config.model.dtype]
         self.version = versions.snapshot(learner.model, self.base, dtype, made_by, learner.world, self.version)

@@ -32,7 +32,7 @@ def train(trainer: Trainer) -> None:
     """
     trainer.begin()
     for step in range(trainer.step + 1, trainer.last + 1):
-        timer = Timer(step)
+        timer = Timer(step, trainer.learner.world.device)
         ready = trainer.receive(step)
         timer.lap("wait_for_batch")
         if ready is None:

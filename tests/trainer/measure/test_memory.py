@@ -1,6 +1,7 @@
 """The estimate against what torch really keeps, and what the message says."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rl.config.trainer import OptimConfig
 from rl.system.errors import RunError
 from rl.trainer.balance import Layout
 from rl.trainer.fake import full_batch
-from rl.trainer.measure.memory import GIB, Case, Sizes, advice, estimate, explain_out_of_memory, remedies, sizes_of
+from rl.trainer.measure.memory import GIB, Case, Sizes, advice, estimate, explain_out_of_memory, keep_to_share, remedies, sizes_of
 from rl.trainer.model import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.packing import pack
@@ -111,6 +112,20 @@ def test_what_offload_takes_of_the_hosts_memory_is_told():
     assert "trainer.optim.offload = true: 32.00 GiB (for 32.00 GiB of the host's memory)" in advice(sizes, case, 4096)
     said = advice(sizes, replace(case, offload=True), 4096)
     assert "optimizer 0.00, " in said and " and 32.00 GiB of the host's memory. Each of these" in said
+
+
+@pytest.mark.parametrize(("trainer", "inference", "share"), [([0], [0], 0.5875), ([0], [1], None), ([0], 0, None), (None, None, None)])
+def test_on_a_shared_gpu_the_trainer_leaves_alone_what_is_vllms(monkeypatch, trainer, inference, share):
+    """80 GiB, of which vLLM has 40 % and a GiB is no tensor's."""
+    limits = []
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda fraction, _: limits.append(fraction))
+    settings = {"inference": {"gpus": inference, "vllm": {"gpu-memory-utilization": 0.4}}, "trainer": {"gpus": trainer}}
+    keep_to_share(RLConfig.model_validate(settings), torch.device("cuda", 0))
+    keep_to_share(RLConfig.model_validate(settings), torch.device("cpu"))
+    settings["trainer"]["data"] = {"fake": {}}
+    keep_to_share(RLConfig.model_validate(settings), torch.device("cuda", 0))
+    assert limits == ([] if share is None else [pytest.approx(share)])
 
 
 def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder, world):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lfm
 
 from rl.config.loss import PolicyGradientConfig
 from rl.trainer.balance import Layout
-from rl.trainer.measure.performance import peak_flops, performance, work_of
+from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
 from rl.trainer.minibatches import sample_weights
 from rl.trainer.packing import pack
 from tests.trainer.samples import make_sample
@@ -112,6 +112,23 @@ def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatc
     metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", gpu)
     assert metrics["perf/mfu"] == pytest.approx(2 * work.of(micro_batch) / 2.0 / 989e12) and metrics["perf/peak_memory_gib"] == 1.5
     assert "perf/mfu" not in performance(packed, SimpleNamespace(step_s=2.0), work, "float32", gpu)
+
+
+def test_a_part_has_the_seconds_that_the_gpu_computes_in_it(monkeypatch):
+    """What a GPU was given in the passes was waited for, and counted, in the optimizer's part."""
+    clock, queued = [0.0], [0.0]
+
+    def synchronize(device):
+        clock[0], queued[0] = clock[0] + queued[0], 0.0
+
+    monkeypatch.setattr("rl.trainer.measure.performance.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    for device, seconds in (("cuda", {"passes": 3.0, "optimizer": 0.5}), ("cpu", {"passes": 0.0, "optimizer": 0.0})):
+        timer = Timer(device=torch.device(device))
+        for part, work in (("passes", 3.0), ("optimizer", 0.5)):
+            queued[0] += work
+            timer.lap(part)
+        assert timer.seconds == seconds
 
 
 def test_names_of_devices():

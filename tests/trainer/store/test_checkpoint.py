@@ -61,6 +61,15 @@ def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
 
 
+def test_the_thread_that_writes_touches_no_gpu(trained, world, tmp_path, monkeypatch):
+    """It asked the current stream of GPU 0 to copy what was in the CPU's memory already, on every rank."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda *_: pytest.fail("a stream was asked for"))
+    kept = checkpoint.snapshot(*trained, world)
+    checkpoint.write(tmp_path / "000001", 1, kept, checkpoint.fingerprint(trained[0]), world)
+    assert newest_sound_checkpoint(tmp_path) == (1, {})
+
+
 def test_no_checkpoint(world, tmp_path):
     (tmp_path / ".000003.tmp").mkdir()
     assert checkpoint.newest_sound(tmp_path, world) is None

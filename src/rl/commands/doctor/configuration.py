@@ -73,6 +73,7 @@ def run_directory(config: RLConfig) -> Check:
 def division(config: RLConfig) -> Check:
     """Which process gets which GPUs and cores of this machine."""
     try:
+        devices.check_build(config, machine())  # the check of the GPUs says the rest
         split = devices.split(config, machine())
     except ConfigError as error:
         return Check("FAIL", "devices", " ".join(str(error).split()))

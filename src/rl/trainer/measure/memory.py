@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
+from rl.config.check import as_ids
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
 from rl.system.errors import RunError
 from rl.trainer.fake import full_batch
 from rl.trainer.logprobs import CHUNK_ELEMENTS, SLICE_BYTES
-from rl.trainer.measure.performance import layer_matrices
+from rl.trainer.measure.performance import is_out_of_memory, layer_matrices
 from rl.trainer.model import DTYPES, mode_of, score
 from rl.trainer.packing import MicroBatch, Packed, micro_batch_tokens
 from rl.trainer.parallel.world import World
@@ -26,6 +27,8 @@ Qwen3-MoE 1.5, Qwen3 1.6, Gemma3 2.3 (measured in bfloat16; norms and activation
 MIN_FREED = 0.02
 """A remedy that frees a smaller part of the memory than this is not named."""
 GIB = 2**30
+BESIDE = GIB
+"""Bytes of a GPU that a process takes beside its tensors: CUDA's context, kernels and their workspaces."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +180,16 @@ def try_largest(
     optimizer.zero_grad()
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error is of memory: torch.OutOfMemoryError is a RuntimeError, and what the CPU's allocator raises is no more than that."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def keep_to_share(config: RLConfig, device: torch.device) -> None:
+    """On a GPU that it shares with inference this process is out of memory at its own share, and leaves alone what vLLM has taken or will
+    look for when it is started again: `gpu_memory_utilization`. A replay and a benchmark have the GPU for themselves."""
+    given = {key.replace("-", "_"): value for key, value in config.inference.vllm.items()}
+    alone = config.trainer.data.replay or config.trainer.data.fake
+    shared = set(as_ids(config.trainer.gpus)) & set(as_ids(config.inference.gpus))
+    if shared and not alone and device.type == "cuda" and "gpu_memory_utilization" in given:
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = 1.0 - float(given["gpu_memory_utilization"]) - BESIDE / total
+        torch.cuda.set_per_process_memory_fraction(max(0.0, share), device)
 
 
 @contextlib.contextmanager

@@ -37,14 +37,16 @@ SHORTEST_S = 1e-3
 class Timer:
     """Measures the seconds of each part of a step."""
 
-    def __init__(self, step: int | None = None) -> None:
-        """step: under which the parts are noted as spans; None: they are not."""
-        self.step = step
+    def __init__(self, step: int | None = None, device: torch.device | None = None) -> None:
+        """step: under which the parts are noted as spans; None: they are not. device: the one that is given work and computes it later."""
+        self.step, self.device = step, device
         self.seconds: dict[str, float] = {}
         self.start = self.last = time.monotonic()
 
     def lap(self, part: str) -> None:
-        """Counts the time since the last lap to `part`."""
+        """Counts the time since the last lap to `part`, also that in which a GPU computes what it was given."""
+        if self.device and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
         if self.step is not None and now - self.last > SHORTEST_S:
@@ -140,6 +142,11 @@ def performance(packed: Packed, timer: Timer, work: Work, dtype: str, world: Wor
     on_gpu = world.device.type == "cuda" and dtype == "bfloat16"
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
     return metrics | ({"perf/mfu": epochs * float(done) / timer.step_s / (peak * world.size)} if peak else {})
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is of memory: torch.OutOfMemoryError is a RuntimeError, and what the CPU's allocator raises is no more than that."""
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -83,7 +83,9 @@ def write(
         require_space(temporary, state.values())
     world.barrier(group)
     torch.serialization.set_crc32_options(False)  # a third of the time of a save; the manifest's checksums are stronger
-    writer = FileSystemWriter(temporary, sync_files=False)  # `commit_directory` does
+    # `commit_directory` syncs. All tensors are in the CPU's memory: nothing is copied ahead, which would be on the stream of a thread's
+    # current GPU, so that every rank's thread would make a CUDA context of half a GiB on GPU 0, and wait for what trains there.
+    writer = FileSystemWriter(temporary, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = SummedFiles()
     try:
         dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), process_group=group)

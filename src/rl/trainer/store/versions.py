@@ -119,8 +119,10 @@ def snapshot(
         arena = before.arena if before and before.arena and before.arena.empty(like) else Arena(like)
     for name, value in named:
         value = value.detach()
+        if value.is_cuda or world.size > 1:  # a copy between devices casts behind them: twice the bytes, and once more through the memory
+            value = value.to(dtypes[name])
         if isinstance(value, DTensor) and world.size > 1:
-            value = value.to(dtypes[name]).full_tensor()
+            value = value.full_tensor()
         if arena:
             arena.tensors[name].copy_(local(value))
     faults.point("weights.cast")
