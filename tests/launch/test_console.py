@@ -254,6 +254,7 @@ def test_a_short_batch_is_said_on_its_line_and_explained_once(tmp_path):
     lines = screen.look().splitlines()
     assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  short: 16 of 64") and lines[4].endswith("  short: 56 of 64")
     assert lines[3].startswith("  step 2 trained a short batch: too few of the 192 rollouts") and "orchestrator.max_refill = 3" in lines[3]
+    assert "(max_lag = 1)" in lines[3]
     assert len(lines) == 5
 
 

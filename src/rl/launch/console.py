@@ -315,8 +315,9 @@ class Console:
         self.said_short = True
         limit, played = self.config.orchestrator.max_refill, line.get("rollouts/finished", 0)
         self._say_folded(
-            f"  step {step} trained a short batch: too few of the {played:g} rollouts that were played for it are in groups that can be "
-            f"trained, and orchestrator.max_refill = {limit} batches are the most that is played for one"
+            f"  step {step} trained a short batch: too few of the {played:g} rollouts that finished since the batch before are in groups "
+            f"that can be trained; no more are begun than orchestrator.max_refill = {limit} batches' worth for each batch that may be "
+            f"sampled by now (max_lag = {self.config.max_lag})"
         )
 
     def _left(self, step: int) -> str | None:

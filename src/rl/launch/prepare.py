@@ -226,7 +226,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
         remedies = (
             f"  go on with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start another with a new --name;",
-            "  or delete this one with --clean. MAY_CHANGE in rl/launch/prepare.py lists what a resume may change",
+            "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
         )
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
     bring_weights(stored, config)
