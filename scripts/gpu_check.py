@@ -77,6 +77,7 @@ def main() -> int:
     report = Report(args.output, json.loads(args.output.read_text()) if args.only and args.output.exists() else {})
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the trainer's process has it
     from benchmarks.gpu_bench import Bench, in_fork, last_said, told
     from benchmarks.gpu_parts import PARTS  # seconds, once for all of them
 

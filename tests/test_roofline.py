@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.benchmarks.roofline import Load, Phase, by_kind, covered
+from scripts.benchmarks.roofline import Laps, Load, Phase, by_kind, covered
 
 
 def test_time_in_which_anybody_computes_is_counted_once():
@@ -24,3 +24,25 @@ def test_a_line_names_the_largest_owner_first():
     line = Phase("decode step", 0.02, 0.08, {"sampler": 0.01, "model": 0.05}).line()
     assert line.split() == ["decode", "step", "20.0", "ms", "80.0", "ms", "0.25", "model", "50.0", "ms,", "sampler", "10.0", "ms"]
     assert Load(rollouts=64, group=8, prompt=44, new=16).trained == 8 * 44 + 64 * 16
+
+
+def test_a_call_inside_another_one_counts_once(monkeypatch):
+    """vLLM's runner for GPUs computes the logits while it samples."""
+    clock, laps = [0.0], Laps(gpu=False)
+    monkeypatch.setattr(laps, "now", lambda: clock[0])
+
+    def takes(seconds, inner=None):
+        def call():
+            clock[0] += seconds
+            return inner and inner.logits()
+
+        return call
+
+    model = SimpleNamespace(logits=takes(2.0))
+    runner = SimpleNamespace(execute=takes(5.0), sample=takes(1.0, model))
+    for owner, method, name in ((runner, "execute", "model"), (model, "logits", "model"), (runner, "sample", "sampler")):
+        laps.watch(owner, method, name)
+    laps.steps.append({})
+    runner.execute()
+    runner.sample()
+    assert laps.steps == [{"model": 7.0, "sampler": 1.0}]

@@ -85,15 +85,20 @@ class Laps:
     def __init__(self, gpu: bool):
         self.gpu = gpu
         self.steps: list[dict[str, float]] = []
+        self.inside = 0.0
+        """Seconds of the calls that are watched within the one that runs, which are not counted to that."""
 
     def watch(self, owner: Any, method: str, name: str) -> None:
         """Counts the calls of `owner.method` to the step that runs."""
         call = getattr(owner, method)
 
         def timed(*args: Any, **more: Any) -> Any:
+            outside, self.inside = self.inside, 0.0
             began = self.now()
             result = call(*args, **more)
-            self.steps[-1][name] = self.steps[-1].get(name, 0.0) + self.now() - began
+            took = self.now() - began
+            self.steps[-1][name] = self.steps[-1].get(name, 0.0) + took - self.inside
+            self.inside = outside + took
             return result
 
         setattr(owner, method, timed)
@@ -128,11 +133,8 @@ def engine_alone(folder: str, load: Load, dtype: str, gpu: bool, rounds: int) ->
     engine.collective_rpc("begin", args=(0, ""))
     core = engine.engine_core.engine_core
     runner, laps, sizes = core.model_executor.driver_worker.worker.model_runner, Laps(gpu), list[int]()
-    for owner, method, name in (
-        (runner, "_model_forward", "model"),
-        (runner.model, "compute_logits", "model"),
-        (runner, "_sample", "sampler"),
-    ):
+    forward, sample = ("_model_forward", "_sample") if hasattr(runner, "_sample") else ("execute_model", "sample")  # that of GPUs
+    for owner, method, name in ((runner, forward, "model"), (runner.model, "compute_logits", "model"), (runner, sample, "sampler")):
         laps.watch(owner, method, name)
     schedule = core.scheduler.schedule
 

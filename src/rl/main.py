@@ -24,11 +24,11 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
     """Runs a subcommand and returns its exit code: 1 for an error. Ends the program with 2 for a word that is none, or for arguments that
     name what is not there."""
     if word not in COMMANDS:
-        close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.6)
         setting = f"rl --{word.replace('=', ' ', 1)}" if "=" in word else ""
         meant = f"rl @ {word}" if word.endswith(".toml") else setting or (f"rl {close[0]}" if close else "")
         others = f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
-        fail("rl", f"{word}: no such command; " + (f"did you mean `{meant}`? " if meant else "") + f"({others})")
+        fail("rl", f"{word}: no such command; " + (f"did you mean `{meant}`? ({others})" if meant else others))
     program = f"rl {word}"
     try:
         return importlib.import_module(COMMANDS[word][0]).main(args, children)

@@ -13,6 +13,8 @@ from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
 from rl.config.options import take
 from rl.config.run import RLConfig
+from rl.launch.children import Children
+from rl.main import subcommand
 from tests.commands.driver import rl
 
 HELP_CODE = """
@@ -103,10 +105,13 @@ def test_version(tmp_path):
     assert rl(tmp_path, "@", "nowhere.toml", "--version") == (0, f"rl {metadata.version('rl-triad')}\n", "")
 
 
-def test_a_word_that_is_no_command(tmp_path):
+def test_a_word_that_is_no_command(tmp_path, capsys):
     for word, said in (("evl", "did you mean `rl eval`?"), ("run.toml", "did you mean `rl @ run.toml`?"), ("zzz", ", ".join(COMMANDS))):
         code, _, err = rl(tmp_path, word)
         assert code == 2 and err.startswith(f"rl: {word}: no such command") and said in err
+    with pytest.raises(SystemExit):
+        subcommand("arena", [], Children())
+    assert capsys.readouterr().err.startswith("rl: arena: no such command; a file is given as `@ FILE`, the commands are ")
 
 
 QUICK = """

@@ -9,6 +9,7 @@ import pytest
 from rl.config.command_line import build, parse_args
 from rl.config.quick import shrink
 from rl.models.tiny import make_tiny_model
+from rl.system.errors import ConfigError
 from tests.commands.driver import rl, start
 
 
@@ -97,3 +98,17 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
     assert build(parse_args(["--sft.dataset", "d", "--learning_rate", "1e-4"])).trainer.optim.lr == 1e-4
     quick = shrink(config)
     assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (2, None, 8, "sft-b-quick")
+
+
+def test_a_flag_that_fine_tuning_does_not_read_is_refused(tmp_path):
+    given = ["--sft.dataset", "owner/data"]
+    said = [
+        "orchestrator.batch_size = 3 (--orchestrator.batch_size)\n    is of reinforcement learning, and fine-tuning does not read it; "
+        "did you mean sft.batch_size?",
+        "max_lag = 3 (--max_lag)\n    is of reinforcement learning, and fine-tuning does not read it; leave it out",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        build(parse_args([*given, "--orchestrator.batch_size", "3", "--max_lag", "3"]), outside=True)
+    assert str(caught.value).split("\n  ", 1)[1] == "\n  ".join(said)
+    (tmp_path / "run.toml").write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")  # a file shared with a run may have it
+    assert build(parse_args(["@", str(tmp_path / "run.toml"), *given]), outside=True).sft.batch_size == 64

@@ -12,6 +12,7 @@ from rl.config.run import RLConfig
     ("key", "said"),
     [
         ("trainer.optim.lrr", "did you mean trainer.optim.lr?"),
+        ("trainer.optim.learning_rate", "did you mean trainer.optim.lr?"),
         ("max_step", "did you mean max_steps?"),
         ("optim.lr", "did you mean trainer.optim.lr?"),
         ("trainer.batch_size", "did you mean orchestrator.batch_size or sft.batch_size?"),

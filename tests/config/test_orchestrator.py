@@ -53,6 +53,32 @@ def test_what_makes_no_sense_is_said(flags, texts):
     assert all(text in str(caught.value) for text in texts), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "key", "remedy"),
+    [
+        ("x = nan", "args.x = nan", "leave it out, or write a text: '\"nan\"'"),
+        ("x = -inf", "args.x = -inf", "leave it out, or write a text: '\"-inf\"'"),
+        ("t = {deep = [1.0, {y = inf}]}", "args.t = {'deep': [1.0, {'y': inf}]}", "write a text: '\"inf\"'"),
+        ("since = 2024-01-31", "args.since = datetime.date(2024, 1, 31)", 'write a text: "2024-01-31"'),
+        ("at = 07:30:00", "args.at = datetime.time(7, 30)", 'write a text: "07:30:00"'),
+    ],
+)
+def test_an_argument_that_an_environment_cannot_be_given_is_refused_where_it_is_written(arguments, key, remedy, tmp_path):
+    environment = '[orchestrator.environment]\nid = "single-digit-addition"\n[orchestrator.environment.args]\n'
+    (tmp_path / "run.toml").write_text(f"{environment}{arguments}\n")
+    with pytest.raises(ConfigError) as caught:
+        build(parse_args(["@", str(tmp_path / "run.toml")]), outside=True)
+    assert f"1 fault in the configuration\n  orchestrator.environment.0.{key}\n    an environment is given its" in str(caught.value)
+    assert str(caught.value).endswith(remedy)
+    build(parse_args(["@", str(tmp_path / "run.toml")]))  # what an older run wrote can be read
+
+
+def test_what_a_loss_of_ones_own_is_given_may_be_infinite():
+    loss = ["--trainer.loss.function", "math:fsum", "--trainer.loss.args.clip", "inf"]
+    kept = build(parse_args([*ENV, *loss, "--orchestrator.environment.args.x", '"nan"']))
+    assert (kept.trainer.loss.args, kept.orchestrator.environment[0].args) == ({"clip": float("inf")}, {"x": "nan"})
+
+
 def test_what_fits():
     config = build(parse_args([*ENV, *TEACHER, "--orchestrator.credit.type", "none"]))
     assert config.orchestrator.teacher.base_url == "http://host:8000/v1"

@@ -392,6 +392,12 @@ def test_ended_well(run, gone):
     assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s a step"]
 
 
+def test_a_run_that_may_have_learned_nothing_did_not_end_well(run, gone):
+    run.rl(gone)
+    run.dir.run_end.write_bytes(msgspec.json.encode(RunEnd("nothing to learn", run.now, "doubtful")))
+    assert (run.diagnosis().bottleneck, run.diagnosis().state) == ("the run ended at step 0 of 100: nothing to learn", "ended")
+
+
 def test_a_run_that_ended_well_and_was_copied_without_its_checkpoints_is_not_said_to_be_stopped(run):
     """A resume would find nothing to go on from. The trainer that saved the last one has left no status and no death."""
     run.dir.status_dir.mkdir()
@@ -587,7 +593,9 @@ FLAT = [0.04, 0.06, 0.06, 0.04] * 4
 
 
 def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
-    for i, values in enumerate([[0.05 * step for step in range(16)], [0.97] * 16, [0.1] * 5]):
+    cannot_be_told = [0.50, 0.61, 0.61, 0.51, 0.49, 0.77, 0.60, 0.62]
+    noisy = [0.2, 0.8, 0.3, 0.7, *[0.5] * 8, 0.6, 0.9, 0.5, 0.8]
+    for i, values in enumerate([[0.05 * step for step in range(16)], [0.97] * 16, [0.1] * 5, cannot_be_told, noisy]):
         assert not any("reward does not rise" in line for line in rewards(Run(tmp_path / str(i)), values, {}, {}))
 
 

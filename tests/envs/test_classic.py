@@ -15,6 +15,7 @@ import pytest
 import verifiers as vf
 from aiohttp import web
 from datasets import Dataset
+from msgspec import structs
 from openai import AsyncOpenAI
 
 from rl.envs.classic.client import chat_message, completion_prompt
@@ -619,6 +620,12 @@ def test_data_sets_may_be_lazy_or_missing():
     assert (env.num_tasks("train"), env.num_tasks("eval")) == (0, 2)
     assert only(asyncio.run(env.play(order(1, split="eval"), 1))[0]).messages[0]["content"] == "say 1"
     assert "a prompt of 23 tokens and orchestrator.sampling.max_tokens = 5000" in check_prompts(env, 5000)
+    spec = env.policy.spec
+    lower = f"raise model.max_model_len to 5023, lower max_tokens to {spec.max_model_len - 23}, or leave eval task 0 out"
+    assert lower in check_prompts(env, 5000)
+    env.policy.spec = structs.replace(spec, max_model_len=20)
+    assert check_prompts(env, 1).endswith("; raise model.max_model_len to 24, or leave eval task 0 out")
+    env.policy.spec = spec
     assert check_prompts(env, 100) is None
 
     def offline():

@@ -118,6 +118,21 @@ def test_a_branch_counts_its_own_steps(tmp_path):
     assert report_lines(read_metrics(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
 
 
+def test_the_report_names_the_parts_of_a_reward_that_fell():
+    run_dir = RunDir(Path("x"), Path("x"))
+    parts = {"reward/e/brief": (0.27, 0.12), "reward/e/exact": (0.1, 0.9), "reward/e/form": (0.5, 0.45), "reward/e/mean": (0.4, 0.3)}
+    values = {name: [first] * 4 + [last] * 4 for name, (first, last) in parts.items()}
+    lines = {(i + 1, "orchestrator"): {name: value[i] for name, value in values.items()} for i in range(8)}
+    assert report_lines(lines, run_dir)[1:2] == ["fell      0.270 -> 0.120   (brief of e)"] and is_reported("reward/e/brief")
+    assert not any(line.startswith("fell") for line in report_lines(dict(list(lines.items())[2:6]), run_dir))  # too few to tell
+
+
+def test_a_run_that_has_trained_no_step_says_so(tmp_path):
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    lines = {(0, "orchestrator"): {"perf/inference_idle_fraction": 0.69, "time/batch": 20.0}, (0, "eval"): {"eval/e/reward_mean": 1.0}}
+    assert report_lines(lines, run_dir)[0] == "no step was trained"
+
+
 def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     log = MetricsLog(run_dir.metrics, "trainer")

@@ -18,6 +18,7 @@ from rl.run_dir import lease
 from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.run_dir.paths import RunDir
+from rl.run_dir.status import RunEnd
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
@@ -315,6 +316,43 @@ def test_what_may_not_change(place, args):
     place()
     place.fill(1)
     assert "was made with another configuration" in place.fails(*args, resume=-1)
+
+
+def test_fewer_steps_than_there_are_is_refused(place):
+    place()
+    place.fill(3, (2,))
+    said = f"max_steps = 2: {place.root} has 3 steps already; give at least that"
+    assert place.fails("--max_steps", "2", resume=-1) == f"{said}, or go back with --resume 2"
+    assert place.fails("--max_steps", "2", resume=3) == said
+    assert place.run_dir.newest_batch() == 3 and from_toml(place.run_dir.config).max_steps == 100
+    place("--max_steps", "2", resume=2)
+    assert place.run_dir.newest_batch() == 2
+
+
+def test_a_run_with_all_its_steps_is_done(place):
+    place("--max_steps", "3")
+    place.fill(3, (3,))
+    assert not place("--max_steps", "3", resume=-1).is_done  # it has not said so: its last evaluation may be missing
+    place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("3 steps done", 1.0)))
+    assert place("--max_steps", "3", resume=-1).is_done
+    assert not place("--max_steps", "4", resume=-1).is_done and not place("--max_steps", "4", resume=2).is_done
+
+
+def test_nan_is_the_same_setting_as_nan(place):
+    own = ("--trainer.loss.function", "math:fsum", "--trainer.loss.args.fill", "nan")
+    place(*own)
+    place.fill(1)
+    assert place(*own, resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch 1"]
+
+
+def test_an_argument_that_no_environment_was_ever_given_may_be_mended(place):
+    """An older version of rl took it, and gave None in its place."""
+    place("--orchestrator.environment.args.bug", "nan", "--orchestrator.environment.args.n", "3")
+    place.fill(1)
+    notes = place("--orchestrator.environment.args.bug", '"nan"', "--orchestrator.environment.args.n", "3", resume=-1).notes
+    assert notes[1:] == ["changed: orchestrator.environment.0.args.bug: nan -> 'nan'"]
+    assert msgspec.json.decode((place.root / "changes.jsonl").read_bytes())["old"] == "nan"  # NaN is no JSON
+    assert "args.n: 3 -> 4" in place.fails("--orchestrator.environment.args.n", "4", resume=-1)
 
 
 def test_workers_and_evals_may_change_in_their_lists(place):

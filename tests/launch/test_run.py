@@ -19,6 +19,7 @@ from rl.homes.home import Home
 from rl.homes.records import Record
 from rl.launch.run import home_lines, resume_command
 from rl.main import system_error
+from rl.run_dir.events import read_events
 from rl.run_dir.paths import RunDir
 from rl.run_dir.token import page_token
 from rl.wire.batch_file import write_batch
@@ -123,6 +124,17 @@ def rl(tmp_path, classic_home):
     for process in run.processes:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(("kind", "head"), [("early", ""), ("doubtful", "warning: ")])
+def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
+    end = f"from rl.run_dir.status import RunEnd\nimport msgspec\nend = msgspec.json.encode(RunEnd('solved', 1.0, {kind!r}))\n"
+    writes_it = f"{end}time.sleep(0.5)\n(root / 'status/orchestrator.end').write_bytes(end)\n"
+    code, out, err = rl("--max_steps", "5", orchestrator=writes_it, trainer="")
+    said = f"{head}the run ended at step 0 of 5: solved"
+    assert (code, err) == (0, "") and [line for line in out.splitlines() if line.startswith(said)] == out.splitlines()[-1:]
+    (event,) = (event for event in read_events(rl.run_dir.events) if event.event == "end")
+    assert (event.process, event.reason) == ("rl", "the run ended at step 0 of 5: solved")
 
 
 def test_a_run_from_start_to_report(rl):

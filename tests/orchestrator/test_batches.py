@@ -238,6 +238,20 @@ def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
     assert history.without_signal == []
 
 
+@pytest.mark.parametrize("reward", [1.0, 1.8])
+def test_a_reward_that_was_never_another_one_is_no_proof_of_success(reward):
+    """Of the commonest fault of a reward function, a constant, the run said that it was solved."""
+    history = RewardHistory()
+    history.add(group(0, reward, reward))
+    said = f"nothing to learn: from the first rollout on e has given no other reward than {reward:g}"
+    assert history.is_solved() and history.success() == (f"{said}. Either the task is that easy, or the reward is wrong", "doubtful")
+    history.add(group(1, 0.0, reward))
+    history.add(group(2, reward, reward))
+    assert history.success() == (f"solved: the last 2 rollouts all have the highest reward (rewards of e: 2 times {reward:g})", "early")
+    mixed = RewardHistory(without_signal=[("np", 0.5), ("exit", 1.0), ("np", 0.25), ("np", 0.5)])
+    assert mixed.histogram() == "rewards of exit: 1 times 1; rewards of np: 1 times 0.25, 2 times 0.5"
+
+
 def test_a_teacher_is_a_signal():
     taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), has_teacher=True))
     assert (taught.why, taught.advantages) == (None, [0.0, 0.0])

@@ -75,7 +75,8 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
                 await during(stub, runner)
             try:
                 ended = await asyncio.wait_for(runner, 180)
-                return ended, await trainer, stub
+                stub.warnings = [one.text for one in status.current.warnings if one.about == "died"]
+                return ended.reason, await trainer, stub
             finally:
                 status.close()
 
@@ -221,13 +222,17 @@ def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path,
     assert len({(r["group_id"], r["rollout_id"]) for r in rollouts}) == len(rollouts) and not any("error" in r for r in rollouts)
 
 
+DEATH = "it ended with code 7 (its output"
+
+
 @pytest.mark.parametrize("fail", ["first", "exit_once", "block"])
 def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
     config = make_config(tmp_path, "--orchestrator.environment.args.fail", fail, "--max_steps", "1")
-    _, given, _ = play(config, model)
+    _, given, stub = play(config, model)
     assert len(given[0].samples) == 8
     assert not any("error" in line for line in lines(config.run_dir.rollouts(1)))
     assert fail != "exit_once" or os.path.exists(tmp_path / "exited")
+    assert [one.split(": ")[:2] for one in stub.warnings] == [["worker say-digit-0 is started anew", DEATH]] * (fail == "exit_once")
 
 
 def test_a_group_stays_on_one_of_several_servers(tmp_path, model):

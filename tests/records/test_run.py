@@ -74,7 +74,7 @@ def test_what_happened_and_who_said_what(run_dir):
 
 def test_problems_come_with_their_evidence(run_dir):
     log = MetricsLog(run_dir.metrics, "orchestrator")
-    for step in range(1, 12):
+    for step in range(1, 18):
         log.write(step, {"reward/mean": 0.1, "rollouts/errored": 0.5, "rollouts/truncated": 0.4})
     write_step(run_dir, 1, [group(0, [0.0, 1.0])])
     run_dir.rollouts(1).write_text("damaged")
@@ -83,7 +83,7 @@ def test_problems_come_with_their_evidence(run_dir):
     found = {problem.text.split(" (")[0]: problem for problem in Run(run_dir.root).problems}
     errored, truncated = found["50% of the rollouts failed"], found["40% of the answers were cut off"]
     assert (errored.metrics, errored.why, errored.serious) == (("rollouts/errored",), "error", False)
-    assert found["the reward does not rise: 0.100 in the first 2 steps, 0.100 in the last 2."].metrics == ("reward/mean",)
+    assert found["the reward does not rise: 0.100 in the first 4 steps, 0.100 in the last 4."].metrics == ("reward/mean",)
     assert (truncated.metrics, truncated.why) == (("rollouts/truncated",), None)
     damaged = [problem.files for problem in found.values() if problem.serious and problem.files]
     assert (run_dir.batch(1),) in damaged and (run_dir.rollouts(1),) in damaged

@@ -271,11 +271,27 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
         found = chain(check(config), outside_faults(config) if outside else ())
         found = (fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful))
         lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
+    if config and config.sft and outside:
+        lines += flags_without_effect(line.flags)
     if config and lines and outside and not config.sft:
         lines += id_faults(config.orchestrator.env_ids)
     raise_all(lines)
     assert config, "settings without a fault make a configuration"
     return config
+
+
+def flags_without_effect(flags: Spelled) -> list[str]:
+    """Faults of flags that supervised fine-tuning does not read. In a file they may stand: it can be that of a run of the same model."""
+    faults = []
+    for key, (value, place) in flags.items():
+        name = canonical(key, value)
+        if name.split(".")[0] in ("orchestrator", "inference", "max_lag"):
+            twin = f"sft.{name.rpartition('.')[2]}"
+            remedy = f"did you mean {twin}?" if twin in field_tree(RLConfig) else "leave it out"
+            faults.append(
+                f"{setting_text(name, value)} ({place})\n    is of reinforcement learning, and fine-tuning does not read it; {remedy}"
+            )
+    return faults
 
 
 def without_none(value: Any) -> Any:

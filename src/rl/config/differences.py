@@ -23,4 +23,5 @@ def leaves(value: Any, key: str = "") -> dict[str, Any]:
 def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
     """(key, old value, new value) of each setting that differs; None stands for a setting that is not set."""
     before, after = leaves(without_none(old)), leaves(without_none(new))
-    return [(key, before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)]
+    both = ((key, before.get(key), after.get(key)) for key in {**before, **after})
+    return [(key, one, other) for key, one, other in both if one != other and repr(one) != repr(other)]  # by its text nan is nan

@@ -51,6 +51,8 @@ def same_last_part(key: str) -> list[str]:
     first, _, rest = key.partition(".")
     words = {name.split(".")[-1] for name in field_tree(RLConfig)}
     last = key.split(".")[-1]
+    if last in ALIASES and first in (*SECTIONS, *RUN_WIDE):
+        return [ALIASES[last]]
     close = [last] if last in words else difflib.get_close_matches(last, {word for word in words if len(word) > 4}, n=1, cutoff=SURE)
     found = [name for name in (*field_tree(RLConfig), *ALIASES) if close and name.split(".")[-1] == close[0]]
     if len(found) > MOST or (rest and first not in (*SECTIONS, *RUN_WIDE)):

@@ -1,11 +1,15 @@
-"""Faults of what a configuration names outside of itself: data sets, and the user's functions. Nothing is imported.
+"""Faults of what a configuration names outside of itself (data sets, and the user's functions), and of what it hands to environments.
+Nothing is imported.
 
 They are looked for where a configuration is made, not where that of a run is read: a run can be replayed and exported without them.
 """
 
+import math
 import re
 from collections.abc import Iterator
+from datetime import date, time
 from pathlib import Path
+from typing import Any
 
 from rl.config.check import Fault
 from rl.config.loss import CustomConfig
@@ -32,9 +36,24 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 if value and value not in seen and (fault := find(value)):
                     yield f"orchestrator.{kind}.{i}.{key}", value, fault
                 seen.add(value)
+            for key, table in (("args", entry.args), ("set_kwargs", entry.set_kwargs)):
+                for name, value in table.items():
+                    if fault := argument_fault(value):
+                        yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
     for key, name, arguments in own_functions(config):
         if fault := find_call_fault(name, arguments):
             yield key, name, fault
+
+
+def argument_fault(value: Any) -> str:
+    """Why an environment cannot be given an argument as it is: arguments travel as JSON, which has neither numbers that are not finite nor
+    dates. Empty if it can."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"an environment is given its arguments as JSON, which has no such number; leave it out, or write a text: '\"{value}\"'"
+    if isinstance(value, (date, time)):
+        return f'an environment is given its arguments as JSON, which has no dates and times; write a text: "{value}"'
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, map(argument_fault, inner)), "")
 
 
 def rows_fault(source: str) -> str:

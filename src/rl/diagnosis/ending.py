@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from rl.diagnosis.state import RunState, span
 from rl.run_dir.logs import last_lines, last_words, newest_log
 from rl.run_dir.metrics import Numbers
+from rl.run_dir.status import RunEnd
 
 
 class Ending(NamedTuple):
@@ -30,6 +31,11 @@ def nothing_trained(numbers: Numbers) -> str:
     return "no step was trained: every batch was quarantined (batches/*.quarantined says why); mend the cause, then --resume 0"
 
 
+def early_end(end: RunEnd | None, step: int, max_steps: int) -> str:
+    """Where and why a run came to its end before its last step; empty for any other one."""
+    return "" if end is None or end.kind == "done" else f"the run ended at step {step} of {max_steps}: {end.reason}"
+
+
 def ended_well(state: RunState) -> str:
     """Why a finished run ended; empty for one that did not finish."""
     if nothing_trained(state.numbers):
@@ -46,7 +52,8 @@ def ended_well(state: RunState) -> str:
 def how_it_ended(state: RunState) -> Ending:
     """How a run of which no process lives came to its end."""
     if reason := ended_well(state):
-        return Ending(f"the run ended well: {reason}", "ended")
+        doubtful = state.end if state.end and state.end.kind == "doubtful" else None
+        return Ending(early_end(doubtful, state.step, state.config.max_steps) or f"the run ended well: {reason}", "ended")
     if why := nothing_trained(state.numbers):
         return Ending(why, "died")
     if stop := state.stop:

@@ -11,10 +11,10 @@ from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
 from rl.wire.agreement import RUN_LIMITS
 
-ENOUGH_STEPS = 8
-"""A reward that has had fewer steps had no time to rise."""
-CLEAR = 2.0
-"""Standard errors by which the late reward must be above the early one to count as risen."""
+ENOUGH_STEPS = 16
+"""Of fewer steps a quarter is too few to tell a reward that rises from noise."""
+CLEAR = 1.0
+"""Standard errors by which the late reward is above the early one where it may have risen: nothing is said of that."""
 SOLVED = 0.95
 """A late reward that has nothing above it."""
 

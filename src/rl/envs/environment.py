@@ -101,9 +101,10 @@ def check_prompts(env: Environment, max_tokens: int) -> str | None:
         except RendererError as error:
             return f"{env.name}: {split} task {index}: {error}"
         if ids is not None and (length := len(ids)) + max_tokens > limit:
+            lower = f", lower max_tokens to {limit - length}" if length < limit else ""
             return (
-                f"{env.name}: a prompt of {length} tokens and orchestrator.sampling.max_tokens = {max_tokens} exceed "
-                f"model.max_model_len = {limit}; raise model.max_model_len to {length + max_tokens} or lower max_tokens"
+                f"{env.name}: a prompt of {length} tokens and orchestrator.sampling.max_tokens = {max_tokens} exceed model.max_model_len = "
+                f"{limit}; raise model.max_model_len to {length + max_tokens}{lower}, or leave {split} task {index} out"
             )
     return None
 

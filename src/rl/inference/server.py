@@ -143,15 +143,11 @@ def check_experts(config: Any) -> None:
         return
     text, gpus = model.hf_text_config, parallel.data_parallel_size * parallel.tensor_parallel_size
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    cut = (
-        f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} cuts each expert, {width} wide, among {gpus} GPUs that wait for"
-    )
-    remedy = (
-        "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server on each GPU (docs/multi_node.md)"
-    )
+    cut = f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} cuts each expert, {width} wide, among {gpus} GPUs"
+    remedy = "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server a GPU (docs/multi_node.md)"
     if isinstance(width, int) and width % gpus:
-        raise ConfigError(f"{cut} each other, of which it is no multiple: {remedy}")
-    print(f"inference: WARNING: {cut} each other: {remedy}", file=sys.stderr, flush=True)
+        raise ConfigError(f"{cut}, of which that is no multiple: {remedy}")
+    print(f"inference: WARNING: {cut}, which wait for each other in each layer: {remedy}", file=sys.stderr, flush=True)
 
 
 @contextmanager

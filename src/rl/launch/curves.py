@@ -15,6 +15,8 @@ from rl.run_dir.paths import RunDir
 
 ENDS = 3
 """Steps at the start and at the end over which a reward is averaged: one batch alone is noisy."""
+FALLEN, MOST_FALLEN = 0.2, 3
+"""Fraction by which a part of a reward has fallen that the report names, and the most that it names."""
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
 Series = tuple[str, str, str]
@@ -48,7 +50,8 @@ REPORTED = {metric for panels in (PANELS, SFT_PANELS) for _, series in panels fo
 @functools.cache
 def is_reported(metric: str) -> bool:
     """Whether the report and the picture need a metric."""
-    return metric in REPORTED or metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr")) or is_count(metric)
+    named = metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr")) or metric.startswith("reward/")
+    return named or metric in REPORTED or is_count(metric)
 
 
 def eval_curves(lines: Lines) -> dict[str, Curve]:
@@ -72,6 +75,24 @@ def environment_lines(lines: Lines) -> list[str]:
     return [f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "") for env, text in shown.items()]
 
 
+def ends(values: list[float]) -> tuple[float, float]:
+    """Means over the first and over the last values."""
+    count = max(1, min(ENDS, len(values) // 2))
+    return fmean(values[:count]), fmean(values[-count:])
+
+
+def fallen_lines(lines: Lines) -> list[str]:
+    """The parts of rewards, and other metrics of environments, that fell by more than FALLEN, the deepest first.
+    A policy may earn one part of its reward at the cost of another."""
+    names = {key for (_, source), line in lines.items() if source == "orchestrator" for key in line if key.startswith("reward/")}
+    curves = {name: curve(lines, "orchestrator", name)[1] for name in names if name.count("/") > 1 and not name.endswith("/mean")}
+    means = {name: ends(values) for name, values in curves.items() if len(values) > 2 * ENDS}
+    left = {name: last / first for name, (first, last) in means.items() if first > 0}
+    deepest = sorted((fraction, name) for name, fraction in left.items() if 0 <= fraction < 1 - FALLEN)[:MOST_FALLEN]
+    parts = [(name.split("/", 2), trend(curves[name])) for _, name in deepest]
+    return [f"fell      {text}   ({part} of {env})" for (_, env, part), text in parts]
+
+
 def is_sft(lines: Lines) -> bool:
     """Whether the run is supervised fine-tuning, which alone writes `epoch`."""
     return any("epoch" in line for line in lines.values())
@@ -79,8 +100,7 @@ def is_sft(lines: Lines) -> bool:
 
 def trend(values: list[float], spec: str = ".3f") -> str:
     """Mean over the first and over the last values, `0.200 -> 0.700`; a single one by itself; empty without values."""
-    count = max(1, min(ENDS, len(values) // 2))
-    return " -> ".join(f"{fmean(part):{spec}}" for part in (values[:count], values[-count:])[: len(values)])
+    return " -> ".join(f"{mean:{spec}}" for mean in ends(values)[: len(values)]) if values else ""
 
 
 def inference_idle(lines: Lines) -> float | None:
@@ -115,10 +135,10 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
         shares.append(f"inference was idle {idle:.0%}")
     count = max(0, max(curve(lines, "trainer", "time/step")[0], default=0) - first_step(run_dir))
     took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
-    report = [took + (f"; {', '.join(shares)} of the time" if shares else "")]
+    report = [took + (f"; {', '.join(shares)} of the time" if shares else "") if took_s else "no step was trained"]
     if reward := trend(curve(lines, "orchestrator", "reward/mean")[1]):
         report.append(f"reward    {reward}   (mean of the first and of the last steps)")
-    report += environment_lines(lines)
+    report += environment_lines(lines) + fallen_lines(lines)
     if is_sft(lines) and (loss := trend(curve(lines, "trainer", "loss/mean")[1], ".4f")):
         report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")
     at, losses = curve(lines, "trainer", "validation/loss")

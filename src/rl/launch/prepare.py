@@ -18,6 +18,7 @@ from typing import Any
 
 from rl.config.command_line import write_config
 from rl.config.differences import changed_keys
+from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
 from rl.launch.repair import repair
@@ -26,7 +27,7 @@ from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
-from rl.run_dir.status import bury, server_files
+from rl.run_dir.status import RunEnd, bury, read_json, server_files
 from rl.system.errors import RunError
 
 MAY_CHANGE = (
@@ -89,6 +90,8 @@ class Prepared:
     """What was found and done, for the console."""
     lease: Lease
     """The role `rl`, which this process holds as long as it lives."""
+    is_done: bool = False
+    """It is resumed at its end, with the settings that it was made with: nothing is left to do."""
 
 
 def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
@@ -108,9 +111,11 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         wait_for_survivors(run_dir, all_servers=clean)
         clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
         clean_leftovers(run_dir.status_dir, ours="" if clean else None)  # else further servers, on other hosts, write there
-        notes, made = [], run_dir.anything_made()
+        notes, made, is_done = [], run_dir.anything_made(), False
         if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
+            same = not changed_keys(as_written(run_dir.root), config)
             notes += continue_run(config, run_dir, resume)
+            is_done = same and resume < 0 and has_ended(config, run_dir)
         else:
             if clean:
                 origin = read_origin(run_dir)
@@ -130,7 +135,15 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
             bury(path, run_dir.spans)
         on_failure.pop_all()
-    return Prepared(run_dir, notes, lease)
+    return Prepared(run_dir, notes, lease, is_done)
+
+
+def has_ended(config: RLConfig, run_dir: RunDir) -> bool:
+    """Whether a run of reinforcement learning has come to its end, all steps made and evaluated, and has the files of its last one."""
+    end, last = read_json(run_dir.run_end, RunEnd), config.max_steps
+    evaluated = not config.orchestrator.eval or last in numbered(run_dir.evals)
+    saved = last in numbers(run_dir.checkpoints) and last in numbered(run_dir.weights_dir)
+    return config.sft is None and end is not None and end.kind == "done" and run_dir.newest_batch() == last and saved and evaluated
 
 
 def no_run(root: Path) -> str:
@@ -229,6 +242,10 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
             "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
         )
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
+    newest = max(run_dir.newest_batch(), max(numbers(run_dir.checkpoints), default=0))
+    if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (config.sft and config.sft.epochs):
+        back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
+        raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} has {reached} steps already; give at least that{back}")
     bring_weights(stored, config)
     changes, notes = changed_keys(stored, config), []
     if step >= 0:
@@ -239,7 +256,9 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     newest = max(numbers(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
-        lines = [{"time": round(time.time(), 3), "step": newest, "key": key, "old": old, "new": new} for key, old, new in changes]
+        record = {"time": round(time.time(), 3), "step": newest}
+        both = ([str(value) if argument_fault(value) else value for value in (old, new)] for _, old, new in changes)  # JSON has no inf
+        lines = [record | {"key": change[0], "old": old, "new": new} for change, (old, new) in zip(changes, both, strict=True)]
         append_file(run_dir.changes, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
     batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
     return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
@@ -303,8 +322,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
-    """The settings that differ and that a resume may not change, a line each."""
-    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new)]
+    """The settings that differ and that a resume may not change, a line each. An argument with a fault no environment was ever given."""
+    differ = ((key, old, new) for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new))
+    kept = ((key, old, new) for key, old, new in differ if not (key.startswith("orchestrator.environment.") and argument_fault(old)))
+    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in kept]
 
 
 def moved(old: Any, new: Any) -> bool:

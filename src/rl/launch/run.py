@@ -14,7 +14,7 @@ from typing import Any
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
-from rl.diagnosis.ending import nothing_trained
+from rl.diagnosis.ending import early_end, nothing_trained
 from rl.diagnosis.rewards import verdict
 from rl.diagnosis.state import read_state
 from rl.homes.make import summary
@@ -31,6 +31,7 @@ from rl.launch.trackers import trackers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, ReadOnce, read_metrics, sources_dir
+from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -123,6 +124,14 @@ class Watch:
         for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
             self.console.say(line)
 
+    def tell_end(self) -> None:
+        """Says why a run ended that has not made all its steps."""
+        end = None if self.config.sft else read_json(self.run_dir.run_end, RunEnd)
+        if end and (text := early_end(end, self.run_dir.newest_batch(), self.config.max_steps)):
+            self.supervisor.event("end", "rl", reason=text)
+            doubt = f"; `rl show {self.run_dir.root}` shows the rollouts"
+            self.console.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
+
     def close(self, exit_code: int) -> None:
         """The last lines, the report, and the end of what gets the numbers."""
         from rl.launch.curves import final_report, is_reported
@@ -153,6 +162,7 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
         if fault := nothing_trained(ReadOnce(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__))):
             raise RunError(fault, resume_at=0)
+        watch.tell_end()
     except Stopped as stop:
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
         watch.supervisor.event("stop", "rl", reason=str(stop))
@@ -223,6 +233,10 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     warning, division = devices.check_build(config, box), devices.split(config, box)
     config = devices.write_into(config, division)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+    if prepared.is_done:
+        prepared.lease.close()
+        print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to go on", flush=True)
+        return 0
     record(config, homes)
     prepared.notes += [*([warning] if warning else []), *home_lines(homes, told)]
     code = run(config, prepared, division, children, again, "view" in line.switches)

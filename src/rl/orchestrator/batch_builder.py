@@ -293,7 +293,7 @@ class BatchBuilder:
         if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
             if not self.history.is_solved():
                 raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
-            self.progress.end(f"solved: the last {num_without_signal} rollouts all have the highest reward ({self.history.histogram()})")
+            self.progress.end(*self.history.success())
             log.info(self.progress.end_reason)
 
 

@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import msgspec
 
+from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group
 
 
@@ -38,15 +39,26 @@ class RewardHistory(msgspec.Struct, kw_only=True):
             for env, reward in self.without_signal
         )
 
+    def success(self) -> tuple[str, EndKind]:
+        """Why a run ends that is solved; doubtful where an environment has never given another reward: nobody knows its highest."""
+        constant = sorted({env for env, _ in self.without_signal if self.ranges[env][0] == self.ranges[env][1]})
+        if not constant:
+            return f"solved: the last {len(self.without_signal)} rollouts all have the highest reward ({self.histogram()})", "early"
+        given = ", ".join(f"{env} has given no other reward than {self.ranges[env][0]:g}" for env in constant)
+        return f"nothing to learn: from the first rollout on {given}. Either the task is that easy, or the reward is wrong", "doubtful"
+
     def histogram(self) -> str:
-        """`environment reward: count` of the rollouts without signal."""
-        return ", ".join(f"{env} {reward:g}: {count}" for (env, reward), count in sorted(Counter(self.without_signal).items()))
+        """`rewards of sums: 12 times 0, 3 times 0.5`, then those of other environments, of the rollouts without signal."""
+        of_env: dict[str, list[str]] = {}
+        for (env, reward), count in sorted(Counter(self.without_signal).items()):
+            of_env.setdefault(env, []).append(f"{count} times {reward:g}")
+        return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
 
     def diagnosis(self) -> str:
         """Why a run ends that had no signal for too long and is not solved."""
         return (
             f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter "
-            f"dropped it (reward: count {self.histogram()}). Is the task too hard or the reward function wrong? Look at what was "
+            f"dropped it ({self.histogram()}). Is the task too hard or the reward function wrong? Look at what was "
             "answered, raise group_size or temperature, or start from easier tasks"
         )
 

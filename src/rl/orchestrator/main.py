@@ -72,7 +72,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
         orchestrator = Orchestrator(config, pool, policy, task_source(config, ready), evaluator, status, teachers)
         status.gauges["playing"] = lambda: sum(play.episodes for play in list(orchestrator.admission.in_flight.values()))
         await orchestrator.builder.restore()
-        return await orchestrator.run(server)
+        return RunEnd(await orchestrator.run(server), time.time(), orchestrator.progress.end_kind)
     finally:
         await pool.close()
         await servers.close()
@@ -119,10 +119,10 @@ def main() -> None:
         status = Status(run_dir.status("orchestrator"), "orchestrator")
         alone = LAUNCHER not in os.environ  # no `rl` above, which would do it
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
-            reason = asyncio.run(run(config, status, resolve_model(config.model)))
-        log.info("ended: %s", reason)
+            end = asyncio.run(run(config, status, resolve_model(config.model)))
+        log.info("ended: %s", end.reason)
         with contextlib.suppress(OSError):  # an account for others
-            write_file(run_dir.run_end, msgspec.json.encode(RunEnd(reason, time.time())))
+            write_file(run_dir.run_end, msgspec.json.encode(end))
     except* (RunError, OSError) as group:
         errors = leaves(group)
         print("orchestrator: " + "\n".join(dict.fromkeys(map(str, errors))), file=sys.stderr)

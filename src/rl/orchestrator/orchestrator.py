@@ -72,7 +72,7 @@ class Orchestrator:
         """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
         self.env_lost = False
         """An environment was lost, and the batches have not been looked at since."""
-        self.pool.on_lost = self.quarantine
+        self.pool.on_lost, self.pool.on_death = self.quarantine, self.tell_of_death
 
     async def run(self, server: TrainerServer) -> str:
         """Runs until the last version is made and evaluated. Returns why the run ended."""
@@ -169,6 +169,11 @@ class Orchestrator:
             return  # of an evaluation alone
         self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])
         self.env_lost = True
+
+    def tell_of_death(self, env: str, text: str) -> None:
+        """Has `rl` say the first death of an environment's workers; the log has each."""
+        log.warning(text)
+        self.status.warn(RunWarning("died", env, f"{text}; further deaths of workers of {env} are told in the orchestrator's log alone"))
 
     async def fail_with_pool(self) -> None:
         """Loop. Consumes the loss of what the run cannot go on without. Produces the end of the run. Unblocked by the pool."""

@@ -87,6 +87,8 @@ class WorkerPool:
         """Environments that are given up until the next start -> the reason."""
         self.on_lost: Callable[[str, str], None] | None = None
         """Called with an environment that is lost and the reason; what it raises goes to `failed`. Without it the loss itself does."""
+        self.on_death: Callable[[str, str], None] = lambda _env, text: log.warning(text)
+        """Called with an environment of which a worker died, and a sentence about it."""
         self.add_metrics: Callable[[list[Rollout]], None] | None = None
         """The user's metrics, added to every group that is played."""
         self.fleet: Fleet | None = None
@@ -177,12 +179,11 @@ class WorkerPool:
             self.barren[env] += 1
             reason = worker.verdict or f"it ended with code {code}"
             num_workers = sum(other.setup.env.name == env for other in self.workers.values())
-            policy = RestartPolicy(RESTART_S, RESTART_LIMIT_S, barren_limit=BARREN_DEATHS * num_workers)
-            delay_s = policy.delay_s(self.barren[env])
+            delay_s = RestartPolicy(RESTART_S, RESTART_LIMIT_S, barren_limit=BARREN_DEATHS * num_workers).delay_s(self.barren[env])
             if delay_s is None:
                 deaths = f"its workers died {self.barren[env]} times and finished nothing in between; the last time: {reason}"
                 return self._lose(env, f"{deaths} (output: {worker.child.log})")
-            log.warning("worker %s is started anew: %s (its output: %s)", worker.setup.worker_id, reason, worker.child.log)
+            self.on_death(env, f"worker {worker.setup.worker_id} is started anew: {reason} (its output: {worker.child.log})")
             await asyncio.sleep(delay_s)
             try:
                 if warm := self.barren[env] == 1:
@@ -325,7 +326,6 @@ class WorkerPool:
         play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
         workers = self.workers_of(env)
         worker = min([worker for worker in workers if worker.ready.done()] or workers, key=lambda worker: worker.num_plays)
-        worker_id = worker.setup.worker_id
         worker.waiting.append(play)
         await self._pump(worker)
         try:
@@ -336,7 +336,7 @@ class WorkerPool:
             return rollouts
         finally:
             if play.done.cancelled():  # nobody waits for it any more
-                worker = self.workers[worker_id]
+                worker = self.workers[worker.setup.worker_id]
                 if worker.sent.pop(order.play_id, None):
                     await self._send(worker, Cancel(order.play_id))
                 for queue in (worker.suspects, worker.waiting):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from rl.orchestrator.probe import Prompt
+from rl.run_dir.status import EndKind
 
 
 class Progress:
@@ -18,11 +19,12 @@ class Progress:
         """The last batch that there will be."""
         self.end_reason = ""
         """Why the run ends before max_steps."""
+        self.end_kind: EndKind = "done"
         self.changed = asyncio.Condition()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, kind: EndKind = "early") -> None:
         """Makes the newest batch the last one."""
-        self.final, self.end_reason = min(self.newest, self.final), reason
+        self.final, self.end_reason, self.end_kind = min(self.newest, self.final), reason, kind
 
     async def notify(self) -> None:
         """Has every `wait_until` check its condition again."""

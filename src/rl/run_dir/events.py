@@ -10,7 +10,7 @@ import msgspec
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import UNREADABLE, Phase
 
-EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "warning", "stop"]
+EventKind = Literal["start", "death", "restart", "ready", "silent", "stall", "quarantine", "repair", "give_up", "warning", "stop", "end"]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -20,7 +20,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Seconds since the epoch."""
     event: EventKind
     process: str
-    """`rl` for what concerns the whole run, such as its start and its stop."""
+    """`rl` for what concerns the whole run, such as its start, its stop, and its end before max_steps."""
     env: str = ""
     """The environment that a warning is about."""
     attempt: int | None = None

@@ -97,9 +97,9 @@ TRAINER_STEPS = frozenset(
 class RunWarning(msgspec.Struct, frozen=True):
     """Something that the run's user is to know, of an environment or of the run's files."""
 
-    about: Literal["failed", "lost", "renamed", "damaged", "inexact"]
-    """Its first rollouts that failed for good; that it is given up; metrics of its own that are called like ours; a file that does not hold
-    what was written; a version that came out otherwise when it was trained again."""
+    about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact"]
+    """Its first rollouts that failed for good; the first death of a worker of its; that it is given up; metrics of its own that are called
+    like ours; a file that does not hold what was written; a version that came out otherwise when it was trained again."""
     env: str
     """Empty for what is of the files."""
     text: str
@@ -338,9 +338,14 @@ def last_seen(status_path: Path) -> str:
     return "\n".join([f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])])
 
 
+EndKind = Literal["done", "early", "doubtful"]
+"""How a run came to its end: with all its steps; before that, for it has learned what there was; or before that, and perhaps of a fault."""
+
+
 class RunEnd(msgspec.Struct, frozen=True):
     """The content of `status/orchestrator.end`: the orchestrator's account of a run that came to its end. A run that goes on has none."""
 
     reason: str
     """For people."""
     time: float
+    kind: EndKind = "done"

@@ -13,6 +13,7 @@ from rl.config.options import Option, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch.children import Children
+from rl.run_dir.status import RunEnd, read_json
 
 OPTIONS = (
     Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),
@@ -81,7 +82,9 @@ def run(name: str, *, verify: bool, as_json: bool) -> int:
         print(json.dumps(content, indent=1))
     else:
         print("\n".join([f"run {root}", *(f"  {line}" for line in found.lines)]))
-        print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"ok    {found.bottleneck}")
+        end = read_json(run_dir.run_end, RunEnd)
+        level = "warn" if found.state == "ended" and end and end.kind == "doubtful" else "ok"
+        print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"{level:<5} {found.bottleneck}")
         if verify and not problems:
             print("ok    every file holds what was written")
     return 1 if problems else 0
