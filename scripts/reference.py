@@ -17,6 +17,7 @@ from rl.config.fields import default_text, models_in, tags, type_name
 from rl.config.foreign import FOREIGN
 from rl.config.help import description, in_order, variants
 from rl.config.run import RLConfig
+from rl.launch.prepare import MAY_CHANGE
 from rl.run_dir.metric_names import SECTIONS
 from rl.view.schema import script_types
 from rl.view.server import PAGE
@@ -33,6 +34,12 @@ Every key, with its type and default. A key is a flag (`--trainer.optim.lr 3e-6`
 Also understood: `--steps` (max_steps), `--learning_rate` (trainer.optim.lr), `--trainer-gpus`, `--inference-gpus`, `--trainer-cpus`,
 `--inference-cpus`, `--strict-parity`; a text for `--model` (its name), `--orchestrator.environment` and `--orchestrator.eval` (the id),
 `--trainer.loss` and `--orchestrator.credit` (the type); lists and pairs with commas (`--trainer.optim.betas 0.9,0.99`).
+"""
+
+RESUME = """## What a resume may change
+
+These settings, and all keys of these sections: how long, where and how fast, but not what is learned. `*` is any text. A difference in any
+other is refused with the settings that differ; `rl branch` begins a new run with them.
 """
 
 METRICS = """# Metrics
@@ -98,6 +105,7 @@ def settings_page() -> str:
     for name, info in RLConfig.model_fields.items():
         if models_in(info.annotation):
             parts += section_parts(name, info)
+    parts += [RESUME, ", ".join(f"`{key}`" for key in MAY_CHANGE) + "\n"]
     return "\n".join(filter(None, parts))
 
 

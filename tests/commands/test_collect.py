@@ -80,3 +80,6 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
 def test_faults(tmp_path):
     code, _, err = rl(tmp_path, "collect", "--orchestrator.environment.id", "nope", "--output", "x.jsonl")
     assert code == 1 and "`rl env install owner/nope`" in err, err
+    environment = ("--orchestrator.environment.id", "say-digit", "--model.name", str(tmp_path / "nowhere"))
+    code, _, err = rl(tmp_path, "collect", *environment, "--output", str(tmp_path / "new" / "x.jsonl"))
+    assert code == 1 and "nowhere" in err and not (tmp_path / "new").exists()

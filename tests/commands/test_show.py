@@ -50,6 +50,26 @@ def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
 
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_a_failed_rollout_has_no_reward(tmp_path, capsys, reward):
+    """Earlier versions wrote 0, which is the lowest there is in no order."""
+    file = tmp_path / "rollouts.jsonl"
+    failed = row(1, 7, 0.0, "environment") | {"error": "boom", "reward": reward, "advantage": reward, "metrics": {}}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
+    code, out, _ = called(capsys, "show", str(file))
+    assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
+    assert "group 7" not in called(capsys, "show", str(file), "--sort", "reward", "--reverse")[1]
+
+
+def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys):
+    talk = [{"role": role, "content": role[0] + str(i)} for i in range(2) for role in ("user", "assistant")]
+    file = tmp_path / "rollouts.jsonl"
+    for num_prompt, said in ((3, "user: u0,assistant: a0,user: u1,[the prompt ends here],assistant: a1"), (1, None), (None, None)):
+        file.write_text(json.dumps(row(1, 0, 0.5) | {"messages": talk, "num_prompt_messages": num_prompt}) + "\n")
+        code, out, _ = called(capsys, "show", str(file))
+        assert code == 0 and out.splitlines()[3:] == (said or "user: u0,assistant: a0,user: u1,assistant: a1").split(",")
+
+
 def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
     monkeypatch.setattr(show, "MOST_SORTED", 2)
     said = "rl show: these were the first 2 of 3 in this order; --limit N prints more\n"

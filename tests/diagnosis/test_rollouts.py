@@ -94,7 +94,7 @@ def test_a_rollout_in_words():
     of_endpoint = heading(row(3, outcome="finished", stop="max_turns_reached", num_turns=0, num_tokens=5))
     assert of_endpoint.endswith("\n  finished, 5 tokens")
     evaluated = {"policy_version": 10, "env": "e\x1b", "task": 1, "rollout": 2, "reward": None, "messages": [], "outcome": "failed"}
-    assert heading(evaluated) == "version 10, e\\x1b, task 1, rollout 2\n  reward -\n  failed"
+    assert heading(evaluated) == "version 10, e\\x1b, task 1, rollout 2\n  no reward\n  failed"
     told = [
         {"role": "assistant", "content": "so\nbe it\r", "reasoning_content": "hm", "tool_calls": [
             {"function": {"name": "add", "arguments": '{"a": 1}'}}, {"name": "old"}]},

@@ -664,7 +664,7 @@ def test_last_seen_says_heartbeat_and_the_end_of_the_newest_log(run):
         ([{"reward": 1.0}] * 8, "all rewards 1: nothing to learn any more"),
         (
             [{"reward": 0.0, "outcome": "truncated"}] * 8,
-            "all rewards 0: nothing to learn; 8 of 8 answers were cut off (--quick allows 32 tokens)",
+            "all rewards 0: nothing to learn; 8 of 8 answers were cut off (sampling.max_tokens = 256)",
         ),
         (
             [{"reward": 1.0, "advantage": 0.5}, {"reward": 0.0, "advantage": -0.5}, *[{"reward": 0.0, "group_id": 2}] * 2],
@@ -681,6 +681,15 @@ def test_the_verdict_on_a_trial(run, rollouts, said):
     lines = [{"env": "sums", "group_id": 1, "advantage": 0.0, "messages": []} | rollout for rollout in rollouts]
     run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
     assert verdict(read_state(run.dir, run.config)) == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
+
+
+@pytest.mark.parametrize(("limit", "said"), [(32, "--quick allows 32 tokens"), (4, "sampling.max_tokens = 4")])
+def test_a_trial_names_the_limit_that_cut_answers_off(tmp_path, limit, said):
+    run = Run(tmp_path, orchestrator={"environment": [{"id": "sums"}], "sampling": {"max_tokens": limit}})
+    run.dir.rollouts_dir.mkdir()
+    line = {"env": "sums", "group_id": 1, "messages": [], "reward": 0.0, "outcome": "truncated"}
+    run.dir.rollouts(1).write_text(json.dumps(line) + "\n")
+    assert f"1 of 1 answers were cut off ({said})" in verdict(read_state(run.dir, run.config))
 
 
 def test_the_verdict_on_fine_tuning_and_on_nothing(tmp_path):

@@ -47,13 +47,17 @@ class EchoConfig(vf.TasksetConfig):
     num: int = 4
     """How many tasks there are."""
     system: str = ""
+    shown: bool = False
+    """Whether the prompt has a worked example."""
 
 
 class EchoSet(vf.Taskset[EchoTask, EchoConfig]):
     def load(self):
         first = 0 if self.config.split == "train" else 100
         for i in range(first, first + self.config.num):
-            data = EchoData(idx=i, prompt=f"say {i}", system_prompt=self.config.system or None, answer=str(i))
+            example = [vf.UserMessage(content="say 9"), vf.AssistantMessage(content="9")]
+            prompt = [*example, vf.UserMessage(content=f"say {i}")] if self.config.shown else f"say {i}"
+            data = EchoData(idx=i, prompt=prompt, system_prompt=self.config.system or None, answer=str(i))
             yield EchoTask(data, self.config.task)
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from rl.envs.classic.client import chat_message, completion_prompt
 from rl.envs.classic.environment import ClassicEnvironment, Row, error_text
 from rl.envs.environment import check_prompts
 from rl.envs.load import load
+from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
@@ -85,6 +87,15 @@ def test_single_turn_keeps_the_turn_exactly():
     assert (first.reward, first.metrics, first.stop) == (1.0, {"exact": 1.0, "num_turns": 1.0}, "max_turns_reached")
     assert not first.truncated and not first.overlong and first.num_tokens == 2
     assert policy.servers.asked[0]["sampling"] == {"max_tokens": 64, "temperature": 0.7, "seed": 5, "stop_token_ids": [3]}
+
+
+def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
+    shown = [{"role": "user", "content": "say 9"}, {"role": "assistant", "content": "9"}]
+    build = lambda **more: made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=2, few_shot=shown, **more))  # noqa: E731
+    rollout = only(played(build(system_prompt="digits")))
+    assert [message["role"] for message in rollout.messages] == ["system", *["user", "assistant"] * 3]
+    assert rollout.num_prompt_messages == rollout.as_record()["num_prompt_messages"] == 4 and len(rollout.turns) == 2
+    assert only(played(build())).num_prompt_messages == 3 and only(played(made(single()))).num_prompt_messages == 1
 
 
 def test_multi_turn_is_append_only_and_reasoning_is_kept():
@@ -364,6 +375,27 @@ def test_errors_of_the_environment():
         played(made(lambda: Raises(ValueError("plain"), rubric=rubric(relative))), num_episodes=3)
 
 
+class Breaks(Chatty):
+    async def env_response(self, messages, state, **kwargs):
+        if len(state["trajectory"]) == 2:
+            raise KeyError("a second answer")
+        return await super().env_response(messages, state, **kwargs)
+
+
+def test_what_was_said_before_the_environment_raised_is_kept():
+    def rollouts(replies, num_episodes=1, **options):
+        env = made(lambda: Breaks(dataset=rows(), max_turns=3, **options), lambda prompt: next(replies))
+        episodes = asyncio.run(Worker.play_once(SimpleNamespace(env=env), order(1, num_episodes), num_episodes))
+        return [only(episode) for episode in episodes]
+
+    rollout = only(rollouts(iter(["1", "2"]), system_prompt="digits", rubric=rubric()))
+    assert rollout.cause == "environment" and rollout.error.startswith("KeyError: 'a second answer'") and rollout.reward == 0.0
+    assert [message["content"] for message in rollout.messages] == ["digits", "say 1", "1", "and again 1", "2"]
+    assert rollout.num_prompt_messages == 2 and len(rollout.turns) == 2
+    each = rollouts(iter(["a", "b", "c", "d"]), 2, rubric=rubric(relative))
+    assert all(one.error.startswith("KeyError") for one in each) and len({one.messages[1]["content"] for one in each}) == 2
+
+
 def test_a_tool_that_stops_the_rollout():
     env = made(calculator(stop_errors=[ArithmeticError]), lambda prompt: call("fail", why="flat"))
     rollout = only(played(env))
@@ -400,9 +432,10 @@ def test_the_environments_own_timeout_and_what_was_said_before():
     build = lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3, timeout_seconds=0.3)  # noqa: E731
     rollout = only(played(made(build, reply)))
     assert (rollout.cause, rollout.stop) == ("timeout", "timeout_reached") and "timeout_seconds = 0.3" in rollout.error
-    assert len(rollout.turns) == 1 and rollout.messages[-1]["content"] == "a"
+    assert len(rollout.turns) == 1 and rollout.messages[-1]["content"] == "a" and rollout.num_prompt_messages == 1
     rollout = only(played(made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), reply, timeout_s=0.3)))
     assert rollout.cause == "timeout" and len(rollout.turns) == 1 and rollout.messages[-1] == {"role": "assistant", "content": "a"}
+    assert rollout.num_prompt_messages == 1
 
 
 def test_overlong_is_no_error():

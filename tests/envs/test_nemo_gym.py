@@ -208,6 +208,7 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
     ]
     assert (rollout.reward, rollout.metrics) == (0.5, {"accuracy": 1.0, "overlap": 0.25})  # difficulty came with the row
     assert (rollout.stop, rollout.truncated, rollout.overlong) == ("completed", False, False)
+    assert rollout.num_prompt_messages == 1
 
 
 def test_a_rewritten_history_is_refused_under_enforce_monotonicity(tmp_path):

@@ -79,8 +79,15 @@ def test_a_turn_is_recorded_exactly_as_it_was_sampled():
     assert [message["role"] for message in rollout.messages] == ["system", "user", "assistant"]
 
 
+def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
+    [[rollout]] = play(load("v1-echo", saying("1"), {"system": "be", "shown": True}), order(1))
+    assert [message["role"] for message in rollout.messages] == ["system", *["user", "assistant"] * 2]
+    assert rollout.num_prompt_messages == 4 and rollout.messages[4]["content"] == "1" and len(rollout.turns) == 1
+
+
 def test_a_user_in_the_environment_extends_the_same_ids():
     [[rollout]] = play(load("v1-guess", saying("seven"), {"asks": 3}))
+    assert rollout.num_prompt_messages == 2
     assert len(rollout.turns) == 4 and is_append_only(rollout.turns)
     assert "".join(map(chr, rollout.turns[3].prompt_ids)).count("guess again") == 3
     assert rollout.reward == 4.0 and rollout.stop == "user_closed"
@@ -141,6 +148,7 @@ def test_agents_are_rollouts_of_their_own():
     policy = saying("yes")
     [[solver, judge]] = play(load("v1-duel", policy))
     assert (solver.agent, solver.trainable, judge.agent, judge.trainable) == ("solver", True, "judge", False)
+    assert solver.num_prompt_messages == judge.num_prompt_messages == 1
     assert solver.reward == 3.0 + 10.0 and solver.metrics == {"length": 3.0, "verdict": 1.0} and judge.reward == 0.0
     assert len(solver.turns) == len(judge.turns) == 1 and judge.turns[0].finish_reason == "length" and judge.truncated
     assert [asked["sampling"]["temperature"] for asked in policy.servers.asked] == [1.0, 0.0], (

@@ -26,6 +26,10 @@ TRAINER = {
 }
 
 
+EVAL = ("--orchestrator.eval.interval", "2")
+"""Flags of an evaluation, which is called `e`."""
+
+
 class Screen:
     """A console over a run directory that the test writes as the processes would."""
 
@@ -55,7 +59,7 @@ class Screen:
 
 
 def test_a_step_appears_when_both_sides_have_reported(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", *EVAL)
     screen.write(1, "orchestrator", {"reward/mean": 0.21875, "lag/mean": 0.5})
     assert screen.look() == ""
     screen.write(1, "trainer", TRAINER)
@@ -96,7 +100,7 @@ def test_after_a_resume_only_new_steps_are_printed(tmp_path):
 
 def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.launch.console.MOST_LINES", 40)
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000")
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000", *EVAL)
     screen.write(90, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(100, "eval", {"eval/e/reward_mean": 0.75})
     for step in range(1, 301):
@@ -120,6 +124,29 @@ def test_evals_are_printed_as_they_come(tmp_path):
     screen.write(10, "eval", {"eval/math/reward_mean": 0.1})
     assert screen.look() == "  eval at version 10: gsm8k 0.412 (pass@4 0.600)\n  eval at version 10: math 0.100\n"
     assert {"eval/gsm8k/reward_mean", "eval/math/reward_mean"} < set(screen.console.lines[10, "eval"])
+
+
+def test_the_column_of_evaluations_is_one_of_them(tmp_path):
+    """A mean over those that a version has rises where one that is easy has the shorter interval."""
+    evals = tmp_path / "evals.toml"
+    evals.write_text('[[orchestrator.eval]]\nname = "hard"\ninterval = 3\n[[orchestrator.eval]]\nname = "easy"\ninterval = 2\n')
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "@", str(evals))
+    screen.write(0, "eval", {"eval/hard/reward_mean": 0.125, "eval/easy/reward_mean": 0.5})
+    shown = []
+    for step in range(1, 5):
+        if step % 2 == 0:
+            screen.write(step, "eval", {"eval/easy/reward_mean": 0.75})
+        if step == 3:
+            screen.write(step, "eval", {"eval/hard/reward_mean": 0.25})
+        screen.write(step, "orchestrator", {"reward/mean": 0.5})
+        screen.write(step, "trainer", TRAINER)
+        shown.append(screen.look().splitlines()[-1].split()[:3])
+        screen.console._forget()
+    assert shown == [["1", "0.500", "0.125"], ["2", "0.500", "0.125"], ["3", "0.500", "0.250"], ["4", "0.500", "0.250"]]
+    screen.open()
+    assert (3, "eval") in screen.console.lines
+    screen.console.introduce()
+    assert screen.out.getvalue().splitlines()[-1] == "  column eval: hard, the first of 2 evaluations"
 
 
 def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
@@ -191,6 +218,25 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     )
 
 
+def test_of_a_long_prompt_the_question_is_shown_and_what_followed(tmp_path):
+    """Worked examples are the assistant's messages, too: what the policy said begins behind a mark."""
+    screen = Screen(tmp_path)
+    examples = [{"role": role, "content": f"example {i}"} for i in range(6) for role in ("user", "assistant")]
+    own = [{"role": role, "content": f"own {i}"} for i in range(5) for role in ("assistant", "user")]
+    messages = [*examples, {"role": "user", "content": "the question"}, *own]
+    screen.run_dir.rollouts(1).parent.mkdir(parents=True)
+    line = {"env": "e", "messages": messages, "num_prompt_messages": 13, "reward": 1.0, "trained": True}
+    screen.run_dir.rollouts(1).write_text(json.dumps(line) + "\n")
+    screen.write(1, "orchestrator", {"reward/mean": 0.5})
+    screen.write(1, "trainer", TRAINER)
+    said = screen.look()
+    assert re.findall(r"^  (?:user|assistant|\[).*", said, re.MULTILINE) == [
+        "  user: example 0", "  [... 11 messages ...]", "  user: the question", "  [the prompt ends here]",
+        "  assistant: own 0", "  user: own 0", "  assistant: own 1", "  user: own 1", "  [... 2 messages ...]",
+        "  assistant: own 3", "  user: own 3", "  assistant: own 4", "  user: own 4",
+    ]  # fmt: skip
+
+
 def test_a_rollout_that_cannot_be_read_is_a_warning(tmp_path):
     screen = Screen(tmp_path)
     screen.run_dir.rollouts(1).parent.mkdir(parents=True)
@@ -208,6 +254,7 @@ def test_a_short_batch_is_said_on_its_line_and_explained_once(tmp_path):
     lines = screen.look().splitlines()
     assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  short: 16 of 64") and lines[4].endswith("  short: 56 of 64")
     assert lines[3].startswith("  step 2 trained a short batch: too few of the 192 rollouts") and "orchestrator.max_refill = 3" in lines[3]
+    assert "(max_lag = 1)" in lines[3]
     assert len(lines) == 5
 
 
@@ -224,6 +271,19 @@ def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
     assert lines[2].endswith("4.1 wait_for_batch  e 0.50, 25% failed  f -, 100% failed, none trained  g -, left out")
     screen.write(2, "eval", {"eval/e/reward_mean": 0.25, "eval/e/errored": 0.5})
     assert screen.look() == "  eval at version 2: e 0.250, 50% failed\n"
+
+
+def test_lengths_that_end_many_rollouts_are_said_on_the_line_and_explained_once(tmp_path):
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--orchestrator.sampling.max_tokens", "4")
+    for step, cut, long in ((1, 0.2, 0.0), (2, 1.0, 0.0), (3, 0.5, 0.25)):
+        screen.write(step, "orchestrator", {"reward/mean": 0.5, "rollouts/truncated": cut, "rollouts/overlong": long})
+        screen.write(step, "trainer", TRAINER)
+    lines = screen.look().splitlines()
+    assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  100% cut off") and len(lines) == 6
+    limit = "orchestrator.sampling.max_tokens = 4"
+    assert lines[3] == f"  step 2: an answer of 100% of its rollouts was cut off, at {limit} (rollouts/truncated)"
+    assert lines[4].endswith("  50% cut off  25% overlong")
+    assert lines[5].startswith("  step 3: 25% of its rollouts ended") and "model.max_model_len = " in lines[5]
 
 
 def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):

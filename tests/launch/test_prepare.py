@@ -17,6 +17,7 @@ from rl.launch.prepare import Prepared, prepare, ranges
 from rl.run_dir import lease
 from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
+from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RunEnd
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
@@ -220,10 +221,19 @@ def test_clean_starts_over(place):
     place.fill(3, (2,))
     (place.root / "wandb.json").write_text("{}")
     place.run_dir.status("trainer").write_text("{}")
-    assert place("--max_lag", "0", clean=True).notes == [f"deleted the run in {place.root}"]
-    assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "status"]
+    until = f"as soon as this one has finished a group or a step; until then it is in {place.run_dir.cleaned}"
+    assert place("--max_lag", "0", clean=True).notes == [f"deletes the run in {place.root} {until}"]
+    assert sorted(path.name for path in place.root.iterdir()) == [".cleaned", "config.toml", "status"]
     assert sorted(path.name for path in place.run_dir.status_dir.iterdir()) == ["rl.000002.lease", "rl.lock"]
     assert from_toml(place.run_dir.config).max_lag == 0
+    assert place(clean=True).notes == [f"deleted the run in {place.root}"], "a second one, after a start that made nothing, costs nothing"
+    kept = RunDir(place.run_dir.cleaned, place.run_dir.cleaned / "weights")
+    assert kept.newest_batch() == 3 and kept.status("trainer").exists()
+    kept.root.rename(place.root.with_name("back"))
+    config = from_toml(place.root.with_name("back") / "config.toml")
+    back = prepare(config, resume=-1, clean=False)
+    back.lease.close()
+    assert back.notes[0].endswith("back: checkpoint 2, newest batch 3") and config.max_lag == 1
 
 
 def test_weights_elsewhere_belong_to_the_run(place):

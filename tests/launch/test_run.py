@@ -287,6 +287,18 @@ def test_a_second_rl_on_the_same_run_is_refused(rl):
     assert first.poll() is None
 
 
+def test_clean_keeps_the_run_until_the_next_one_has_made_something(rl):
+    """A name that is misspelt must not cost a run."""
+    trains = SCRIPTS["trainer"] + "(root / 'checkpoints/000003').mkdir(parents=True)\n"
+    (rl.root / "checkpoints/000003").mkdir(parents=True)
+    (rl.root / "config.toml").touch()
+    code, _, err = rl("--clean", model="sys.exit('no such model')")
+    assert code == 1 and (rl.run_dir.cleaned / "checkpoints/000003").is_dir()
+    assert err.endswith(f"the run that was there before --clean is in {rl.run_dir.cleaned}: move it to where it is to go on\n")
+    assert rl("--clean", trainer=trains)[0] == 0
+    assert (rl.root / "checkpoints/000003").is_dir() and not rl.run_dir.cleaned.exists()
+
+
 def test_resume_continues_without_printing_old_steps(rl):
     assert rl()[0] == 0
     for step in (1, 2, 3):  # without its batch a step was taken back, and its line goes

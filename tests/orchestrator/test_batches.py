@@ -104,6 +104,7 @@ def test_every_end_of_a_rollout_has_its_own_name():
     lines = [rollout_line(failed, i, 1) for i in range(6)]
     assert [line["outcome"] for line in lines] == list(kinds)
     assert [line["why"] for line in lines] == ["error"] * 4 + ["timeout", "environment"]
+    assert [line["reward"] is line["advantage"] is None for line in lines] == [False] * 4 + [True] * 2
     metrics = batch_metrics(SampleCounts(1), [failed])
     assert [metrics[f"rollouts/{kind}"] for kind in ("overlong", "empty", "timeout", "errored")] == [1 / 6, 1 / 6, 1 / 6, 2 / 6]
     assert (metrics["rollouts/e/failed_timeout"], metrics["rollouts/e/failed_environment"]) == (1, 1)

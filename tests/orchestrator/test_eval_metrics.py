@@ -156,5 +156,5 @@ def test_what_is_written(tmp_path):
         "num_turns": 0,
         "versions": [],
     }
-    assert (second["rollout"], second["outcome"], second["error"]) == (1, "timeout", "boom")
+    assert (second["rollout"], second["outcome"], second["error"], second["reward"]) == (1, "timeout", "boom", None)
     assert example_rewards(results) == {4: 0.5}

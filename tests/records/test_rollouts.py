@@ -114,6 +114,7 @@ def test_a_table_has_all_fields(run_dir):
     frame = Run(run_dir.root).rollouts(step=1).frame("pandas")
     assert frame.reward.tolist() == [0.0, 1.0, 1.0, 1.0] and frame.why.tolist() == ["trained", "trained", "no_signal", "no_signal"]
     assert frame.exact.tolist() == frame.reward.tolist() and frame.kind.unique().tolist() == ["train"]
+    assert len(frame[~frame.failed]) == 4 and len(frame[frame.truncated]) == 0
     columns = Run(run_dir.root).rollouts().frame("columns")
     assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
     with pytest.raises(RunError, match=r"arrow: is not installed; there are: pandas.*columns"):

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from rl.orchestrator.judge import Rules, judge
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
+from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
@@ -34,6 +35,7 @@ from rl.view.routes import (
     Desk,
     NoParameters,
     OfRun,
+    RolloutParameters,
     RolloutsParameters,
     TaskParameters,
     TasksParameters,
@@ -407,6 +409,27 @@ def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(tmp_pat
     found = desk.rollouts(RolloutsParameters(run="x", why="error"))
     assert (found.total, found.facets["why"]["error"], {row.reward for row in found.rows}) == (3, 3, {None})
     assert desk.rollouts(RolloutsParameters(run="x", lowest=-1.0)).total == 12  # of 15
+
+
+def test_a_change_of_an_evaluation_is_clear_beyond_twice_its_error(tmp_path):
+    files, log = make_run(tmp_path / "x"), MetricsLog(tmp_path / "x" / "metrics.jsonl", "eval")
+    files.status_dir.mkdir()
+    for version, noise, gain in ((0, 0.1332, 0.5), (8, 0.1333, 0.75)):
+        means = {"eval/noise/reward_mean": noise, "eval/gain/reward_mean": gain, "eval/alone/reward_mean": gain}
+        log.write(version, means | {"eval/noise/reward_mean_stderr": 0.003, "eval/gain/reward_mean_stderr": 0.0625})
+    (row,) = Desk(Library([tmp_path / "x"])).runs(NoParameters()).runs
+    assert {one.name: one.clear for one in row.evals} == {"noise": False, "gain": True, "alone": True}
+
+
+def test_worked_examples_belong_to_the_prompt(tmp_path):
+    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files.status_dir.mkdir()
+    talk = [{"role": role, "content": role[0] + str(i)} for i in range(2) for role in ("user", "assistant")]
+    write_step(files, 1, [group(1, [0.0, 1.0], task=1, messages=talk, num_prompt_messages=3), group(2, [0.0, 1.0], task=2, messages=talk)])
+    for task, prompt, shown in ((1, 3, ["u0", "a0", "u1"]), (2, 0, ["u0"])):
+        detail = desk.rollout(RolloutParameters(run="x", group=task, rollout=1))
+        assert detail.prompt == prompt and [message.text for message in detail.messages] == ["u0", "a0", "u1", "a1"]
+        assert [message.text for message in desk.task(TaskParameters(run="x", env="sums", task=task)).prompt] == shown
 
 
 def test_a_bar_of_the_histogram_finds_what_it_counts(tmp_path):

@@ -17,7 +17,7 @@ from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
 from rl.launch.children import Children
-from rl.launch.prepare import REMEDY, delete_run, is_run_or_free, moved, ranges
+from rl.launch.prepare import REMEDY, clean_run, is_run_or_free, moved, ranges
 from rl.launch.run import launch
 from rl.orchestrator.batches import decode_state
 from rl.orchestrator.ending import RewardHistory
@@ -169,7 +169,7 @@ def take_place(run_dir: RunDir, *, clean: bool) -> None:
         try:
             if not clean and run_dir.anything_made(after=first_step(run_dir)):
                 raise RunError(f"{run_dir.root} exists: {REMEDY}")
-            delete_run(run_dir, lease)
+            clean_run(run_dir, lease, away=None)
         finally:
             lease.close()
     if versions := numbered(run_dir.weights_dir):

@@ -1,6 +1,7 @@
 """`rl collect`: plays training tasks without training and appends every rollout to a JSONL file."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -99,7 +100,9 @@ async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], c
     """Plays the tasks and samples that the file lacks and appends them to it."""
     homes = homes_of(config, say, recorded=bool(line.files))  # before anything is asked of the policy
     path = Path(values["output"]).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise RunError(f"--output {path}: {there} cannot be written to")
     present = read_present(path)
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
 
@@ -121,6 +124,7 @@ async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], c
         if not todo:
             print(f"all {sum(map(len, present.values()))} rollouts are in {path}: nothing is left to play")
             return 0
+        path.parent.mkdir(parents=True, exist_ok=True)
         await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
     return 0
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from rl.config.run import RLConfig
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import RunState
 from rl.run_dir.metrics import Curve, Lines, Numbers, ReadOnce, environment_rewards
@@ -12,6 +13,9 @@ from rl.wire.rollouts import Cause
 
 MANY = 0.1
 """Share of failed rollouts above which an environment is told of although it is trained."""
+
+MANY_LONG = 0.2
+"""Share of rollouts that are cut off, or outgrew the context, above which a step's line says so."""
 
 
 @dataclass
@@ -80,6 +84,24 @@ def step_fault(one: Played) -> str:
         return "left out"
     failed = f"{one.failed.total() / one.finished:.0%} failed" if one.failed.total() else ""
     return f"{failed}, none trained" if failed and not one.trained else failed
+
+
+def max_tokens(config: RLConfig) -> dict[str, int]:
+    """How many tokens an answer of each environment may have."""
+    return {env.label: config.sampling_of(env)["max_tokens"] for env in config.orchestrator.environment}
+
+
+def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Of a step's line the lengths that many rollouts are over: metric -> (`40% cut off`, the limit that does it, in a sentence)."""
+    found, most = {}, sorted(set(max_tokens(config).values()))
+    if (share := line.get("rollouts/truncated") or 0.0) > MANY_LONG:
+        limit = f"orchestrator.sampling.max_tokens = {', '.join(map(str, most))}"
+        found["rollouts/truncated"] = f"{share:.0%} cut off", f"an answer of {share:.0%} of its rollouts was cut off, at {limit}"
+    if (share := line.get("rollouts/overlong") or 0.0) > MANY_LONG:
+        limit = f"model.max_model_len = {config.model.max_model_len}"
+        ended = f"{share:.0%} of its rollouts ended because their next prompt left no room for an answer in {limit}"
+        found["rollouts/overlong"] = f"{share:.0%} overlong", ended
+    return found
 
 
 def environment_problems(state: RunState) -> list[Problem]:

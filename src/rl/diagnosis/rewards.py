@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 
 from rl.config.quick import TOKENS
+from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
@@ -55,12 +56,13 @@ def verdict(state: RunState) -> str:
     for rollout in read_all(state.run_dir.rollout_files().values(), damaged=[]):
         rollouts[rollout.get("env", "")].append(rollout)
     with_teacher = {env.label for env in state.config.orchestrator.environment if env.teacher or state.config.orchestrator.teacher}
-    found = [f"{env}: {what_rollouts_say(each, env in with_teacher)}" for env, each in sorted(rollouts.items())]
+    limits = max_tokens(state.config)
+    found = [f"{env}: {what_rollouts_say(each, env in with_teacher, limits.get(env))}" for env, each in sorted(rollouts.items())]
     return "; ".join([head, *found, *([f"see {state.run_dir.rollouts_dir}"] if found else [])])
 
 
-def what_rollouts_say(rollouts: list[Row], has_teacher: bool) -> str:
-    """The rewards of an environment's rollouts, what can be learned from them, and how many failed or were cut off."""
+def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None) -> str:
+    """The rewards of an environment's rollouts, what can be learned from them, and how many failed or were cut off at `limit` tokens."""
     count, failed = len(rollouts), [rollout["error"] for rollout in rollouts if rollout.get("error")]
     if len(failed) == count:
         return f"all {count} rollouts failed: {failed[0].splitlines()[0]}"
@@ -83,7 +85,8 @@ def what_rollouts_say(rollouts: list[Row], has_teacher: bool) -> str:
     if failed:
         text += f"; {len(failed)} of {count} failed: {failed[0].splitlines()[0]}"
     if (cut := sum(rollout.get("outcome") == "truncated" for rollout in rollouts)) > count / 5:
-        text += f"; {cut} of {count} answers were cut off (--quick allows {TOKENS} tokens)"
+        whose = f"--quick allows {TOKENS} tokens" if limit == TOKENS else f"sampling.max_tokens = {limit}"
+        text += f"; {cut} of {count} answers were cut off ({whose})"
     return text
 
 

@@ -124,8 +124,9 @@ def reasons_of(row: Row) -> list[str]:
 
 
 def number_of(row: Row, name: str) -> float | None:
-    """A field of a rollout that is a finite number, or one of its environment's own metrics; None if it has no such."""
-    for value in (row.get(name), metrics_of(row).get(name)):
+    """A field of a rollout that is a finite number, or one of its environment's own metrics; None if it has no such. One that failed has no
+    reward and no advantage, whatever earlier versions of rl wrote."""
+    for value in (None if name in ("reward", "advantage") and row.get("error") else row.get(name), metrics_of(row).get(name)):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
     return None
@@ -179,28 +180,50 @@ def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def messages_text(messages: list[dict[str, Any]]) -> str:
-    """A whole conversation as text."""
-    return "\n".join(message_text(message).replace("\n", "\n    ") for message in messages)
+PROMPT_ENDS = "[the prompt ends here]"
+
+
+def num_prompt_messages(row: Row) -> int:
+    """How many messages at the beginning of a rollout the policy did not write; 0 where the line does not say, as those of earlier versions
+    of rl do not."""
+    number = row.get("num_prompt_messages")
+    return number if isinstance(number, int) and 0 <= number <= len(row["messages"]) else 0
+
+
+def prompt_end(messages: list[dict[str, Any]], num_prompt: int) -> list[str]:
+    """The line that tells a prompt's worked examples from what the policy said; none where the prompt has no answers."""
+    return [PROMPT_ENDS] if any(message.get("role") == "assistant" for message in messages[:num_prompt]) else []
+
+
+def messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
+    """A whole conversation as text. num_prompt: as `num_prompt_messages` has it."""
+    texts = [message_text(message).replace("\n", "\n    ") for message in messages]
+    return "\n".join([*texts[:num_prompt], *prompt_end(messages, num_prompt), *texts[num_prompt:]])
 
 
 MOST_MESSAGES = 10
 """Of a conversation in short: its beginning and its end."""
+LEAST_OF_PROMPT = 2
+"""So many of them are left to the prompt where what follows it is long: its first message and its last."""
 MOST_CHARACTERS, MOST_LINES = 4000, 60
 """Of a conversation in short, shared by its messages."""
 
 
-def short_messages_text(messages: list[dict[str, Any]]) -> str:
-    """A conversation of any length on about one screen: what is in the middle of it, and of its messages, is left out and counted."""
-    left_out = len(messages) - MOST_MESSAGES
-    head = messages[: MOST_MESSAGES // 2] if left_out > 0 else messages
-    tail = messages[left_out + MOST_MESSAGES // 2 :] if left_out > 0 else []
-    shown = max(1, len(head) + len(tail))
+def short_messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
+    """A conversation of any length on about one screen: what is in the middle of it, of the prompt first, and of its messages, is left out
+    and counted."""
+    prompt, rest = messages[:num_prompt], messages[num_prompt:]
+    for_rest = min(len(rest), MOST_MESSAGES - min(len(prompt), LEAST_OF_PROMPT))
+    shown = max(1, min(len(messages), MOST_MESSAGES))
     limits = max(200, MOST_CHARACTERS // shown), max(4, MOST_LINES // shown)
-    texts = [cut_middle(message_text(message), *limits).replace("\n", "\n    ") for message in [*head, *tail]]
-    if left_out > 0:
-        texts.insert(len(head), f"[... {left_out:,} messages ...]")
-    return "\n".join(texts)
+
+    def texts(part: list[dict[str, Any]], room: int) -> list[str]:
+        left_out, head = max(0, len(part) - room), room // 2 if len(part) > room else len(part)
+        kept = [*part[:head], *part[head + left_out :]]
+        found = [cut_middle(message_text(message), *limits).replace("\n", "\n    ") for message in kept]
+        return [*found[:head], *([f"[... {left_out:,} messages ...]"] if left_out else []), *found[head:]]
+
+    return "\n".join([*texts(prompt, MOST_MESSAGES - for_rest), *prompt_end(messages, num_prompt), *texts(rest, for_rest)])
 
 
 def heading(row: Row) -> str:
@@ -210,9 +233,9 @@ def heading(row: Row) -> str:
     place = [f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None]
     place += [f"agent {row['agent']}"] if row.get("agent", "agent") != "agent" else []
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in metrics_of(row).items() if isinstance(value, (int, float)))
-    reward = f"{row['reward']:.3f}" if isinstance(row["reward"], (int, float)) else "-"
-    scores = [f"reward {reward}" + (f" ({metrics})" if metrics else "")]
-    scores += [f"advantage {row['advantage']:+.3f}"] if isinstance(row.get("advantage"), (int, float)) else []
+    reward, advantage = number_of(row, "reward"), number_of(row, "advantage")
+    scores = ["no reward" if reward is None else f"reward {reward:.3f}" + (f" ({metrics})" if metrics else "")]
+    scores += [f"advantage {advantage:+.3f}"] if advantage is not None else []
     if "why" in row:
         scores.append(TRAINED if row["why"] is None else f"not trained: {row['why']}")
     return visible(f"{', '.join(place)}\n  {', '.join(scores)}\n  {ending(row)}")
@@ -233,4 +256,4 @@ def ending(row: Row) -> str:
 def rollout_text(row: Row) -> str:
     """A rollout in full, with its error if it failed."""
     error = [visible(f"error: {row['error']}").replace("\n", "\n    ")] if row.get("error") else []
-    return "\n".join([heading(row), messages_text(row["messages"]), *error])
+    return "\n".join([heading(row), messages_text(row["messages"], num_prompt_messages(row)), *error])

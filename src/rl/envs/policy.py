@@ -1,9 +1,10 @@
 """What environments sample from: messages in, an answer out, and every turn kept exactly as it was sent and sampled."""
 
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rl.config.run import RendererConfig
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
@@ -25,6 +26,19 @@ class RolloutError(Exception):
     def __init__(self, cause: Cause, message: str):
         super().__init__(message)
         self.cause: Cause = cause
+
+
+class Talk(Protocol):
+    """What an episode asks of the policy while it is played."""
+
+    turns: Turns
+
+    def messages(self) -> tuple[list[Message], list[Message]]:
+        """A conversation as far as it came: its first prompt, and what followed."""
+
+
+TALKS: ContextVar[list[Talk]] = ContextVar("TALKS")
+"""Where an environment puts the talk of each episode, in their order: who plays it has them when the environment's code raises."""
 
 
 class Policy:
@@ -80,6 +94,14 @@ class Past:
     """Messages in the form of `comparable`, or pieces of text."""
     tools: list[Tool] | None = None
     """Those that the turn was offered."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Messages before the conversation's first answer."""
+        past = self
+        while past.before:
+            past = past.before
+        return len(past.added) - 1
 
     def whole(self) -> list[Any]:
         """The conversation from its beginning."""

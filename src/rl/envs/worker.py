@@ -173,8 +173,9 @@ class Worker:
 
     async def play_once(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         """The one broad catch around rollouts: an environment may raise anything, and that is a failed rollout, not a failed run."""
-        from rl.envs.policy import RolloutError
+        from rl.envs.policy import TALKS, RolloutError
 
+        TALKS.set(talks := [])
         try:
             with spans.span("play", "rollouts", task=order.task, split=order.split):
                 return await self.env.play(order, num_episodes)
@@ -188,7 +189,14 @@ class Worker:
         except (Exception, SystemExit) as error:  # an environment's exit() must not end the others' rollouts
             text = "".join(traceback.format_exception(error))
             failed = Rollout(stop="error", cause="environment", error=f"{type(error).__name__}: {error}\n{text[-MAX_ERROR // 2 :]}")
-        return [[msgspec.structs.replace(failed)] for _ in range(num_episodes)]
+        return [[with_talk(failed, *talks[i : i + 1])] for i in range(num_episodes)]
+
+
+def with_talk(failed: Rollout, talk: Any = None) -> Rollout:
+    """A copy of a failed rollout, with what was said before the environment's code raised: a `Talk`, or None."""
+    prompt, answered = talk.messages() if talk else ([], [])
+    said = {"turns": talk.turns, "messages": [*prompt, *answered], "num_prompt_messages": len(prompt)} if talk else {}
+    return msgspec.structs.replace(failed, **said)
 
 
 def numbered(finished: Iterable[asyncio.Task[list[Episode]]], parts: Mapping[asyncio.Task[list[Episode]], Sequence[int]]) -> list[Rollout]:

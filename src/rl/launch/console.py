@@ -12,8 +12,8 @@ import time
 from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
-from rl.diagnosis.environments import step_texts
-from rl.diagnosis.rollouts import heading, read_rollouts, short_messages_text
+from rl.diagnosis.environments import length_texts, step_texts
+from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, short_messages_text
 from rl.diagnosis.state import span
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
@@ -57,7 +57,7 @@ COLUMNS = (
     Column("time", "trainer", "time/step", 7, ".1f", 3, 3),
     Column("left", "console", "left", 7, "", 4, 4),
 )
-"""`eval` is the newest one's mean reward, `left` the time until the last step."""
+"""`eval` is the newest mean reward of the first evaluation that is configured, `left` the time until the last step."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
 """Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
 STEP_WIDTH, NOTES_WIDTH = 6, 20
@@ -84,7 +84,9 @@ def intro_lines(config: RLConfig) -> list[str]:
         return [f"{config.name}: {what}", f"  {length} of {config.sft.batch_size} examples a step, {where}"]
     envs = ", ".join(env.label for env in config.orchestrator.environment)
     length = f"{config.max_steps} steps of {batch_text(config)}, max_lag {config.max_lag}"
-    return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}"]
+    evals = [entry.label for entry in config.orchestrator.eval]
+    shown = [f"  column eval: {evals[0]}, the first of {len(evals)} evaluations"] if len(evals) > 1 else []
+    return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}", *shown]
 
 
 def batch_text(config: RLConfig) -> str:
@@ -126,11 +128,12 @@ def header(columns: Columns) -> str:
     return f"{'step':>6}{names}  of that waiting"
 
 
-def newest_eval(lines: dict[tuple[int, str], Line], step: int) -> float | None:
-    """Mean over the evaluations of the newest version that was evaluated until `step`."""
-    versions = [version for version, source in lines if source == "eval" and version <= step]
-    rewards = [value for key, value in lines[max(versions), "eval"].items() if key.endswith("/reward_mean")] if versions else []
-    return sum(rewards) / len(rewards) if rewards else None
+def newest_eval(lines: dict[tuple[int, str], Line], metric: str, step: int) -> tuple[int, float | None]:
+    """(the newest version up to `step` that has an evaluation's metric, its value); (0, None) if none has."""
+    return max(
+        ((at, line[metric]) for (at, source), line in lines.items() if source == "eval" and at <= step and metric in line),
+        default=(0, None),
+    )
 
 
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
@@ -175,7 +178,7 @@ def eval_text(step: int, line: Line) -> str:
 
 def rollout_text(rollout: Line) -> str:
     """One rollout in short."""
-    text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'])}"
+    text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'], num_prompt_messages(rollout))}"
     return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 
 
@@ -193,9 +196,12 @@ class Console:
         self.sources = {"trainer"} if config.sft else {"orchestrator", "trainer"}
         self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
         self.limit = RUN_LIMITS[config.model.dtype]
-        evaluated = sorted(read_metrics(run_dir.metrics, "eval").items())
-        self.lines = read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES) | dict(evaluated[-1:])
-        """Those of the newest steps, and of the newest evaluations."""
+        self.eval_metric = next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
+        """Of the column `eval`. Intervals differ, so a mean over those that a version has would move with what is in it."""
+        evaluated = read_metrics(run_dir.metrics, "eval", wanted=lambda name: name == self.eval_metric)
+        newest = sorted(at for at, line in evaluated.items() if self.eval_metric in line)[-1:]
+        self.lines = {at: evaluated[at] for at in newest} | read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
+        """Those of the newest steps, and of the newest evaluation in the table."""
         self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
         """The newest step that was printed, or that was there before a resume."""
         self.max_steps = config.max_steps
@@ -205,7 +211,7 @@ class Console:
         """The columns of the heading that was printed last."""
         self.lines_since = 0
         """Lines printed since then."""
-        self.said_short = self.said_costly = False
+        self.said_short, self.said_costly, self.said_long = False, False, set[str]()
         self.bar = ProgressBar(self.out) if self.out.isatty() else None
 
     @property
@@ -277,8 +283,7 @@ class Console:
 
     def _forget(self) -> None:
         """Drops the lines that no later step needs: a run may have a million."""
-        evaluated = sorted(version for version, source in self.lines if source == "eval" and version <= self.shown)
-        oldest = {"eval": evaluated[-1] if evaluated else 0}
+        oldest = {"eval": newest_eval(self.lines, self.eval_metric, self.shown)[0]}
         self.lines = {key: line for key, line in self.lines.items() if key[0] >= oldest.get(key[1], self.shown - PACE_STEPS)}
 
     def _complete(self, step: int) -> bool:
@@ -290,10 +295,15 @@ class Console:
             self.say(header(columns))
             self.headed, self.lines_since = columns, 0
         orchestrator, trainer = self.lines.get((step, "orchestrator"), {}), self.lines[step, "trainer"]
-        own = {"eval": {"newest": newest_eval(self.lines, step)}, "console": {"left": self._left(step)}}
+        own = {"eval": {"newest": newest_eval(self.lines, self.eval_metric, step)[1]}, "console": {"left": self._left(step)}}
         row = step_line(step, {"orchestrator": orchestrator, "trainer": trainer, **own}, columns)
-        self.say(with_notes(row, step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), self.width))
+        long = length_texts(self.config, orchestrator)
+        notes = [*step_notes(orchestrator, trainer, self.config.orchestrator.batch_size), *(note for note, _ in long.values())]
+        self.say(with_notes(row, notes, self.width))
         self.shown = step
+        for metric in sorted(long.keys() - self.said_long):
+            self._say_folded(f"  step {step}: {long[metric][1]} ({metric})")
+        self.said_long |= long.keys()
         if orchestrator.get("rollouts/missing") and not self.said_short:
             self._explain_short_batch(step, orchestrator)
         every = self.config.orchestrator.show_rollout_every
@@ -305,8 +315,9 @@ class Console:
         self.said_short = True
         limit, played = self.config.orchestrator.max_refill, line.get("rollouts/finished", 0)
         self._say_folded(
-            f"  step {step} trained a short batch: too few of the {played:g} rollouts that were played for it are in groups that can be "
-            f"trained, and orchestrator.max_refill = {limit} batches are the most that is played for one"
+            f"  step {step} trained a short batch: too few of the {played:g} rollouts that finished since the batch before are in groups "
+            f"that can be trained; no more are begun than orchestrator.max_refill = {limit} batches' worth for each batch that may be "
+            f"sampled by now (max_lag = {self.config.max_lag})"
         )
 
     def _left(self, step: int) -> str | None:

@@ -119,9 +119,10 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         else:
             if clean:
                 origin = read_origin(run_dir)
-                delete_run(run_dir, lease)
+                clean_run(run_dir, lease, run_dir.cleaned if made else None)
                 base = f", a {origin}: what starts now begins at the base model" if origin else ""
-                notes += [f"deleted the run in {run_dir.root}{base}"] if exists else []
+                until = f" as soon as this one has finished a group or a step; until then it is in {run_dir.cleaned}" if made else ""
+                notes += [f"{'deletes' if made else 'deleted'} the run in {run_dir.root}{until}{base}"] if exists else []
             elif made:
                 raise RunError(f"{run_dir.root} exists: {REMEDY}")
             elif exists:
@@ -195,22 +196,28 @@ def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
         list(threads.map(lambda path: hold_role(path, ROLE_WAIT_S).close(), locks))
 
 
-def delete_run(run_dir: RunDir, lease: Lease) -> None:
-    """Empties the run directory except for our lock and lease. config.toml goes last, so that an interrupted deletion can be repeated."""
+def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
+    """Empties the run directory except for our lock and lease: all of it moves to `away`, but for weights that lie elsewhere, which follow
+    from what moves; without `away` it is deleted. config.toml goes last, so that what was interrupted can be repeated."""
     stored = None
     with contextlib.suppress(RunError):  # no configuration, or one of another version of rl: then only the new one's weights are known
         stored = as_written(run_dir.root)
     if stored and stored.trainer.weights.dir and not copied_from(stored.run_dir, run_dir):
         delete_weights(stored.run_dir.weights_dir)
-    delete_weights(run_dir.weights_dir)
-    for path in [*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()]:
-        if path in (run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path):
-            continue
-        if path.is_dir() and not path.is_symlink():
+    if not (away and run_dir.weights_dir.is_relative_to(run_dir.root)):
+        delete_weights(run_dir.weights_dir)
+    if away and away.exists():
+        shutil.rmtree(away)
+    kept = (run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path, run_dir.cleaned)
+    for path in [*({*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()} - {*kept}), *filter(Path.exists, [run_dir.config])]:
+        if away:
+            target = away / path.relative_to(run_dir.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    run_dir.config.unlink(missing_ok=True)
 
 
 def delete_weights(weights_dir: Path) -> None:
@@ -232,7 +239,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
         remedies = (
             f"  go on with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start another with a new --name;",
-            "  or delete this one with --clean. MAY_CHANGE in rl/launch/prepare.py lists what a resume may change",
+            "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
         )
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
     newest = max(run_dir.newest_batch(), max(numbers(run_dir.checkpoints), default=0))

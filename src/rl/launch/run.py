@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+import shutil
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -68,6 +70,8 @@ class Watch:
         self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
+        self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
+        """The run that was here before, as long as it is to stay."""
         self.trackers = trackers(config, self.run_dir, self.console.say)
         while self.trackers and (old_lines := self.reader.new()):  # the console has read the newest of these on its own
             for tracker in self.trackers:
@@ -88,6 +92,9 @@ class Watch:
         lines = self.reader.new()
         self.console.update(lines)
         self.picture.poll(len(lines))
+        if self.cleaned and self.run_dir.anything_made():
+            threading.Thread(target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}).start()
+            self.cleaned = None
         if self.page:
             self.page.poll()
         for tracker in self.trackers:
@@ -174,6 +181,8 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     watch.close(code)
     if code == 1 and not prepared.run_dir.anything_made():
         print("nothing was made yet: a start with other settings uses the directory again", file=sys.stderr)
+        if watch.cleaned:
+            print(f"the run that was there before --clean is in {watch.cleaned}: move it to where it is to go on", file=sys.stderr)
     elif code:
         print(f"resume with: {again}", file=sys.stderr)
     return code

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.config.command_line import without_none
 from rl.config.run import RLConfig
-from rl.diagnosis.rollouts import TRAINED, messages_text, read_rollouts
+from rl.diagnosis.rollouts import TRAINED, messages_text, num_prompt_messages, read_rollouts
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.paths import RunDir
 from rl.system.credentials import redact
@@ -123,5 +123,5 @@ def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
     """The rollouts of a step as rows of FIELDS, what became of each, and its conversation. No row has a secret."""
     with contextlib.suppress(FileNotFoundError, CorruptFileError):
         for row in read_rollouts(run_dir.rollouts(step)):
-            text = cut_middle(redact(messages_text(row["messages"])), MOST_CHARACTERS, MOST_LINES)
+            text = cut_middle(redact(messages_text(row["messages"], num_prompt_messages(row))), MOST_CHARACTERS, MOST_LINES)
             yield [*(row.get(name) for name in FIELDS), row.get("why") or TRAINED, text]

@@ -132,7 +132,7 @@ def rollout_line(group: Group, i: int, step: int | None, mask_truncated: bool = 
         "group_id": group.group_id,
         "rollout_id": i,
         "episode": rollout.episode,
-        "advantage": group.advantages[i] if group.advantages else 0.0,
+        "advantage": None if rollout.error else group.advantages[i] if group.advantages else 0.0,
         "retries": rollout.retries,
         "trained": why is None,
         "why": why,

@@ -36,6 +36,8 @@ DTYPES: Mapping[str, str] = {
     "gone": "u1",
 }
 """The columns. `offset` and `length` say where the line stands in its file, bytes of its text; `gone`: that file is there no more."""
+FLAGS = ("failed", "truncated")
+"""Columns that hold whether it is so."""
 WORDS = ("env", "agent", "outcome", "stop", "why")
 """Columns that hold a word's code."""
 OPTIONAL = ("step", "version", "first_version", "group_id", "rollout_id", "episode")

@@ -13,8 +13,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, parse_rollout, rollout_text
-from rl.records.columns import METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
+from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, num_prompt_messages, parse_rollout, rollout_text
+from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
@@ -168,7 +168,8 @@ class Rollout:
     @property
     def text(self) -> str:
         """The conversation as text. Raises as `row` does."""
-        return messages_text(self.messages)
+        row = self.row
+        return messages_text(row["messages"], num_prompt_messages(row))
 
     def __str__(self) -> str:
         return rollout_text(self.row)
@@ -213,6 +214,8 @@ class Rollouts(Sequence[Rollout]):
         values = self._columns[name][self.places]
         if name == "kind":
             return np.array(list(KINDS.values()), dtype=object)[values]
+        if name in FLAGS:
+            return values.astype(bool)
         return np.array(self._columns.words[name].words, dtype=object)[values] if name in WORDS else values
 
     def sorted(self, name: str, *, descending: bool = False) -> "Rollouts":

@@ -71,6 +71,8 @@ class RunDir:
         self.data = root / "data"
         """The examples of supervised fine-tuning as token ids."""
         self.discarded = root / "discarded"
+        self.cleaned = root / ".cleaned"
+        """The run that was here before --clean, until this one has made something."""
         self.status_dir = root / "status"
         self.run_end = self.status_dir / "orchestrator.end"
         """Why the run ended: a status.RunEnd."""

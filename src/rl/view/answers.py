@@ -22,6 +22,8 @@ class EvalChange(Answer):
     last: float
     first_version: int
     last_version: int
+    clear: bool
+    """Whether they are further apart than twice the standard error of their difference."""
 
 
 class RunRow(Answer):
@@ -227,6 +229,8 @@ class RolloutDetail(Answer):
 
     row: RolloutRow
     messages: list[Message]
+    prompt: int
+    """So many of the messages are the prompt; 0 where the rollout's line does not say."""
     metrics: dict[str, float | None]
     """Values of reward functions and other metrics."""
     fields: dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl.diagnosis.rollouts import Row, content_texts, plain
+from rl.diagnosis.rollouts import Row, content_texts, num_prompt_messages, plain
 from rl.records.columns import NONE
 from rl.records.rollouts import ERROR, Rollout, Rollouts
 from rl.records.run import Run
@@ -236,6 +236,7 @@ def in_full(run: Run, found: Rollouts) -> RolloutDetail:
     return RolloutDetail(
         row=number,
         messages=messages_of(row),
+        prompt=num_prompt_messages(row),
         metrics={name: finite(value) for name, value in rollout.metrics.items()},
         fields={name: visible(value) if isinstance(value, str) else value for name, value in row.items() if name not in shown},
         error=visible(str(row.get("error") or "")),

@@ -180,7 +180,10 @@ def eval_changes(run: Run) -> list[EvalChange]:
         versions, values = run.numbers.curve(f"eval/{name}/reward_mean", "eval")
         if len(values):
             first, last = map(float, (values[0], values[-1]))
-            found.append(EvalChange(name=name, first=first, last=last, first_version=int(versions[0]), last_version=int(versions[-1])))
+            begin, end = int(versions[0]), int(versions[-1])
+            errors = dict(zip(*run.numbers.curve(f"eval/{name}/reward_mean_stderr", "eval"), strict=True))
+            clear = abs(last - first) > 2 * math.hypot(errors.get(begin, 0.0), errors.get(end, 0.0))
+            found.append(EvalChange(name=name, first=first, last=last, first_version=begin, last_version=end, clear=clear))
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.diagnosis.rollouts import num_prompt_messages
 from rl.records.columns import NONE
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
@@ -107,12 +108,13 @@ def mean(rewards: np.ndarray) -> float | None:
 
 
 def prompt_of(rollouts: Rollouts) -> list:
-    """The messages before the first answer, of the newest rollout whose text is there."""
+    """The prompt, of the newest rollout whose text is there: the messages before the first answer where its line does not say."""
     for rollout in reversed(list(rollouts)):
         try:
-            messages = messages_of(rollout.row)
+            row = rollout.row
         except RunError:
             continue
-        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        return messages[: answers[0]] if answers else messages
+        messages = messages_of(row)
+        first = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        return messages[: num_prompt_messages(row) or first]
     return []

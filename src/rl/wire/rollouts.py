@@ -26,6 +26,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     turns: Turns | list[Turn] = []
     """Always Turns; a list becomes that, also in what older versions of rl wrote."""
     messages: list[dict[str, Any]] = []
+    num_prompt_messages: int | None = None
+    """So many messages at the beginning are the prompt: the policy wrote none of them, worked examples included. None: not known."""
     reward: float = 0.0
     metrics: dict[str, float] = {}
     stop: str = ""
@@ -82,7 +84,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {
             "agent": self.agent,
             "messages": self.messages,
-            "reward": self.reward,
+            **({"num_prompt_messages": self.num_prompt_messages} if self.num_prompt_messages is not None else {}),
+            "reward": None if self.error else self.reward,
             "metrics": self.metrics,
             "outcome": self.outcome,
             "stop": self.stop,

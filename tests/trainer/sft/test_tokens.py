@@ -301,6 +301,38 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path):
         prepared(tmp_path / "y", folders / "chatml", {"messages": TWO_TURNS, "reward": 1}, min_reward=0.5)
 
 
+WORKED = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "2"},
+    *TWO_TURNS,
+]
+"""A worked example, and two turns of the policy."""
+
+
+def test_worked_examples_of_a_rollouts_prompt_are_never_trained(folders, tmp_path):
+    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
+    tries = iter(range(9))
+
+    def trained(settings=None, **line):
+        row = rollout(1, 1.0, "") | {"messages": WORKED, "num_turns": 2} | line
+        samples, manifest = prepared(tmp_path / f"try{next(tries)}", folders / "chatml", row, **settings or {})
+        return "".join(text for sample in samples for was_trained, text in as_text(renderer, sample) if was_trained), manifest["warnings"]
+
+    own = ("2<|im_end|>Yes, 2.<|im_end|>", [])
+    assert trained(num_prompt_messages=3) == trained(num_prompt_messages=3, num_turns=0) == own
+    assert trained(num_prompt_messages=2) == own, "the messages before the policy's first are no answers"
+    assert trained(num_turns=3) == ("2<|im_end|>" + own[0], []), "an old line of which every answer was sampled"
+    with pytest.raises(RunError, match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the line does not say which.*last"):
+        trained()
+    with pytest.raises(RunError, match="the policy sampled 1 of its 2 answers, and the environment wrote the others"):
+        trained(num_prompt_messages=3, num_turns=1)
+    with pytest.raises(RunError, match="num_prompt_messages is 7; of 6 messages"):
+        trained(num_prompt_messages=7)
+    assert trained({"train": "last"}) == ("Yes, 2.<|im_end|>", [])
+    [warning] = trained(num_turns=0)[1]
+    assert warning.startswith("all answers of rollouts are trained, worked examples in their prompts, too: earlier versions")
+
+
 def test_hugging_face_datasets(folders, tmp_path):
     rows = [{"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]}, {"messages": TWO_TURNS}]
     datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "saved"))

@@ -202,11 +202,13 @@ class PolicyClient(Client):
         kept = [int(id) for id in ids if id.isdecimal() and int(id) < len(self.turns)]
         return Turns.of(self.turns[i] for i in kept) if kept and kept != list(range(len(self.turns))) else self.turns
 
-    def messages(self) -> list[Message]:
-        """The newest chat as far as it came, for a rollout whose environment gave no messages."""
+    def messages(self) -> tuple[list[Message], list[Message]]:
+        """The newest chat as far as it came, for a rollout whose environment gave no messages: its first prompt, and what followed."""
         chats = [conversation for conversation in self.conversations.values() if isinstance(conversation, Conversation)]
         turns = [turn for chat in chats for turn in chat.history]
-        return turns[-1].whole() if turns else []
+        whole = turns[-1].whole() if turns else []
+        num_prompt = turns[-1].num_prompt if turns else 0
+        return whole[:num_prompt], whole[num_prompt:]
 
 
 def endpoint_clients(endpoint: Endpoint) -> dict[bool, Client]:

@@ -33,7 +33,7 @@ from rl.envs.classic.loading import (
 from rl.envs.classic.rewards import Scoring, watch
 from rl.envs.classic.rows import load_rows
 from rl.envs.environment import limited, places, without_exit
-from rl.envs.policy import SAMPLING_KEYS, Policy, RolloutError
+from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.run_dir import spans
 from rl.system.functions import Blame
@@ -210,6 +210,7 @@ class ClassicEnvironment:
         else:
             client, model = PolicyClient(self.policy, order, task.completion_style), "policy"
             play.client = client
+            TALKS.get([]).append(client)
         try:
             async with limited(self.generating, self.spec.timeout_s, "generating the rollout"):
                 play.state = await task.env.rollout(task.row, client, model, sampling)
@@ -272,9 +273,11 @@ def as_rollout(play: Play) -> Rollout:
     """A finished or failed play as a Rollout."""
     client, state, failure = play.client, play.state, play.failure
     turns = client.kept_turns(state.get("trajectory") or []) if client else []
+    prompt, answered = messages_of(state) if state else client.messages() if client else ([], [])
     rollout = Rollout(
         turns=turns,
-        messages=messages_of(state) if state else client.messages() if client else [],
+        messages=[*prompt, *answered],
+        num_prompt_messages=len(prompt),
         stop=state.get("stop_condition") or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
         truncated=bool(state.get("is_truncated")) or any(answer.finish_reason == "length" for answer in getattr(turns, "answers", turns)),
         overlong=play.overlong,
@@ -302,12 +305,12 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
     return metrics
 
 
-def messages_of(state: dict[str, Any]) -> list[Message]:
+def messages_of(state: dict[str, Any]) -> tuple[list[Message], list[Message]]:
     """Prompt and completion in the form of chat APIs."""
     prompt, completion = state.get("prompt") or [], state.get("completion") or []
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return [chat_message(message) for message in [*prompt, *completion]]
+    return [chat_message(message) for message in prompt], [chat_message(message) for message in completion]
 
 
 def cause_chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -67,9 +67,11 @@ def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None)
         raise RolloutError("inference", no_tokens("NeMo Gym"))
     if turns and incomplete == "max_output_tokens" and not unanswered:
         turns[-1].finish_reason = "length"
+    prompt = to_messages(input_items(params))
     return Rollout(
         turns=turns,
-        messages=to_messages([*input_items(params), *items]),
+        messages=[*prompt, *to_messages(items)],
+        num_prompt_messages=len(prompt),
         reward=float(reward),
         metrics=metrics_of(reply, body),
         stop=incomplete or "completed",

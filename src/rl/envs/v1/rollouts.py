@@ -41,9 +41,11 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
     overlong = trace.stop_condition == OVERLONG
+    messages, num_prompt = messages_of(trace)
     rollout = Rollout(
         turns=turns,
-        messages=messages_of(trace),
+        messages=messages,
+        num_prompt_messages=num_prompt,
         reward=float(trace.reward),
         metrics=metrics,
         stop=trace.stop_condition or "",
@@ -109,8 +111,12 @@ def error_text(error: vf.Error) -> str:
     return f"{error.type}: {error.message}" + (f"\n{error.traceback[-MAX_TRACEBACK:]}" if error.traceback else "")
 
 
-def messages_of(trace: vf.Trace) -> list[dict[str, Any]]:
-    """The conversation's last branch; before the first answer, the task's opening messages."""
-    if trace.branches:
-        return [message_to_wire(message) for message in trace.branches[-1].messages]
-    return opening(trace.task.data.system_prompt, trace.task.data.prompt)
+def messages_of(trace: vf.Trace) -> tuple[list[dict[str, Any]], int]:
+    """The conversation's last branch, and how many of its messages come before the first that was sampled; before the first answer, the
+    task's opening messages. Where a harness rewrote what had been said, the rewritten messages are no longer what was sampled."""
+    if branches := trace.branches:
+        nodes = branches[-1].nodes
+        num_prompt = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
+        return [message_to_wire(node.message) for node in nodes], num_prompt
+    messages = opening(trace.task.data.system_prompt, trace.task.data.prompt)
+    return messages, len(messages)

@@ -22,6 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"prompt": "What is 2 + 2?", "completion": "4"} or {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}'
 ROLLOUT = {"messages", "reward", "outcome"}
 """Columns of rollouts/*.jsonl and of what `rl collect` writes."""
+OLD_LINE = "earlier versions of rl did not record where a prompt ends (num_prompt_messages)"
 UNUSED_OUTCOMES = ("failed", "timeout", "truncated", "overlong", "empty")
 """A rollout that failed says nothing; the others end where the policy did not mean to end."""
 
@@ -50,6 +51,8 @@ class Example:
     """Prompt and completion, if the row has them as text; `messages` then says the same as a chat."""
     task: str
     """Examples of one task are never split between training and validation."""
+    doubt: str = ""
+    """What cannot be told of it, for a warning."""
 
 
 def sources(config: SftConfig) -> dict[str, Source]:
@@ -184,7 +187,9 @@ def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
     tools = tools_in(row.get(columns.tools), f"{place}: {columns.tools}")
     task = task_of(row, place)
     if columns.messages in row:
-        return Example(place, messages_in(row[columns.messages], f"{place}: {columns.messages}"), 0, tools, None, task)
+        messages = messages_in(row[columns.messages], f"{place}: {columns.messages}")
+        num_prompt, doubt = prompt_of(row, messages, place, config) if set(row) >= ROLLOUT else (0, "")
+        return Example(place, messages, num_prompt, tools, None, task, doubt)
     if columns.prompt not in row or columns.completion not in row:
         wanted = f"neither {columns.messages} nor {columns.prompt} and {columns.completion}"
         there = ", ".join(row) or "nothing"
@@ -194,6 +199,24 @@ def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
     context = as_messages(prompt, "user", f"{place}: {columns.prompt}")
     answer = as_messages(completion, "assistant", f"{place}: {columns.completion}")
     return Example(place, context + answer, len(context), tools, (prompt, completion) if both_text else None, task)
+
+
+def prompt_of(row: dict[str, Any], messages: list[Message], place: str, config: SftConfig) -> tuple[int, str]:
+    """How many messages at the beginning of a rollout are its prompt, and what is doubtful about it. Raises RunError where answers behind
+    the prompt cannot all be the policy's, and all would be trained."""
+    num_prompt, turns = row.get("num_prompt_messages"), row.get("num_turns")
+    if num_prompt is not None and not (isinstance(num_prompt, int) and 0 <= num_prompt <= len(messages)):
+        raise RunError(f"{place}: num_prompt_messages is {num_prompt!r}; of {len(messages)} messages so many are the prompt")
+    answers = sum(message["role"] == "assistant" for message in messages[num_prompt or 0 :])
+    if config.train == "last" or answers <= 1:
+        return num_prompt or 0, ""
+    if isinstance(turns, int) and 0 < turns < answers:
+        which = "the environment wrote the others" if num_prompt is not None else f"the line does not say which: {OLD_LINE}"
+        remedy = 'train the last answer of each alone, sft.train = "last", or play new ones with `rl collect`'
+        raise RunError(f"{place}: the policy sampled {turns} of its {answers} answers, and {which}; {remedy}")
+    if num_prompt is None and not turns:
+        return 0, f"all answers of rollouts are trained, worked examples in their prompts, too: {OLD_LINE}"
+    return num_prompt or 0, ""
 
 
 def as_messages(value: Any, role: str, place: str) -> list[Message]:

@@ -74,6 +74,8 @@ class Tokenizer:
 
     def samples(self, example: Example, counts: Counter[str]) -> list[Tokens]:
         """The sequences of an example that are trained: one, several if the template rewrites earlier turns, none if nothing is left."""
+        if example.doubt:
+            self.warnings.add(example.doubt)
         if example.text and not self.chat:
             found = [self.plain_text(*example.text)] if example.text[1] else []
         else:

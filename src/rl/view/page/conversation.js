@@ -24,13 +24,21 @@ function partsOf(text) {
   return parts;
 }
 
-/** @param {{messages: Message[]}} props */
-export function Conversation({ messages }) {
+/** Where a rollout's prompt ends: before the first answer where its line does not say. @param {{messages: Message[], prompt: number}} rollout */
+export function promptEnd({ messages, prompt }) {
+  const first = messages.findIndex((message) => message.role === "assistant");
+  return prompt || (first < 0 ? messages.length : first);
+}
+
+/** Of a prompt that has worked examples it says where it ends. @param {{messages: Message[], prompt?: number}} props */
+export function Conversation({ messages, prompt = 0 }) {
+  const examples = messages.slice(0, prompt).some((message) => message.role === "assistant");
   const many = messages.length > 60;
   const [all, setAll] = useState(false);
   const shown = many && !all ? [...messages.slice(0, 20), ...messages.slice(-20)] : messages;
   return html`<div class="talk">${shown.map((message, i) => html`
     ${many && !all && i === 20 && html`<button class="more" onClick=${() => setAll(true)}>${(messages.length - 40).toLocaleString("en")} messages in between</button>`}
+    ${examples && prompt === (many && !all && i >= 20 ? i + messages.length - 40 : i) && html`<p class="faint small">The prompt ends here.</p>`}
     <${One} key=${i} message=${message} />`)}</div>`;
 }
 

@@ -1,5 +1,6 @@
 // An exported page: what the server would answer, from what the file holds. It has fewer rollouts than the run, which it says.
 
+import { promptEnd } from "./conversation.js";
 import { identity } from "./rows.js";
 
 /** @param {any} recorded @param {string} name @param {Record<string, any>} values @returns {any} */
@@ -133,7 +134,6 @@ function oneTask(all, { kind, env, task }) {
   if (!known) throw new Error(all.tasks_left_out || `task ${task} of ${env}: no rollout of it is in the run`);
   const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task));
   const versions = known.versions.map((/** @type {any} */ one) => ({ ...one, rows: rows.filter((row) => row.version === one.version) }));
-  const messages = rows.length ? detailOf(all, rows[rows.length - 1]).messages : [];
-  const first = messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  return { ...known, versions, prompt: messages.slice(0, first < 0 ? undefined : first) };
+  const newest = rows.length ? detailOf(all, rows[rows.length - 1]) : { messages: [], prompt: 0 };
+  return { ...known, versions, prompt: newest.messages.slice(0, promptEnd(newest)) };
 }

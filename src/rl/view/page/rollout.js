@@ -2,7 +2,7 @@
 
 import { html } from "./core.js";
 import { useAnswer } from "./api.js";
-import { Conversation, Text } from "./conversation.js";
+import { Conversation, promptEnd, Text } from "./conversation.js";
 import { number, reward, signed } from "./format.js";
 import { change, here, link } from "./router.js";
 import { asked, Fate, identity, level } from "./rows.js";
@@ -34,7 +34,7 @@ export function Detail({ run, kind, id, values }) {
     ${tab === "tokens" && data.has_tokens ? html`<${TokenView} run=${run} step=${row.step} group=${row.group} rollout=${row.rollout} values=${values} />`
       : tab === "group" ? html`<${SideBySide} run=${run} kind=${kind} group=${data.group} />`
       : tab === "fields" ? html`<table class="fields"><tbody>${Object.entries(data.fields).map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th><td><code>${typeof value === "string" ? value : JSON.stringify(value)}</code></td></tr>`)}</tbody></table>`
-      : html`<${Conversation} messages=${data.messages} />`}`;
+      : html`<${Conversation} messages=${data.messages} prompt=${data.prompt} />`}`;
 }
 
 /** Back to the list, where there is no room for both. */
@@ -73,8 +73,7 @@ function SideBySide({ run, kind, group }) {
 function Column({ run, kind, row }) {
   const { data, error } = useAnswer("rollout", asked(run, kind, identity(row)));
   const now = here();
-  const first = data?.messages.findIndex((message) => message.role === "assistant") ?? 0;
   return html`<article><header><a href=${link("rollouts", { run: [run], ...now.values, tab: null, token: null, at: identity(row) })}>#${row.rollout}</a> <span class="score" data-level=${level(row)}>${row.failed ? "failed" : reward(row.reward)}</span> <${Fate} row=${row} /></header>
     ${error && html`<${Fault} text=${error} />`}
-    ${data && html`<${Conversation} messages=${data.messages.slice(Math.max(0, first))} />`}</article>`;
+    ${data && html`<${Conversation} messages=${data.messages.slice(promptEnd(data) < data.messages.length ? promptEnd(data) : 0)} />`}</article>`;
 }

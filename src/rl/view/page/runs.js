@@ -61,7 +61,7 @@ function said(run) {
 
 /** @param {{one: import("./types").EvalChange, alone: boolean}} props */
 function Change({ one, alone }) {
-  const rose = one.last - one.first;
+  const rose = one.clear ? one.last - one.first : 0;
   return html`<div title=${`${one.name}: version ${one.first_version} to ${one.last_version}`}>${!alone && html`<span class="faint">${one.name} </span>`}
     ${one.first_version !== one.last_version && html`${reward(one.first)} <span class="faint">→</span> `}<b class=${rose > 0 ? "good" : rose < 0 ? "bad" : ""}>${reward(one.last)}</b></div>`;
 }

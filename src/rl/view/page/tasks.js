@@ -143,7 +143,7 @@ function Difference({ run, kind, a, b }) {
 
 /** All that the model wrote, turn by turn. @param {import("./types").RolloutDetail} data */
 function answer(data) {
-  const own = data.messages.filter((message) => message.role === "assistant");
+  const own = data.messages.slice(data.prompt).filter((message) => message.role === "assistant");
   return own.map((message) => [message.thinking, message.text, ...message.calls.map((call) => `${call.name}(${call.arguments})`)].filter(Boolean).join("\n")).join("\n———\n");
 }
 

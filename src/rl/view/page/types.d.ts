@@ -32,6 +32,7 @@ export interface EvalChange {
   last: number;
   first_version: number;
   last_version: number;
+  clear: boolean;
 }
 
 export interface Comparison {
@@ -137,6 +138,7 @@ export interface Histogram {
 export interface RolloutDetail {
   row: RolloutRow;
   messages: Message[];
+  prompt: number;
   metrics: Record<string, number | null>;
   fields: Record<string, any>;
   error: string;
