@@ -4,6 +4,7 @@ Each folder is DTYPE/NAME. Writes parity.batch into it. An error ends the proces
 arguments are those of our server (rl/inference/server.py), and the weights come as a run's new versions do: the engine starts with others.
 """
 
+import gc
 import os
 import sys
 import time
@@ -28,7 +29,12 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
+    from rl.inference.worker import count_uncompiled
+
     registry._run_in_subprocess = lambda look: look()  # at each architecture, which takes half a minute of imports
+    count_uncompiled()
+    gc.freeze()  # a million objects of imports, through which vLLM would look for garbage eight times a model
+    gc.freeze = gc.unfreeze = lambda: None
     for folder in map(Path, sys.argv[2:]):
         arguments = {
             "model": str(folder),
