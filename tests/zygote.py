@@ -4,6 +4,7 @@ Each has one thread, and torch is told so by variables, or a fork would copy loc
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,8 @@ import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+
+from rl.system.warm_start import without_collection
 
 NUMBER = 12
 """Bytes of a pid or an exit code on its way to the test."""
@@ -197,7 +200,9 @@ def keep(order: dict) -> None:
 
 
 def main() -> None:
-    preload(sys.argv[1:])
+    with without_collection():
+        preload(sys.argv[1:])
+    gc.freeze()  # a million objects, through which each fork would look for garbage again and again, and so write to all pages
     for line in sys.stdin:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
