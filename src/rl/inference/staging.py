@@ -79,9 +79,8 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
         twin.__dict__["_modules"] = {name: twins.get(child) for name, child in live._modules.items()}
         names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}  # those before its weights were packed, and now
         twin.__dict__["_parameters"] = {name: twin_parameter(live, twin, name, tensors) for name in names}
+    for live, twin in twins.items():  # behind all parameters, of which a buffer may be a view
         twin.__dict__["_buffers"] = {name: twin_buffer(live, name, tensors) for name in live._buffers}
-    for live, twin in twins.items():
-        twin.__dict__["_buffers"] |= {name: twin_view(live, name, twins) for name in views_of_weights(live)}
     for twin in twins.values():
         if getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
             twin.quant_method.moe_kernel = None  # experts are packed when their kernel is made, and only then
@@ -111,35 +110,13 @@ def rebound(value: Any, live: nn.Module, twin: nn.Module) -> Any:
     return value.__func__.__get__(twin) if isinstance(value, MethodType) and value.__self__ is live else value
 
 
-def views_of_weights(live: nn.Module) -> list[str]:
-    """The buffers by which a module reads a parameter in another shape (Mamba-2's convolutions): vLLM keeps no record of these."""
-    names = [name for name in live._non_persistent_buffers_set if live._buffers.get(name) is not None]
-    return [name for name in names if name not in get_layerwise_info(live).restore_metadata[1] and viewed(live, name)]
-
-
-def viewed(live: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The parameter that a buffer is a view of: (its module, its name). None if it is a view of none.
-
-    A parameter that was packed has other memory since; then it is the only one of that many numbers.
-    """
-    buffer = live._buffers[name]
-    own = [(module, key, value) for module in live.modules() for key, value in module._parameters.items() if value is not None]
-    shared = [(module, key) for module, key, value in own if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()]
-    alike = [(module, key) for module, key, value in own if (value.numel(), value.dtype) == (buffer.numel(), buffer.dtype)]
-    return shared[0] if shared else alike[0] if len(alike) == 1 else None
-
-
-def twin_view(live: nn.Module, name: str, twins: dict[nn.Module, nn.Module]) -> Tensor:
-    """The same view of the twin's parameter."""
-    buffer, (module, key) = live._buffers[name], viewed(live, name)
-    return twins[module]._parameters[key].data.as_strided(buffer.size(), buffer.stride(), buffer.storage_offset())
-
-
 def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:
-    """A copy of what a checkpoint may hold; other buffers (rotary tables) never change and are shared."""
+    """A copy of what a checkpoint may hold. Of the others a view of a parameter (Mamba-2's convolutions) is the same view of the twin's;
+    the rest (rotary tables) never change and are shared."""
     now = live._buffers[name]
     if now is None or name in live._non_persistent_buffers_set:
-        return now
+        viewed = None if now is None else tensors.get(id(now._base))
+        return now if viewed is None else viewed.data.as_strided(now.size(), now.stride(), now.storage_offset())
     return tensors.setdefault(id(now), now.clone())
 
 
