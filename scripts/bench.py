@@ -7,7 +7,6 @@ from pathlib import Path
 BENCHMARKS = {
     "roofline": "what every phase of the loop takes over what the machine allows, and who owns the difference",
     "trainer": "a training step over a bare PyTorch one",
-    "scaling": "the trainer's tokens a second and memory against batch size and length",
     "pause": "what a weight update costs generation",
     "load": "memory and seconds of loading a policy on several ranks",
     "start": "the command to the first trained step, and an optimizer step to the next sampled token",
@@ -18,7 +17,6 @@ BENCHMARKS = {
     "rollouts": "long rollouts, a worker's death, and what holds the event loop",
     "records": "what a long run costs whoever reads it: a first look, a filter, memory",
     "page": "what the page of `rl view` costs in a browser: a first look, a filter, a rollout of 100,000 tokens",
-    "watched": "what ten browsers that look on cost a training step",
     "long_run": "what the number of steps behind costs: a resume, a finished group, a look",
 }
 

@@ -200,8 +200,8 @@ def our_loss(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype) -> tupl
     from pydantic import TypeAdapter
 
     from rl.config.loss import LossConfig
-    from rl.trainer.loss import LossInputs, compute_loss
-    from rl.trainer.losses import loss_function
+    from rl.trainer.loss.common import LossInputs, compute_loss
+    from rl.trainer.loss.losses import loss_function
 
     config = TypeAdapter(LossConfig).validate_python(case.ours)
     mask, lengths = tensors["mask"].bool(), torch.tensor(LENGTHS)

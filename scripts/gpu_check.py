@@ -1,4 +1,4 @@
-"""What the first minutes on a GPU should tell: is everything exact there, and how fast is it? `python scripts/gpu_check.py`
+"""What the first minutes on a GPU should tell: is everything exact there, and how fast is it? `python scripts/gpu_check.py`.
 
 Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch and transformers lacks) and no network. Each
 part runs in a process of its own with a limit, the most telling first. A part whose limit no longer fits into the --budget is skipped: a

@@ -14,12 +14,12 @@ from sample_families import SAMPLED
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
-from rl.trainer.measure.agreement import compare
-from rl.trainer.model import load_policy
-from rl.trainer.modes import Mode
+from rl.trainer.measure.parity import compare
+from rl.trainer.model.modes import Mode
+from rl.trainer.model.policy import load_policy
 from rl.trainer.parallel.world import World
-from rl.wire.agreement import Agreement, agreement
 from rl.wire.batch_file import decode_batch
+from rl.wire.parity import Parity, parity_of
 
 LIMIT_S = 400.0
 """The most seconds from one model to the next, imports among them."""
@@ -74,7 +74,7 @@ def why(log: Path) -> str:
     return " ".join(" ".join(reversed(found[-1])).split()) if found else ""
 
 
-def parity(folder: Path, max_model_len: int, world: World) -> tuple[Mode, Agreement]:
+def parity(folder: Path, max_model_len: int, world: World) -> tuple[Mode, Parity]:
     """How the trainer computes the model of a folder DTYPE/NAME, and how far from vLLM at the tokens that it has sampled."""
     config = RLConfig(
         model=ModelConfig(name=str(folder), dtype=folder.parent.name, max_model_len=max_model_len),
@@ -82,5 +82,5 @@ def parity(folder: Path, max_model_len: int, world: World) -> tuple[Mode, Agreem
     )
     model = load_policy(str(folder), config.model, config.trainer, world)
     batch = decode_batch((folder / SAMPLED).read_bytes(), folder.name).batch
-    found = agreement([difference for *_, difference in compare(model, config, batch, world)])
+    found = parity_of([difference for *_, difference in compare(model, config, batch, world)])
     return model.get_output_embeddings().forward.mode, found

@@ -1,8 +1,8 @@
 """How every causal language model of the installed transformers is trained: `uv run scripts/models.py` writes docs/models.md.
 
 Each family is made as a tiny model of random weights, with one layer of each kind that its configuration knows. The test at the start
-(rl/trainer/selftest.py) chooses its mode; then log-probabilities and gradients of training, in float32, are compared with those of plain
-Hugging Face, one sample after another, and log-probabilities with those of vLLM where it serves the architecture.
+(rl/trainer/model/selftest.py) chooses its mode; then log-probabilities and gradients of training, in float32, are compared with those of
+plain Hugging Face, one sample after another, and log-probabilities with those of vLLM where it serves the architecture.
 
 What is measured goes into scripts/models.json at once, of which the page is made: what it holds for the installed versions is not measured
 again, unless the family is given as an argument; what is of other versions stays until it is. --only-page makes the page alone.
@@ -34,13 +34,13 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
-from rl.trainer.balance import Layout
-from rl.trainer.fake import make_sample
-from rl.trainer.lora import target_layers
-from rl.trainer.model import is_packed, load_policy, score
-from rl.trainer.packing import pack
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.fake import make_sample
+from rl.trainer.data.packing import pack
+from rl.trainer.model.lora import target_layers
+from rl.trainer.model.policy import is_packed, load_policy, score
+from rl.trainer.model.selftest import MODEL_ERRORS, choose_mode, describe
 from rl.trainer.parallel.world import World, start_world
-from rl.trainer.selftest import MODEL_ERRORS, choose_mode, describe
 from rl.wire.messages import TrainBatch
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -93,7 +93,7 @@ class Row:
     vllm: float | None = None
     """Largest difference of a log-probability to vLLM, nats."""
     vllm_kl: float | None = None
-    """Mean over the same tokens, see rl.wire.agreement."""
+    """Mean over the same tokens, see rl.wire.parity."""
     vllm_fault: str | None = None
     """Why there is no difference to vLLM; empty if there is one, None if nobody has looked."""
     vllm_dtype: str = "float32"
@@ -201,7 +201,7 @@ def served() -> set[str]:
 HEAD = """# Models
 
 Every causal language model of {versions}, as a tiny model of random weights, and how the trainer computes
-it: `uv run scripts/models.py` writes this page. The test that each start makes (`trainer/selftest.py`) has chosen the way; the
+it: `uv run scripts/models.py` writes this page. The test that each start makes (`trainer/model/selftest.py`) has chosen the way; the
 columns behind it are measured apart from that, on other samples, against plain Hugging Face, one sample after another, in float32: the
 largest difference of a log-probability (nats), and of a gradient (the norm of the difference, relative to that of the parameter's
 gradient).
@@ -225,7 +225,7 @@ text models are families of their own.
 difference of a log-probability (nats), and the mean KL, at 144 tokens
 that it has sampled from the same float32 weights behind prompts of 5, 40 and 200 tokens, at temperatures 1 and 0.7, or why there is none:
 what its build for CPUs lacks, one for GPUs may have. Where that has no kernel for float32, both compute in bfloat16. Windows are of 64
-tokens. "not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_agreement.py` has Llama, Qwen3, Qwen3-MoE
+tokens. "not compared yet": the next `uv run scripts/models.py` does; `tests/trainer/measure/test_parity.py` has Llama, Qwen3, Qwen3-MoE
 and others. Models with Mamba-2 have one group here, as most published ones: with more (Codestral Mamba), Hugging Face's norm is of all
 groups at once, vLLM's of each, and a run ends before its first step. Qwen 3.5 wants torchvision, which vLLM imports for it. Those that its
 rotary kernel keeps apart are the same with `inference.vllm.compilation_config = {{custom_ops = ["-rotary_embedding"]}}` (below 1e-4 nats).

@@ -15,11 +15,18 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from rl.config.environment_id import Source
-from rl.homes.make import Request, ensure, summary
+from rl.homes.make import ensure, summary
+from rl.homes.request import Request
 from rl.system.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/inference/test_checks.py", "tests/models", "tests/trainer/test_model.py", "tests/trainer/test_selftest.py", "tests/wire")
+TESTS = (
+    "tests/inference/test_checks.py",
+    "tests/models",
+    "tests/trainer/model/test_policy.py",
+    "tests/trainer/model/test_selftest.py",
+    "tests/wire",
+)
 TIMEOUT_S = 3600
 
 

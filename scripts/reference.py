@@ -9,7 +9,9 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -19,7 +21,7 @@ from rl.config.help import description, in_order, variants
 from rl.config.run import RLConfig
 from rl.launch.prepare import MAY_CHANGE
 from rl.run_dir.metric_names import SECTIONS
-from rl.view.schema import script_types
+from rl.view.routes import ROUTES
 from rl.view.server import PAGE
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -53,6 +55,10 @@ MIGRATING = """# Coming from prime-rl, verl, TRL or OpenRLHF
 
 What settings are called there and here. `rl` knows these names, too: whoever types one is told the key. A name is known by its last parts,
 in any section: `actor_rollout_ref.rollout.n` as `rollout.n`.
+"""
+SCALARS = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}
+HEAD = """// Types of what the server answers, made from src/rl/view/responses.py by `uv run scripts/reference.py`.
+
 """
 
 
@@ -124,6 +130,36 @@ def migrating_page() -> str:
         here = " and ".join(f"`{key}`" for key in foreign.here.split(" and ")) if foreign.here else "-"
         lines.append(f"| {names} | {here} | {cell(foreign.note)} |")
     return MADE + MIGRATING + "\n" + "\n".join(lines) + "\n"
+
+
+def script_types() -> str:
+    """The content of page/types.d.ts: an interface for each type, and `Answers` from the name of a route to its type."""
+    lines = [HEAD.rstrip("\n"), ""]
+    components = msgspec.json.schema_components([route.gives for route in ROUTES])[1]
+    for name, schema in components.items():
+        lines.append(f"export interface {name} {{")
+        lines += [f"  {key}: {script_type(kind)};" for key, kind in schema["properties"].items()]
+        lines += ["}", ""]
+    lines.append("export interface Answers {")
+    lines += [f"  {route.name}: {route.gives.__name__};" for route in ROUTES]
+    return "\n".join([*lines, "}", ""])
+
+
+def script_type(schema: dict[str, Any]) -> str:
+    """A JSON schema as a type of TypeScript."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "enum" in schema:
+        return " | ".join(f'"{value}"' for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(dict.fromkeys(script_type(kind) for kind in schema["anyOf"]))
+    if schema.get("type") == "array":
+        inner = script_type(schema.get("items", {}))
+        return f"({inner})[]" if "|" in inner else f"{inner}[]"
+    if schema.get("type") == "object":
+        inner = schema.get("additionalProperties")
+        return f"Record<string, {script_type(inner) if isinstance(inner, dict) and inner else 'any'}>"
+    return SCALARS.get(str(schema.get("type")), "any")
 
 
 def pages() -> dict[Path, str]:

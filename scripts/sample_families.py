@@ -1,4 +1,4 @@
-"""Samples from several small models with vLLM, one after another: `python scripts/sample_families.py MAX_MODEL_LEN FOLDER...`
+"""Samples from several small models with vLLM, one after another: `python scripts/sample_families.py MAX_MODEL_LEN FOLDER...`.
 
 Each folder is DTYPE/NAME. Writes parity.batch into it. An error ends the process: what it leaves behind may spoil the next model. vLLM's
 arguments are those of our server (rl/inference/server.py), and the weights come as a run's new versions do: the engine starts with others.

@@ -1,4 +1,4 @@
-"""Pictures of the page of `rl view`, for docs/view.md: `uv run scripts/view_pictures.py RUN OTHER [--to docs/view]`
+"""Pictures of the page of `rl view`, for docs/view.md: `uv run scripts/view_pictures.py RUN OTHER [--to docs/view]`.
 
 They show RUN, and both compared. Needs chromium, as the browser tests do. With --all every page is there light and dark, wide and as narrow
 as a phone, to be judged by eye.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from rl.records.run import Run
 
@@ -40,21 +40,18 @@ def pages(run: Run, key: str, other: str) -> dict[str, tuple[str, str, str]]:
     }
 
 
-def picture(browser: Browser, address: str, where: str, size: str, theme: str) -> Image.Image:
+def picture(page: Page, base: str, where: str, size: str, theme: str) -> Image.Image:
     """What a browser shows, with 128 colours."""
     width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
-    page = context.new_page()
-    page.goto(address)
-    page.wait_for_selector(".brand")
-    page.goto(f"{address.split('/?')[0]}/#{where}")
+    page.set_viewport_size({"width": width, "height": height})
+    page.emulate_media(color_scheme=theme)
+    page.goto("about:blank")
+    page.goto(f"{base}/#{where}")
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(1500)
     if token := page.locator(".tokens .t:not(.off)").all():
         token[0].hover()
-    data = page.screenshot()
-    context.close()
-    return Image.open(io.BytesIO(data)).convert("RGB").quantize(128)
+    return Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128)
 
 
 def main() -> None:
@@ -68,14 +65,17 @@ def main() -> None:
     command = [sys.executable, "-m", "rl.main", "view", str(given.run), str(given.other), "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        address = re.search(r"http\S+", server.stdout.readline())[0]
+        link = re.search(r"http\S+", server.stdout.readline())[0]
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
+            page.goto(link)
+            page.wait_for_selector(".brand")
+            base = page.url.partition("#")[0].rstrip("/")
             for name, (where, size, theme) in pages(Run(given.run), given.run.name, given.other.name).items():
-                picture(browser, address, where, size, theme).save(given.to / f"{name}.png", optimize=True)
+                picture(page, base, where, size, theme).save(given.to / f"{name}.png", optimize=True)
                 for other in SIZES if given.all else ():
                     for colours in ("light", "dark"):
-                        picture(browser, address, where, other, colours).save(given.to / f"{name}-{other}-{colours}.png")
+                        picture(page, base, where, other, colours).save(given.to / f"{name}-{other}-{colours}.png")
     finally:
         server.terminate()
         server.wait()

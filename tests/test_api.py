@@ -34,7 +34,7 @@ def test_a_configuration_from_python_is_the_one_of_the_command_line(tmp_path):
     assert build(parse_args(api.arguments(config, {}, tmp_path))) == config
     given = api.arguments("run.toml", {"orchestrator__environment": {"id": "x", "weight": 2.0}, "name": "12"}, tmp_path)
     assert given == ["@", "run.toml", "--orchestrator.environment", '{"id" = "x", "weight" = 2.0}', "--name", '"12"']
-    with pytest.raises(ConfigError, match="is no value of a setting"):
+    with pytest.raises(ConfigError, match="is not a valid setting"):
         api.arguments(None, {"steps": None}, tmp_path)
 
 
@@ -46,7 +46,7 @@ def test_all_faults_of_a_configuration_are_one_exception():
 
 def test_what_no_configuration_and_no_step_is_is_an_error():
     tables = {"config": {"orchestrator": None}}
-    for given, words in (({"resume": "40"}, "resume = '40': give True, or the step"), (tables, "leave out what is None")):
+    for given, words in (({"resume": "40"}, "resume = '40': give True, or the step to resume"), (tables, "leave out keys that are None")):
         with pytest.raises(ConfigError, match=words):
             rl.train(**given)
 
@@ -71,7 +71,7 @@ def test_a_run_that_fails_says_why(tmp_path, capfd):
     assert "missing-env" in str(error.value) and said not in capfd.readouterr().out  # a notebook would have it twice
     with pytest.raises(ConfigError, match="bogus"):
         rl.evaluate(config={"bogus": 1})
-    with pytest.raises(ConfigError, match="outputs/none@best: there is no such run"):
+    with pytest.raises(ConfigError, match="outputs/none@best: no such run or model folder"):
         rl.evaluate("outputs/none@best")
     with pytest.raises(RunError, match=r"(?s)rl eval ended with \d+:.*@99: "):
         rl.evaluate(

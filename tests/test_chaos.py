@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 import msgspec
-import promises
 import psutil
 import pytest
-import soak
 
 from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
@@ -22,6 +20,7 @@ from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, Rollout
 from tests.hosts import permitted
+from tests.proofs import promises, soak
 from tests.trainer.samples import make_sample
 from tests.waiting import until
 
@@ -53,9 +52,9 @@ backoff_s = 0.1
 
 def run_chaos(folder: Path, *flags: str) -> tuple[int, dict, str]:
     (folder / "run.toml").write_text(CONFIG)
-    script = Path(__file__).parent.parent / "scripts" / "chaos.py"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "environments"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(script), "@", "run.toml", "--out", "out", *flags]
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here / 'environments'}:{here.parent}", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tests.proofs.chaos", "@", "run.toml", "--out", "out", *flags]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
     report = folder / "out" / "chaos.json"
     return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout

@@ -19,7 +19,7 @@ import pytest
 
 from rl.commands import homes, replay
 from rl.commands.policy_spec import named_run
-from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config, parse_args, to_toml
+from rl.config.command_line import SHORT_FLAGS, SWITCHES, build, load_config_or_exit, parse_args, to_toml
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
 from rl.config.hints import ALIASES
@@ -35,7 +35,7 @@ PROGRAMS = ("uv", "pip", "prime", "rl", "python", "pytest", "torchrun", "trainer
 ANY_FLAG = {"--help", "--resume", "--version", *SWITCHES, *(f"--{name}" for name in (*SHORT_FLAGS, *ALIASES))}
 
 
-class Understood(Exception):
+class UnderstoodError(Exception):
     """A script has parsed its arguments; `rest` are those that it hands on to `rl`, if it does."""
 
     def __init__(self, rest: list[str]):
@@ -90,10 +90,14 @@ def place(tmp_path_factory) -> Iterator[Path]:
     (folder / "t.toml").write_text("learning_rate = 1e-6\n")
     (folder / "o.toml").write_text('[environment]\nid = "e"\n')
     (folder / "i.toml").write_text("port = 8000\n")
+    (folder / "held_out.jsonl").write_text((folder / "tasks.jsonl").read_text())
+    (folder / "first.toml").write_text(
+        next(block for page in PAGES for block in blocks(page.read_text(), "toml") if 'name = "first"' in block)
+    )
     (folder / "my_run.toml").write_text(
         next(block for page in PAGES for block in blocks(page.read_text(), "toml") if "./environments/my_env" in block)
     )
-    for name in ("x", "my_env-SmolLM2-135M-Instruct"):
+    for name in ("x", "first", "my_env-SmolLM2-135M-Instruct"):
         config = build(parse_args(["@", str(folder / "run.toml"), "--output_dir", str(folder / "outputs"), "--name", name]))
         (folder / "outputs" / name / "checkpoints" / "000040").mkdir(parents=True)
         (folder / "outputs" / name / "config.toml").write_text(to_toml(config))
@@ -132,6 +136,8 @@ def program(words: list[str], command: str) -> None:
         assert [word for word in args if "/" not in word] in ([], ["-m", "proof"]), command
     elif name.startswith("scripts/"):
         script(Path(name), args)
+    elif name == "-m":
+        script(Path(args[0].replace(".", "/") + ".py"), args[1:])
     elif name == "uv":
         assert args[0] in ("build", "venv", "sync", "pip", "tool"), command
     else:
@@ -139,10 +145,10 @@ def program(words: list[str], command: str) -> None:
 
 
 def dry_run(args: list[str], name: str) -> None:
-    """What `load_config` makes of the arguments: the end of a dry run."""
+    """What `load_config_or_exit` makes of the arguments: the end of a dry run."""
     args = ["run.toml" if word == "/shared/run.toml" else word for word in args]
     with pytest.raises(SystemExit) as end:
-        load_config(args if "--help" in args else [*args, "--dry-run"], name)
+        load_config_or_exit(args if "--help" in args else [*args, "--dry-run"], name)
     assert end.value.code == 0, args
 
 
@@ -182,21 +188,21 @@ def script(path: Path, args: list[str]) -> None:
     def parse_and_stop(parser: argparse.ArgumentParser, given: list[str] | None = None, namespace: object = None) -> object:
         if given is not None and given != args:  # a subcommand's own parser, below the script's
             return parse(parser, given, namespace)
-        raise Understood(parse(parser, given, namespace)[1])
+        raise UnderstoodError(parse(parser, given, namespace)[1])
 
     def next_script(_python: str, argv: list[str]) -> None:
         script(Path(argv[1]).relative_to(ROOT), argv[2:])
-        raise Understood([])
+        raise UnderstoodError([])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(path), *args])
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
         patch.setattr(os, "execv", next_script)
-        with pytest.raises((Understood, SystemExit)) as stopped:
+        with pytest.raises((UnderstoodError, SystemExit)) as stopped:
             run_parts(path)
-    if isinstance(stopped.value, Understood) and stopped.value.rest:
+    if isinstance(stopped.value, UnderstoodError) and stopped.value.rest:
         dry_run(stopped.value.rest, "rl")
-    assert isinstance(stopped.value, Understood) or not args, stopped.value  # without arguments it may say what there is
+    assert isinstance(stopped.value, UnderstoodError) or not args, stopped.value  # without arguments it may say what there is
 
 
 def run_parts(path: Path) -> None:

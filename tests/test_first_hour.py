@@ -161,7 +161,7 @@ def an_environment_of_its_own(user: User) -> Path:
     described = user.types(user.shown("environments.md", "rl env ./environments/my_env"))
     assert "tasks: train 80, eval 20" in described and "exact" in described and "Which number comes after 0?" in described
     run = user.clone / "outputs" / "my_env-SmolLM2-135M-Instruct-quick"
-    quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag("README.md", " --trainer.checkpoint.interval 1")
+    quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag("resume.md", " --trainer.checkpoint.interval 1")
     printed = user.interrupts(quick, (run / "weights" / "000001").is_dir)
     (again,) = re.findall(r"^resume with: (rl .*)$", printed, re.MULTILINE)
     batch = (run / "batches" / "000001.batch").read_bytes()
@@ -197,14 +197,14 @@ def functions_of_its_own(user: User) -> None:
         assert not any(rollout["trained"] for i, rollout in enumerate(group) if answers[i] in answers[:i])  # the filter's rule
     metrics = read_metrics(run / "metrics.jsonl")
     assert any(metrics[step, "trainer"].get("optim/grad_norm", 0) > 0 for step in (1, 2))
-    assert "EQUAL: versions 1-2," in user.types(user.shown("README.md", "rl replay", {"outputs/x": user.name(run)}))
+    assert "EQUAL: versions 1-2," in user.types(user.shown("commands.md", "rl replay", {"outputs/x": user.name(run)}))
 
 
 def what_a_run_left(user: User, run: Path) -> None:
     """The run that was interrupted: its rollouts, its state, its weights."""
     shown = user.types(user.shown("environments.md", "rl show", {"RUN": user.name(run)}))
     assert shown.count("Which number comes after") >= 16 and "reward" in shown
-    state = user.types(user.shown("README.md", "rl doctor outputs/x", {"outputs/x": user.name(run)}))
+    state = user.types(user.shown("commands.md", "rl doctor outputs/x", {"outputs/x": user.name(run)}))
     assert "ok    the run ended well: 2 steps done" in state
     assert "the model of step 2" in user.types(user.shown("lora.md", "rl export", {"outputs/x": user.name(run)}))
     exported, published = (weights(folder) for folder in (user.clone / "model", run / "weights" / "000002"))
@@ -213,9 +213,9 @@ def what_a_run_left(user: User, run: Path) -> None:
 
 def a_branch(user: User, run: Path) -> None:
     """From the first step on with another learning rate."""
-    user.types(user.shown("README.md", "rl branch", {"outputs/x@40": f"{user.name(run)}@1"}))
+    user.types(user.shown("resume.md", "rl branch", {"outputs/x@40": f"{user.name(run)}@1"}))
     branch = user.clone / "outputs" / "y"
     assert trained_steps(branch) == [2] and read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
     both = {"outputs/x": user.name(run)}
-    assert re.search(r"trainer.optim.lr +2e-05 +1e-06", user.types(user.shown("README.md", "rl compare", both)))
-    assert f"branch of {run} at step 1; trainer.optim.lr: 2e-05 -> 1e-06" in user.types(user.shown("README.md", "rl doctor outputs/y"))
+    assert re.search(r"trainer.optim.lr +2e-05 +1e-06", user.types(user.shown("commands.md", "rl compare", both)))
+    assert f"branch of {run} at step 1; trainer.optim.lr: 2e-05 -> 1e-06" in user.types(user.shown("resume.md", "rl doctor outputs/y"))

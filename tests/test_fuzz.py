@@ -2,8 +2,9 @@
 
 import random
 
-import fuzz
 import pytest
+
+from tests.proofs import fuzz
 
 
 @pytest.fixture(autouse=True)

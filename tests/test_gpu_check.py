@@ -52,7 +52,7 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
         blocks = cases["attention", f"blocks 384 {special}"]
         errors = [blocks[name] for name in ("output", "d_query", "d_key", "d_value", *(["d_sinks"] if special in ("sinks", "all") else []))]
         assert max(*errors, cases["attention", f"flex 384 {special}"]["output"]) < 1e-6, special
-    assert "passed" in cases["tests", "test_logprobs"]["result"] and cases["train_0.6B", "256"]["tokens_per_s"] > 0
+    assert "passed" in cases["tests", "model/test_logprobs"]["result"] and cases["train_0.6B", "256"]["tokens_per_s"] > 0
     assert "[aim: mfu >= 0.45" in printed and "alone over shared" in printed
 
 

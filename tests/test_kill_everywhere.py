@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from rl.config.command_line import build, parse_args, to_toml
-from rl.orchestrator.pending import decode
+from rl.orchestrator.groups.pending import decode
 from rl.run_dir.files import CorruptFileError, decode_records, write_directory, write_file
 from rl.run_dir.metrics import Merger, MetricsLog, read_metrics
 from rl.run_dir.paths import numbered
@@ -241,7 +241,7 @@ def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
     assert {f"checkpoint.{place}" for place in ("saved", "manifest", "fsync", "rename", "done", "remove", "removed")} <= names
     assert {f"digests.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")} <= names
     assert {"metrics.torn", "ask.GetBatch", "asked.GetBatch", "ask.Published", "asked.Published"} <= names
-    assert {"weights.cast", "ask.Coming", "asked.Coming", "weights.in_memory"} <= names
+    assert {"weights.cast", "ask.PrepareHint", "asked.PrepareHint", "weights.in_memory"} <= names
     lives = chain_of(tmp_path / "trace")
     batches = [make_batch(step) for step in range(1, 2 * len(lives))]
     killed, straight = (make_config(tmp_path / name, model, "--max_steps", "1000", *flags) for name in ("killed", "straight"))

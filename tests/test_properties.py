@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
-from rl.orchestrator.pending import ENCODER, PendingLog
+from rl.orchestrator.groups.pending import ENCODER, PendingLog
 from rl.run_dir import status
 from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
@@ -65,15 +65,13 @@ BATCHES = st.builds(TrainBatch, step=st.integers(1, 10**6), samples=st.lists(sam
 VERSION = st.builds(messages.WeightVersion, st.integers(0, 10**6), TEXT)
 REQUESTS = st.one_of(
     st.builds(messages.GetBatch, st.integers(1, 10**6)),
-    st.builds(messages.GetBatchPart, st.integers(1, 10**6), st.integers(0, 2**40)),
     st.builds(messages.Published, VERSION),
-    st.builds(messages.Coming, VERSION),
+    st.builds(messages.PrepareHint, VERSION),
     st.builds(messages.GetProbe, st.integers(0, 10**6)),
 )
 STATUSES = st.builds(status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT)
 REPLIES = st.one_of(
     st.builds(messages.BatchReady, st.integers(0, 2**40), st.binary(min_size=16, max_size=16)),
-    st.builds(messages.BatchPart, st.binary(max_size=50)),
     st.builds(messages.NotReady, STATUSES),
     st.builds(messages.RunEnded, TEXT),
     st.builds(messages.Acknowledged, INT64, st.lists(INT64, max_size=3)),

@@ -9,7 +9,7 @@ from reference import pages
 from rl.run_dir.metric_names import METRICS
 
 SRC = Path(__file__).parents[1] / "src" / "rl"
-WRITERS = [*(SRC / "orchestrator").rglob("*.py"), *(SRC / "trainer").rglob("*.py"), SRC / "wire" / "agreement.py"]
+WRITERS = [*(SRC / "orchestrator").rglob("*.py"), *(SRC / "trainer").rglob("*.py"), SRC / "wire" / "parity.py"]
 
 
 def in_the_table(metric: str) -> bool:

@@ -10,7 +10,7 @@ from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.metrics import read_metrics
-from scripts.two_nodes import ADDRESSES, Nodes, environment, largest_difference, trainer_command, wait_for, write_config
+from tests.proofs.two_nodes import ADDRESSES, Nodes, environment, largest_difference, trainer_command, wait_for, write_config
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 

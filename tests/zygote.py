@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from rl.system.warm_start import without_collection
+from rl.system.prefork import without_collection
 
 NUMBER = 12
 """Bytes of a pid or an exit code on its way to the test."""

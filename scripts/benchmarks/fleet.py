@@ -39,8 +39,8 @@ class Play:
 
     def __init__(self, folder: Path, in_flight: int, turns: int):
         from rl.config.command_line import build, parse_args
-        from rl.orchestrator.evaluator import Evaluator
-        from rl.orchestrator.served_policy import ServedPolicy
+        from rl.orchestrator.evals.evaluator import Evaluator
+        from rl.orchestrator.policy.served_policy import ServedPolicy
         from rl.orchestrator.step_clock import StepClock
         from rl.wire.inference_client import InferenceServers
 
@@ -54,8 +54,8 @@ class Play:
         servers = InferenceServers([], self.status("inference"), 30.0)
         self.servers, self.client = servers, InferenceServers([], self.status("inference"), 30.0)
 
-        async def tell(fleet) -> None:
-            self.client.follow(fleet)
+        async def tell(server_set) -> None:
+            self.client.follow(server_set)
 
         self.policy = ServedPolicy(servers, config.run_dir, str(folder), Evaluator(config, None, {}, StepClock()), tell)
 
@@ -79,7 +79,7 @@ class Play:
 
         while True:
             await asyncio.sleep(SETTLE_EVERY_S)
-            await self.policy.settle()
+            await self.policy.reconcile()
 
     async def run(self, events: list[tuple[float, object]], seconds: float) -> list[float]:
         """Plays for so long, from the first server on; calls each event at its second. Returns when each event was, and the end."""
@@ -100,8 +100,8 @@ class Play:
     def rates(self, begin: float, end: float) -> tuple[float, float]:
         """Answers, and rollouts that ended, a second. When fewer servers are left rollouts take longer: those under way at the end of a
         short phase stand for more answers than those at its begin, and only the rate of answers is that of the servers."""
-        answers, ends = (sum(begin <= at < end for at in times) / (end - begin) for times in (self.answered, self.ends))
-        return answers, ends
+        responses, ends = (sum(begin <= at < end for at in times) / (end - begin) for times in (self.answered, self.ends))
+        return responses, ends
 
 
 async def alone(args: argparse.Namespace) -> tuple[float, float]:
@@ -125,7 +125,7 @@ async def troubled(args: argparse.Namespace, sound: tuple[float, float]) -> dict
         servers.append(start(play.status("inference-a-2"), SLOW * args.delay))
         late = play.status("inference-a-3")
         third = args.seconds / 3
-        while len(await play.servers.held()) < 3:
+        while len(await play.servers.poll_versions()) < 3:
             await asyncio.sleep(0.1)
         try:
             events = [(third, servers[0].kill), (2 * third, lambda: servers.append(start(late, args.delay)))]
@@ -145,7 +145,7 @@ async def troubled(args: argparse.Namespace, sound: tuple[float, float]) -> dict
             "rollouts": len(play.ends),
             "answers_per_s_of_a_sound_server": round(sound[0], 1),
             "answers_over_sound_ones": round(played / possible, 3),
-            "answers_over_sound_ones_by_phase": {name: round(answers, 3) for name, (answers, _) in over.items()},
+            "answers_over_sound_ones_by_phase": {name: round(responses, 3) for name, (responses, _) in over.items()},
             "ended_rollouts_over_sound_ones_by_phase": {name: round(ends, 3) for name, (_, ends) in over.items()},
             "lost": play.lost,
             "answered_more_than_once": sum(count > args.turns for count in counts),

@@ -9,10 +9,11 @@ from benchmarks.gpu_bench import Bench, apart, case, compilations, say
 from torch import Tensor
 
 from rl.config.trainer import FakeDataConfig
-from rl.trainer.attention import TreeMask, attend_blocks, attend_flex
-from rl.trainer.balance import Layout
-from rl.trainer.fake import FakeBatches
-from rl.trainer.packing import fill_blocks, pack
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.fake import FakeBatches
+from rl.trainer.data.micro_batch import fill_blocks
+from rl.trainer.data.packing import pack
+from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ def attend_all(bench: Bench, length: int, special: Special, name: str) -> None:
     data = FakeDataConfig(samples=8, group_size=4, prompt_tokens=length // 10, completion_tokens=length // 10)
     batch = FakeBatches(data, 1000, seed=0).receive(1)
     row = fill_blocks(pack(batch, [1.0] * 8, Layout(0, 1, 1 << 20, 64)).micro_batches[0], 1).to(bench.device)
-    tree = TreeMask(row.ends, row.position_ids)
+    tree = TreeMask(row.subtree_ends, row.position_ids)
     torch.manual_seed(0)
-    query, key, value, grad = (torch.randn(1, n, len(row.ends), width, device=bench.device) for n in (heads, keys, keys, heads))
+    query, key, value, grad = (torch.randn(1, n, len(row.subtree_ends), width, device=bench.device) for n in (heads, keys, keys, heads))
     tensors = [query, key, value, *([torch.randn(heads, device=bench.device)] if special.sinks else [])]
 
     def run(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -58,7 +59,7 @@ def attend_all(bench: Bench, length: int, special: Special, name: str) -> None:
     exact = run(attend_dense if is_small else attend_blocks, torch.float32)
     kinds = {"flex": attend_flex, "blocks": attend_blocks} | ({"dense": attend_dense} if is_small else {})
     for kind, attend in kinds.items():
-        before, title = compilations(), f"{kind} {len(row.ends)}{name}"
+        before, title = compilations(), f"{kind} {len(row.subtree_ends)}{name}"
         with case(title):
             found = run(attend, dtype)
             errors = dict(zip(("output", "d_query", "d_key", "d_value", "d_sinks"), map(apart, found, exact), strict=False))

@@ -50,16 +50,18 @@ def rank(folder: str, whole: bool) -> None:
 
     from rl.config.run import ModelConfig
     from rl.config.trainer import TrainerConfig
-    from rl.trainer.model import load_policy
+    from rl.trainer.model.policy import load_policy
+    from rl.trainer.model.selftest import Choice
     from rl.trainer.parallel.world import start_world
-    from rl.trainer.selftest import Choice
 
     disable_progress_bar()
     world, config, settings = start_world(False, 600.0), ModelConfig(name=folder), TrainerConfig()
     world.barrier()
     forget_peak()
     before, began = resident("VmRSS"), time.monotonic()
-    untested = patch("rl.trainer.model.choose_mode", lambda *_: Choice("blocks", "rl_blocks"))  # a part of the start, but not of loading
+    untested = patch(
+        "rl.trainer.model.policy.choose_mode", lambda *_: Choice("blocks", "rl_blocks")
+    )  # a part of the start, but not of loading
     with untested, patch("rl.trainer.parallel.loading.why_whole", lambda *_: "asked for") if whole else nullcontext():
         model = load_policy(folder, config, settings, world)
     found = [time.monotonic() - began, (resident("VmHWM") - before) / GIB]

@@ -16,9 +16,10 @@ from typing import Any
 
 from rl.config.command_line import build, parse_args, to_toml
 from rl.config.run import RLConfig
-from rl.orchestrator.batches import OrchestratorState
-from rl.orchestrator.tasks import EnvTasks, TaskSource
+from rl.orchestrator.batches.batch_selection import OrchestratorState
+from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.run_dir.checksums import checksum, newest_sound_checkpoint
+from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import clean_leftovers, encode_record
 from rl.run_dir.hashes import sha256
 from rl.run_dir.paths import RunDir
@@ -59,7 +60,7 @@ def make_run(root: Path, steps: int) -> RLConfig:
     link_all(map(run_dir.batch, every), encode_record(b"a batch of long ago"))
     link_all(map(run_dir.rollouts, every), line)
     link_all((run_dir.rollouts_dir / f"{step:06d}.sha256" for step in every), f"{sha256(line)}  x\n".encode())
-    link_all(map(run_dir.digests, every), b'{"tensors": {}}')
+    link_all(map(run_dir.digests, every), b'{"hash": "blake3", "tensors": {}}')
     for version in range(0, steps, EVAL_EVERY):
         path = run_dir.eval(version, "e")
         path.parent.mkdir()
@@ -81,7 +82,7 @@ def make_checkpoint(run_dir: RunDir, step: int) -> None:
     (folder / "manifest.json").write_text(json.dumps({"step": step, "world_size": 1, "model": "m", "files": files}))
     run_dir.weights(step).mkdir(parents=True)
     (run_dir.weights(step) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    (run_dir.weights(step) / "digests.json").write_text(json.dumps({"tensors": {"w": sha256(bytes(8))}}))
+    (run_dir.weights(step) / "digests.json").write_text(json.dumps({"hash": HASH, "tensors": {"w": digest(bytes(8))}}))
 
 
 def write_metrics(run_dir: RunDir, steps: int) -> None:
@@ -124,12 +125,12 @@ def resume(config: RLConfig) -> dict[str, float]:
 
 def restored(config: RLConfig) -> Any:
     """An orchestrator that has read what it needs of the run, without workers, inference or trainer."""
-    from rl.orchestrator.evaluator import Evaluator
+    from rl.orchestrator.evals.evaluator import Evaluator
     from rl.orchestrator.orchestrator import Orchestrator
-    from rl.orchestrator.served_policy import ServedPolicy
+    from rl.orchestrator.policy.served_policy import ServedPolicy
     from rl.orchestrator.step_clock import StepClock
 
-    run_dir, pool = config.run_dir, SimpleNamespace(lost={})
+    run_dir, pool = config.run_dir, SimpleNamespace(lost={}, contents={})
     clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
     evaluator = Evaluator(config, pool, {"e": SimpleNamespace(worker_env="e", num_tasks=4)}, StepClock())
     policy = ServedPolicy(pool, run_dir, "/base", evaluator)

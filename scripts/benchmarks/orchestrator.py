@@ -136,6 +136,7 @@ class Probe:
 async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers: str, folder: Path, model: Path) -> dict[str, Any]:
     """One run of the real orchestrator with the real workers, and what it cost from the first batch to the last."""
     from rl.config.command_line import build, parse_args
+    from rl.homes.resolve import homes_of
     from rl.orchestrator.main import run
     from rl.run_dir.metrics import read_metrics
     from rl.run_dir.status import Status
@@ -157,7 +158,7 @@ async def measure(args: argparse.Namespace, in_flight: int, steps: int, workers:
     task = asyncio.create_task(probe.run())
     gc.freeze()  # as the orchestrator's own process does
     try:
-        await run(config, status, str(model))
+        await run(config, status, str(model), homes_of(config, print, recorded=True))
     finally:
         task.cancel()
         status.close()

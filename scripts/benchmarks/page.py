@@ -146,13 +146,13 @@ def measure(folder: Path, steps: int, rollouts: int, characters: int, tokens: in
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")})
     assert server.stdout
     try:
-        address = re.search(r"http\S+", server.stdout.readline())[0]  # type: ignore[index]
-        base = address.split("/?")[0]
+        link = re.search(r"http\S+", server.stdout.readline())[0]  # type: ignore[index]
         with sync_playwright() as playwright:
             page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]).new_page()
             page.set_viewport_size({"width": 1280, "height": 800})
-            page.goto(address)
+            page.goto(link)
             page.wait_for_selector(".brand")
+            base = page.url.partition("#")[0].rstrip("/")
             found: dict[str, object] = {"rollouts": steps * rollouts, **look(page, base), "server_mib": resident_mib(server.pid)}
             page.goto(f"{base}/#/rollouts?run=long&at=1/0&tab=tokens")
             page.wait_for_selector(".tokens .t")

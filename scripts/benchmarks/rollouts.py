@@ -48,7 +48,8 @@ def play_group(path: Path, turns: int, tokens: int) -> None:
         for i, rollout in enumerate(rollouts):
             rollout.episode, rollout.reward = i, i % 2
         policy.servers.asked.clear()
-        return encode_result(asked, rollouts)
+        (message,) = encode_result(asked, rollouts)
+        return message
 
     record, policy.servers.asked = [], type("Unrecorded", (list,), {"append": lambda *_: None})()
     before = psutil.Process().memory_info().rss
@@ -59,7 +60,7 @@ def play_group(path: Path, turns: int, tokens: int) -> None:
 
 async def long_rollouts(folder: Path, turns: int, tokens: int) -> dict[str, float]:
     """The way of a group of 8 from a worker's message to a committed batch."""
-    from rl.orchestrator.pool_worker import read_answer
+    from rl.orchestrator.workers.pool_worker import ANSWERS
     from rl.wire.rollouts import Group
     from tests.interpreters import interpreter
     from tests.loop_lag import LoopLag
@@ -73,7 +74,7 @@ async def long_rollouts(folder: Path, turns: int, tokens: int) -> dict[str, floa
     await one.restore()
     memory = process.memory_info().rss
     with LoopLag() as lag:
-        played = read_answer([message.read_bytes()])
+        played = ANSWERS.decode(message.read_bytes())
         await one.add([Group(group_id=0, env="e", task=0, rollouts=played.rollouts)])
         held = process.memory_info().rss - memory
         await one.commit_full_batches()
@@ -100,7 +101,7 @@ class Unpatched:
 
 async def death(folder: Path, in_flight: int, wait_s: float) -> dict[str, float]:
     """Groups a second before a worker is killed, and `wait_s` seconds after that."""
-    from rl.orchestrator.pool import WorkerPool
+    from rl.orchestrator.workers.pool import WorkerPool
     from tests.orchestrator import light_worker
 
     pool, finished = WorkerPool(folder / "logs"), []

@@ -188,9 +188,9 @@ async def ask(url: str, headers: dict[str, str], load: Load, rounds: int) -> lis
         ]
         bodies = [{"token_ids": prompt, "sampling": {"max_tokens": load.new}} for prompt in prompts for _ in range(load.group)]
         began = time.perf_counter()
-        answers = await asyncio.gather(*(client.request("POST", f"{url}/generate", body, headers) for body in bodies))
+        responses = await asyncio.gather(*(client.request("POST", f"{url}/generate", body, headers) for body in bodies))
         took.append(time.perf_counter() - began)
-        if wrong := [content for status, content in answers if status != 200]:
+        if wrong := [content for status, content in responses if status != 200]:
             raise SystemExit(f"{url} refuses: {wrong[0][:300]!r}")
     await client.close()
     return took[1:]

@@ -1,9 +1,9 @@
 """Measures what our training step costs over a bare one in PyTorch. `uv run scripts/bench.py trainer --model FOLDER` prints JSON.
 
 Both train the same micro batches with the same attention, log-probabilities and arithmetic: bfloat16 weights to compute with, float32
-masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks, no statistics, and transformers' norms and
-rotary embeddings. They take turns in one process, so that whatever else the machine does meets both. With --token-log the bare one is ours
-without a token log instead, and the ratio is that log's cost, writing included; `log_cpu_share` is what its functions took of the processor
+masters, gradients and moments, clipping, fused AdamW. The bare one has no sharding, no ranks and no statistics. They take turns in one
+process, so that whatever else the machine does meets both. With --token-log the bare one is ours without a token log instead, and the
+ratio is that log's cost, writing included; `log_cpu_share` is what its functions took of the processor
 time, which no noise blurs.
 """
 
@@ -28,16 +28,16 @@ from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import FakeDataConfig, TokenLogConfig
 from rl.launch.devices import MALLOC, SPIN
 from rl.run_dir.paths import RunDir
-from rl.trainer.fake import FakeBatches
+from rl.trainer.data.fake import FakeBatches
+from rl.trainer.data.packing import Packed
+from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model import load_policy, score
+from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
-from rl.trainer.packing import Packed
-from rl.trainer.parallel.loading import Rows
+from rl.trainer.parallel.loading import LocalShards
 from rl.trainer.parallel.world import World, start_world
-from rl.trainer.prefetch import prepare
-from rl.trainer.start import Learner
+from rl.trainer.start import TrainContext
 from rl.trainer.store.token_files import TokenFiles
 from rl.trainer.train import train_step
 
@@ -48,14 +48,14 @@ Step = Callable[[Packed], dict[str, float]]
 def our_step(folder: str, config: RLConfig, world: World, log: Path | None = None) -> Step:
     """The trainer's own. log: a run directory for its token log; None: it keeps none."""
     model = load_policy(folder, config.model, config.trainer, world)
-    learner = Learner(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
+    context = TrainContext(model, make_optimizer(model, config.trainer.optim), config.trainer, world)
     if log:
-        learner.token_files = TokenFiles(RunDir(log, log / "weights"), TokenLogConfig())
-        learner.token_files._write = counted(learner.token_files._write)
+        context.token_files = TokenFiles(RunDir(log, log / "weights"), TokenLogConfig())
+        context.token_files._write = counted(context.token_files._write)
 
     def step(packed: Packed) -> dict[str, float]:
         timer = Timer(device=world.device)
-        train_step(learner, packed, 1e-6, timer)
+        train_step(context, packed, 1e-6, timer)
         return {**timer.seconds, "step": timer.step_s}
 
     return step
@@ -78,16 +78,15 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
-def load_whole(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
+def load_whole(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, LocalShards]:
     """The same model, attention included, not sharded."""
     model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    return model, Rows(model)
+    return model, LocalShards(model)
 
 
 def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     """As one would write it by hand for one process."""
-    nothing = {"shard_model": lambda *_: None, "exchange_norms": lambda _: None, "exchange_rotary": lambda _: None}
-    with patch.multiple("rl.trainer.model", load_rows=load_whole, **nothing):
+    with patch.multiple("rl.trainer.model.policy", load_rows=load_whole, shard_model=lambda *_: None):
         model = load_policy(folder, config.model, config.trainer, world).to(world.device)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What `import rl` gives to a script or a notebook: `rl.open`, `rl.train`, `rl.evaluate`. docs/python.md shows them."""
+"""The Python API, for scripts and notebooks: `rl.open`, `rl.train`, `rl.evaluate`. See docs/python.md."""
 
 import json
 import os
@@ -16,41 +16,41 @@ import tomli_w
 
 from rl.commands.policy_spec import named_run
 from rl.config.base import Settings
-from rl.config.command_line import build, parse_args, parse_value, to_toml
+from rl.config.command_line import build, parse_args, parse_toml, to_toml
 from rl.config.run import RLConfig
 from rl.records.run import Run
 from rl.system.errors import ConfigError, RunError
 
 Given = Mapping[str, Any] | RLConfig | str | Path
-"""A configuration: nested tables, a checked one, or the path of a TOML file."""
+"""A configuration: nested tables, a validated RLConfig, or the path of a TOML file."""
 LAST_LINES = 30
-"""Of what a command printed, in the error if it fails."""
+"""Number of lines of a failed command's output that the error quotes."""
 FAULTY = 2
-"""The exit code of a command whose configuration has faults."""
+"""Exit code of a command whose configuration is invalid."""
 STOP_S = 60.0
-"""A run that is interrupted has so long to stop its processes."""
+"""How long an interrupted run may take to stop its processes."""
 
 
 def open(run: str | Path, *, cache: bool = True) -> Run:
-    """A run, live or finished: its directory, or its name under outputs/. Raises RunError or ConfigError where there is none."""
+    """Opens a run, live or finished, by its directory or its name under outputs/. Raises RunError or ConfigError if there is none."""
     if not str(run):
         raise ConfigError("the name of the run is empty: give its directory, or its name under outputs/")
     return Run(named_run(str(run)), cache=cache)
 
 
 def train(config: Given | None = None, *, resume: bool | int = False, clean: bool = False, quick: bool = False, **settings: Any) -> Run:
-    """Does what `rl` does, in a process of its own whose output appears here, and returns the run.
+    """Runs `rl` in a subprocess whose output appears here, and returns the run.
 
-    config: tables, an RLConfig, or the path of a TOML file. settings: keys on top, with two underscores for each dot:
-    `trainer__optim__lr=1e-6`. resume: True at the newest checkpoint, or a step. clean, quick: as the flags.
+    config: tables, an RLConfig, or the path of a TOML file. settings: overrides of single keys, with two underscores for each dot:
+    `trainer__optim__lr=1e-6`. resume: True for the newest checkpoint, or a step. clean, quick: see the flags of `rl`.
 
-    Raises ConfigError for a configuration with faults, RunError with the last lines if the run fails. An interrupt stops the run.
+    Raises ConfigError for an invalid configuration, RunError with the last lines of output if the run fails. An interrupt stops the run.
     """
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         try:
             step = None if isinstance(resume, bool) else index(resume)
         except TypeError:
-            raise ConfigError(f"resume = {resume!r}: give True, or the step to go on at as a number") from None
+            raise ConfigError(f"resume = {resume!r}: give True, or the step to resume at as a number") from None
         switches = {"--clean": clean, "--quick": quick, "--resume": resume is True, f"--resume={step}": step is not None}
         args = [*arguments(config, settings, Path(folder)), *(name for name, is_on in switches.items() if is_on)]
         checked = build(parse_args(args, os.environ), outside=True)
@@ -68,12 +68,12 @@ def evaluate(
     output: str | Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Does what `rl eval` does, in a process of its own, and returns its report (report.json).
+    """Runs `rl eval` in a subprocess and returns its report (report.json).
 
-    policy, compare: as `--policy` and `--compare`: a run (`outputs/x@best`), a model, or an endpoint. limit, samples: examples of every
-    evaluation, and rollouts an example. output: where report and rollouts go; default: nowhere that stays. config, settings: as of `train`.
+    policy, compare: see `--policy` and `--compare`: a run (`outputs/x@best`), a model, or an endpoint. limit: examples per evaluation.
+    samples: rollouts per example. output: directory for report and rollouts; by default they are not kept. config, settings: see `train`.
 
-    Raises ConfigError for a configuration with faults, RunError with the last lines if it fails.
+    Raises ConfigError for an invalid configuration, and RunError with the last lines of output if the evaluation fails.
     """
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         place = Path(output).expanduser().absolute() if output else Path(folder) / "report"
@@ -84,7 +84,7 @@ def evaluate(
 
 
 def arguments(config: Given | None, settings: Mapping[str, Any], folder: Path) -> list[str]:
-    """The arguments of a command that give a configuration; tables go to a file in `folder`."""
+    """Returns the command-line arguments for a configuration; tables are written to a file in `folder`."""
     words = []
     if isinstance(config, (str, Path)):
         words = ["@", str(config)]
@@ -93,7 +93,7 @@ def arguments(config: Given | None, settings: Mapping[str, Any], folder: Path) -
         try:
             path.write_text(to_toml(config) if isinstance(config, RLConfig) else tomli_w.dumps(dict(config)))
         except TypeError as error:
-            raise ConfigError(f"{error}: give tables, numbers, texts and lists; leave out what is None") from None
+            raise ConfigError(f"{error}: give tables, numbers, strings and lists; leave out keys that are None") from None
         words = ["@", str(path)]
     for key, value in settings.items():
         words += [f"--{key.replace('__', '.')}", flag_text(value)]
@@ -101,22 +101,22 @@ def arguments(config: Given | None, settings: Mapping[str, Any], folder: Path) -
 
 
 def flag_text(value: Any) -> str:
-    """A value as a flag has it. Raises ConfigError for one that no setting can have."""
+    """Formats a value for a flag. Raises ConfigError for a value that no setting can have."""
     if isinstance(value, Settings):
         value = value.model_dump(exclude_none=True)
     value = str(value) if isinstance(value, Path) else value
-    plain = isinstance(value, str) and parse_value(value) == value
+    plain = isinstance(value, str) and parse_toml(value) == value
     try:
         text = value if plain else toml_value(value)
     except TypeError:
-        raise ConfigError(f"{value!r}: is no value of a setting; give a number, text, list or table") from None
-    if parse_value(text) != value:
-        raise ConfigError(f"{value!r}: is no value of a setting; give a number, text, list or table")
+        raise ConfigError(f"{value!r}: is not a valid setting; give a number, string, list or table") from None
+    if parse_toml(text) != value:
+        raise ConfigError(f"{value!r}: is not a valid setting; give a number, string, list or table")
     return text
 
 
 def toml_value(value: Any) -> str:
-    """A number, list or table on one line."""
+    """Formats a number, list or table as TOML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)} = {toml_value(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -125,10 +125,10 @@ def toml_value(value: Any) -> str:
 
 
 def run_command(args: list[str]) -> None:
-    """Runs `rl ARGS` and shows what it prints, but for the error that it ends with. Raises ConfigError or RunError with that if it fails;
-    an interrupt is passed on to it, and waits for its end."""
+    """Runs `rl ARGS` and prints its output except for the final error, with which it raises ConfigError or RunError if the command fails.
+    An interrupt is passed on to the command, and waits until it has ended."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    # In a session of its own, so that an interrupt reaches it once: a second one kills a run in the middle of its stop.
+    # In its own session, so that it receives an interrupt only once: a second one would kill a run while it is stopping.
     with subprocess.Popen([sys.executable, "-m", "rl.main", *args], **pipes, start_new_session=True) as process:
         assert process.stdout
         last, held = deque[str](maxlen=LAST_LINES), list[str]()
@@ -136,7 +136,7 @@ def run_command(args: list[str]) -> None:
         try:
             for line in process.stdout:
                 last.append(line)
-                if held or line.startswith(f"{name}: "):  # the error that ends it, which the exception says
+                if held or line.startswith(f"{name}: "):  # the final error, which the exception repeats
                     held.append(line)
                     if len(held) <= LAST_LINES:
                         continue
@@ -152,7 +152,7 @@ def run_command(args: list[str]) -> None:
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
-    """Interrupts a command, shows what it says then, and kills it if it does not end."""
+    """Interrupts a command, prints its remaining output, and kills it if it does not end within STOP_S."""
     process.send_signal(signal.SIGINT)
     try:
         print(process.communicate(timeout=STOP_S)[0], end="", flush=True)

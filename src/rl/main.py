@@ -1,16 +1,19 @@
 """The command `rl`: loads the configuration and launches the run, or passes its arguments to a subcommand.
 
-rl -> supervisor -> processes.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
+rl -> launch -> Supervisor -> Children.start -> [torchrun ->] rl.trainer.main, rl.orchestrator.main, rl.inference.main
 """
 
 import difflib
 import importlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
-from rl.config.command_line import fail, load_config
+from rl.config.command_line import fail, load_config_or_exit
 from rl.config.help import COMMANDS
 from rl.launch.children import Children
 from rl.launch.run import launch, resume_command
@@ -21,8 +24,7 @@ from rl.system.machine import DISTRIBUTION
 
 
 def subcommand(word: str, args: list[str], children: Children) -> int:
-    """Runs a subcommand and returns its exit code: 1 for an error. Ends the program with 2 for a word that is none, or for arguments that
-    name what is not there."""
+    """Runs a subcommand and returns its exit code, 1 for a RunError. Exits with 2 if `word` is not a command, or for a ConfigError."""
     if word not in COMMANDS:
         close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.6)
         setting = f"rl --{word.replace('=', ' ', 1)}" if "=" in word else ""
@@ -39,9 +41,20 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
         return 1
 
 
+def commit() -> str:
+    """Returns ` (commit 1a2b3c4)` in a clone, with `-dirty` appended to the hash if files have changed; empty elsewhere."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or not (git := shutil.which("git")):
+        return ""
+    said = subprocess.run(
+        [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, timeout=10
+    )
+    return f" (commit {said.stdout.strip()})" if said.returncode == 0 else ""
+
+
 def system_error(error: OSError) -> str:
-    """The system's error in words, with the remedy for a disk that cannot be written."""
-    remedy = "; free space there or make it writable, or give another place (of a run: output_dir)" if error.errno in CANNOT_WRITE else ""
+    """Describes a system error, with the remedy if a disk cannot be written."""
+    remedy = "; free space or make it writable, or use another directory (for a run: output_dir)" if error.errno in CANNOT_WRITE else ""
     return f"{error.filename or 'the run directory'}: {error.strerror or error}{remedy}"
 
 
@@ -52,20 +65,20 @@ def main() -> int:
     children.stop_on_signals()
     try:
         if "--version" in args:
-            print(f"rl {metadata.version(DISTRIBUTION)}")
+            print(f"rl {metadata.version(DISTRIBUTION)}{commit()}")
             return 0
         if args and not args[0].startswith(("-", "@")):
             return subcommand(args[0], args[1:], children)
-        config, line = load_config(args, variables=os.environ)
+        config, line = load_config_or_exit(args, variables=os.environ)
         return launch(config, line, children, resume_command(args))
     except ConfigError as error:
         fail("rl", str(error))
     except RunError as error:
         print(f"rl: {error}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of our output, `head` for example, has closed it
+    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:  # a full or read-only disk, no permission: for the user to mend
+    except OSError as error:  # a full or read-only disk, or missing permission: the user can fix these
         print(f"rl: {system_error(error)}", file=sys.stderr)
     except Stopped as stop:
         return 128 + stop.signum

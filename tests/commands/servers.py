@@ -1,5 +1,6 @@
 """An OpenAI-compatible endpoint that commands are tried against."""
 
+import asyncio
 import json
 
 from aiohttp import web
@@ -12,10 +13,10 @@ KEY = "secret"
 class Endpoint(WebServer):
     """An OpenAI-compatible server with one or several models. The models say the digit they are asked for, but `bad` always says x."""
 
-    def __init__(self, *models: str, key: str = ""):
+    def __init__(self, *models: str, key: str = "", delay_s: float = 0.0):
         routes = web.get("/v1/models", self.list_models), web.post("/v1/chat/completions", self.complete)
         super().__init__(*routes, path="/v1")
-        self.models, self.key = models, key
+        self.models, self.key, self.delay_s = models, key, delay_s
         self.asked: list[dict] = []
 
     def allowed(self, request: web.Request) -> bool:
@@ -31,6 +32,7 @@ class Endpoint(WebServer):
             return web.json_response({"error": {"message": "no such key"}}, status=401)
         body = await request.json()
         self.asked.append(body)
+        await asyncio.sleep(self.delay_s)
         text = body["messages"][-1]["content"]
         said = "x" if body["model"] == "bad" else text if isinstance(text, str) else json.dumps(text)
         message = {"role": "assistant", "content": said.removeprefix("say ")}

@@ -13,9 +13,9 @@ from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.launch.children import Children
 from rl.launch.prepare import prepare
 from rl.main import subcommand
-from rl.orchestrator.batches import OrchestratorState, decode_state
-from rl.orchestrator.old_files import OldFiles
-from rl.orchestrator.tasks import TaskRef, TaskState
+from rl.orchestrator.batches.batch_selection import OrchestratorState, decode_state
+from rl.orchestrator.batches.old_files import OldFiles
+from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.checksums import MANIFEST, checksum
 from rl.run_dir.files import write_file
 from rl.run_dir.origin import Change, first_step, read_origin
@@ -39,13 +39,26 @@ def weights(step: int) -> bytes:
 def run(tmp_path, monkeypatch):
     """A run of four steps with the checkpoints 2 and 4, of whose versions the last two are kept."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--orchestrator.environment.id", "e", "--model.name", "owner/m", "--name", "x", "--max_steps", "4", "--learning_rate", "1e-5"]
+    flags = [
+        "--orchestrator.environment.id",
+        "e",
+        "--model.name",
+        "owner/m",
+        "--name",
+        "x",
+        "--max_steps",
+        "4",
+        "--learning_rate",
+        "1e-5",
+        "--model.dtype",
+        "bfloat16",
+    ]
     config = build(parse_args(flags)).with_absolute_paths()
     run_dir = config.run_dir
     write_file(run_dir.config, to_toml(config).encode())
     for step in range(1, 5):
         write_batch(run_dir.batch(step), TrainBatch(step=step, samples=[]), STATE)
-        write_file(run_dir.digests(step), b'{"tensors": {}}')
+        write_file(run_dir.digests(step), b'{"hash": "blake3", "tensors": {}}')
     for step in (2, 4):
         write_file(run_dir.weights(step) / "model.safetensors", weights(step))
         write_file(run_dir.checkpoint(step) / "__0_0.distcp", b"state %d" % step)
@@ -102,7 +115,7 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
 def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
     config = build(parse_args(["@", str(run.config), "--trainer.optim.lr", "3e-6"]))
     (run.root / "status").mkdir(exist_ok=True)
-    with pytest.raises(RunError, match=f"1e-05 -> 3e-06\n  go on with them in a new run: rl branch {run.root} --name NEW and the same"):
+    with pytest.raises(RunError, match=f"1e-05 -> 3e-06\n  continue with them in a new run: rl branch {run.root} --name NEW and the same"):
         prepare(config, resume=-1, clean=False)
 
 
@@ -110,7 +123,7 @@ def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path
     moved = tmp_path / "elsewhere" / "m"
     moved.parent.mkdir()
     run.root.rename(moved)
-    assert "m is the run itself; name the new one" in fault(capsys, f"{moved}@2", code=2)
+    assert "m is the run itself; name the new run" in fault(capsys, f"{moved}@2", code=2)
     branch(f"{moved}@2", "--name", "y")
     (tmp_path / "link").symlink_to(moved.parent)
     assert "m is the run itself" in fault(capsys, f"{moved}@2", "--output_dir", tmp_path / "link", "--clean", code=2)
@@ -134,21 +147,24 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
     ("args", "said"),
     [
         ((), "rl branch: which run? Give its directory first"),
-        (("x@2",), "rl branch: x is the run itself; name the new one: --name NEW"),
-        (("x@2", "--name", "y", "--resume"), "a branch is a new one"),
+        (("x@2",), "rl branch: x is the run itself; name the new run: --name NEW"),
+        (("x@2", "--name", "y", "--resume"), "a branch is a new run"),
         (("x@2", "--name", "y", "--bogus", "1"), "in the configuration\n  bogus = 1 (--bogus)\n"),
         (
             ("x@3", "--name", "y"),
             "x@3: there is no checkpoint of step 3, only of 2, 4. Which ones a run keeps is set by trainer.checkpoint",
         ),
-        (("x@0", "--name", "y"), "x@0: is the base model; a run that begins there is no branch: rl @ "),
+        (("x@0", "--name", "y"), "x@0: is the base model; start a new run there instead: rl @ "),
         (("x@best", "--name", "y"), "x@best: the run has no finished evaluation"),
-        (("x", "--name", "y"), "what a branch at step 4 cannot have:\n  max_steps = 4\n    is reached at step 4; raise it"),
+        (
+            ("x", "--name", "y"),
+            "a branch at step 4 cannot have these settings:\n  max_steps = 4\n    is already reached at step 4; raise it",
+        ),
         (("x@2", "--name", "y", "--model.name", "z/m"), "  model.name: 'owner/m' -> 'z/m'\n    the checkpoint holds the weights of that"),
-        (("x@2", "--name", "y", "--model.dtype", "float32"), "    version 2 was published in it, and would be another policy"),
-        (("x@2", "--name", "y", "--trainer.lora"), "trainer.lora.rank: None -> 16\n    the checkpoint holds what was trained"),
+        (("x@2", "--name", "y", "--model.dtype", "float32"), "    version 2 was published in that dtype and would be another policy"),
+        (("x@2", "--name", "y", "--trainer.lora"), "trainer.lora.rank: None -> 16\n    the checkpoint holds the whole model"),
         (("x@2", "--name", "y", "--sft.dataset", "d", "--trainer.loss.type", "cross_entropy"), "learning -> supervised fine-tuning"),
-        (("z@2", "--name", "y"), "there are the runs x"),
+        (("z@2", "--name", "y"), "contains the runs x"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_written(run, launched, capsys, monkeypatch, args, said):
@@ -220,11 +236,11 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
     branch(f"{run.root}@2", "--name", "y")
     config = launched[0][0]
     new = config.run_dir
-    with pytest.raises(RunError, match="a branch that has made no version of its own yet"):
+    with pytest.raises(RunError, match="the branch has no version of its own yet"):
         plan(new, config, 0, None)
     for step in (3, 4):
         write_batch(new.batch(step), TrainBatch(step=step, samples=[]), STATE)
-        write_file(new.digests(step), b'{"tensors": {}}')
+        write_file(new.digests(step), b'{"hash": "blake3", "tensors": {}}')
     assert plan(new, config, 0, None)[0].start == 2 and first_step(new) == 2 and first_step(run) == 0
     with pytest.raises(RunError, match=f"--from 1: {new.root} is a branch and begins at step 2"):
         plan(new, config, 1, None)

@@ -5,9 +5,13 @@ from itertools import islice
 
 import pytest
 
-from rl.commands.arena import task_count
-from rl.commands.collect import missing, read_present, task_order
+from rl.commands.collect import Collection, missing, read_present, task_order
+from rl.commands.play_session import task_count
+from rl.config.command_line import build, parse_args
+from rl.config.sft import SftConfig
 from rl.system.errors import RunError
+from rl.trainer.sft.rows import why_unused
+from rl.wire.rollouts import Rollout
 from tests.commands.driver import rl, with_server
 from tests.commands.servers import Endpoint
 from tests.web import serving
@@ -67,7 +71,7 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
         assert code == 0 and len(server.asked) == 6, err
     flags = (*flags, "--model.name", str(model), "--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8")
     code, out, err = rl(tmp_path, "collect", *flags, "--limit", "3", code=with_server("import sys; sys.exit('no server')"))
-    assert code == 0 and f"all 6 rollouts are in {path}: nothing is left to play" in out, err  # and no server was started
+    assert code == 0 and f"all 6 rollouts are in {path}; nothing is left to play" in out, err  # and no server was started
     assert not list(tmp_path.glob("outputs/*/server"))
     folders = {path.name for path in (tmp_path / "outputs").iterdir()}  # named by what was played
     assert folders == {"collect-say-digit-good", f"collect-say-digit-{model.name}"}
@@ -75,6 +79,18 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     assert sorted((one["task"], one["sample"]) for one in lines) == [(task, sample) for task in (0, 1, 2) for sample in (0, 1)]
     assert {"env", "task", "sample", "policy", "agent", "messages", "reward", "metrics", "outcome", "stop"} <= set(lines[0])
     assert (lines[0]["policy"], lines[0]["reward"], lines[0]["outcome"]) == ("good", 1.0, "finished") and "turns" not in lines[0]
+
+
+def test_lines_say_which_agents_are_not_trained(tmp_path):
+    path = tmp_path / "r.jsonl"
+    told = Collection(build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=False)
+    told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["agent"], line.get("why")) for line in lines] == [("solver", None), ("judge", "not_trainable")]
+    assert [why_unused({**line, "outcome": "finished"}, "r.jsonl:1", SftConfig(dataset="d")) for line in lines] == [
+        None,
+        "rollouts of agents that are not trained",
+    ]
 
 
 def test_faults(tmp_path):

@@ -1,9 +1,13 @@
 """`rl compare`: what it prints of two runs that are written here."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from rl.commands.compare import means, set_nowhere, stretches
+from rl.commands.compare import means, stretches
 from rl.config.command_line import build, parse_args, to_toml
+from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
 from tests.commands.driver import called
 
@@ -56,11 +60,11 @@ e                 0  0.250 ± 0.030  0.250 ± 0.030  +0.000
 @pytest.mark.parametrize("width", [50, 80, 110])
 def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
     """Of a run with steps enough for every stretch, a long value, and metrics with long names."""
-    lines = {}
-    for step in range(1, 25):
-        lines[step, "orchestrator"] = {"reward/mean": step / 7, "rollouts/zero_advantage": 0.123456}
-        lines[step, "trainer"] = {"time/step": 123.456}
-    monkeypatch.setattr("rl.commands.compare.read_metrics", lambda path, **_: lines)
+    for name in ("x", "y"):
+        logs = {source: MetricsLog(Path("outputs", name, "metrics.jsonl"), source) for source in ("orchestrator", "trainer")}
+        for step in range(1, 25):
+            logs["orchestrator"].write(step, {"reward/mean": step / 7, "rollouts/zero_advantage": 0.123456})
+            logs["trainer"].write(step, {"time/step": 123.456})
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, _ = called(capsys, "compare", "x", "y")
@@ -70,15 +74,22 @@ def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
 
 
 def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
-    assert "\nno setting differs\n" in called(capsys, "compare", "x", "x")[1]
+    assert (
+        "\nno setting differs, nor the seed: tasks and the samples of evaluations are the same; " in called(capsys, "compare", "x", "x")[1]
+    )
     assert called(capsys, "compare", "x", "z")[::2] == (
-        2, "rl compare: outputs/z: there is no such run and no such model folder; in outputs there are the runs x, y\n"
+        2, "rl compare: outputs/z: no such run or model folder; outputs contains the runs x, y\n"
     )  # fmt: skip
-    assert set_nowhere(None, []) and not set_nowhere(None, 0)  # [[eval]] in one of them is said by its keys
     assert called(capsys, "compare", "x")[0] == called(capsys, "compare", "x", "y", "z")[0] == called(capsys, "compare", "x", "@y")[0] == 2
 
 
 def test_steps_are_cut_into_stretches_of_nearly_equal_length():
     assert stretches(20, 6) == [(1, 3), (4, 7), (8, 10), (11, 13), (14, 17), (18, 20)]
     assert stretches(2, 6) == [(1, 1), (2, 2)] and stretches(1, 1) == [(1, 1)]
-    assert means(([1, 2, 5], [1.0, 2.0, 4.0]), [(1, 2), (3, 4), (5, 9)]) == [1.5, None, 4.0]
+    assert means((np.array([1, 2, 5]), np.array([1.0, 2.0, 4.0])), [(1, 2), (3, 4), (5, 9)]) == [1.5, None, 4.0]
+
+
+def test_a_computed_number_is_shown_without_its_rounding_errors_unless_they_differ():
+    assert texts([9.999999999999999e-06, 3 * 1e-6, None]) == ["1e-05", "3e-06", None]
+    assert texts([1e-6, 9.999999e-07]) == ["1e-06", "9.999999e-07"] and texts([32.0, 0.1 + 0.2]) == ["32.0", "0.3"]
+    assert texts([True, ["a", 1e-7], "9.999999999999999e-06"]) == ["True", "['a', 1e-07]", "9.999999999999999e-06"]

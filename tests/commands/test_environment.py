@@ -1,25 +1,58 @@
 """`rl env`: its arguments, and what it shows."""
 
 import json
+import os
 import re
+import signal
 import tempfile
+import time
 
 import pytest
 
 from rl.commands.environment import environment_given, messages_text, print_description, scratch, task_text
+from rl.system.errors import RunError
 from rl.wire.worker_messages import Description
-from tests.commands.driver import rl
+from tests.commands.driver import CODE, rl, start
 from tests.commands.servers import Endpoint
 from tests.web import serving
 
 
 def test_what_failed_calls_have_left_goes_with_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first = scratch("e")
-    for left in (tmp_path / "rl-env-e-more-1-x", tmp_path / "rl-env-e-99999999-a", tmp_path / "rl-env-other-99999999-a"):
+    others = [tmp_path / "rl-env-e-more-1-x", tmp_path / "rl-env-other-99999999-a"]
+    for left in (*others, tmp_path / "rl-env-e-99999999-a"):
         left.mkdir()
-    second = scratch("e")
-    assert sorted(tmp_path.iterdir()) == sorted([first, second, tmp_path / "rl-env-e-more-1-x", tmp_path / "rl-env-other-99999999-a"])
+    with scratch("e") as first, scratch("e") as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first, second, *others])
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+    with pytest.raises(RunError), scratch("e") as first:
+        raise RunError("see a log in it")
+    assert sorted(tmp_path.iterdir()) == sorted([first, *others])
+
+
+SLOW_UV = "import rl.homes.uv; rl.homes.uv.uv_binary = lambda: 'slow-uv'; "
+
+
+@pytest.mark.parametrize("during", ["a rollout", "the making of a home"])
+def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
+    made = during == "a rollout"
+    (tmp_path / "slow-uv").write_text("#!/bin/sh\nsleep 60\n")
+    (tmp_path / "slow-uv").chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    more = {} if made else {"RL_ENVIRONMENTS": str(tmp_path / "homes"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with serving(Endpoint("good", delay_s=2.0)) as server:
+        flags = ("--rollouts", "1", "--policy", server.url, "--split", "train")
+        code = CODE if made else SLOW_UV + CODE
+        process = start(tmp_path, "env", "say-digit", *flags, code=code, TMPDIR=str(tmp_path / "tmp"), **more)
+        line = "" if made else process.stderr.readline()
+        assert ("making its home" in line) is not made
+        while made and not server.asked:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - began < 20
+    assert list((tmp_path / "tmp").glob("rl-env-*")) == [] and not list(tmp_path.glob("homes/.home*"))
 
 
 def test_the_environment_and_its_arguments(capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from rl.commands import evaluate
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
-from rl.commands.evaluate import evaluations_only, main, num_examples
+from rl.commands.evaluate import evaluations_only, num_examples
 from rl.commands.policy_spec import Source
 from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import EvalConfig
@@ -72,9 +72,9 @@ def test_two_policies_side_by_side(tmp_path, capsys):
     lines = (tmp_path / "o" / "report.md").read_text().splitlines()
     assert "| e (3 x 2) | reward_mean | 0.833 ± 0.167 | 0.000 ± 0.000 | +0.750 | +0.500 to +1.000 |" in lines
     assert "|  | m | 2.000 | - |  |  |" in lines
-    assert "3 and 2 examples; the difference is over 2" in capsys.readouterr().err
+    assert "3 and 2 examples; the 2 common ones are compared" in capsys.readouterr().err
     assert finished_report(str(tmp_path / "o"))["policy"] == "new (o)"
-    with pytest.raises(RunError, match="no example in common"):
+    with pytest.raises(RunError, match="no examples in common"):
         write_report(tmp_path / "p", config, [ours, policy("other", {7: [1.0]})])
 
 
@@ -126,7 +126,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
             tmp_path, "eval", *SAY_DIGIT, *flags, "--orchestrator.inference_urls", f'["{address}"]', "--compare", "e/report.json"
         )
     assert code == 0, err
-    assert "old (e)" in out and "+1.000" in out and "warning: eval say-digit: the two differ in environment" in err
+    assert "old (e)" in out and "+1.000" in out and "warning: eval say-digit: the two policies differ in environment" in err
     (report,) = tmp_path.glob("outputs/eval-say-digit-*/*/report.json")
     assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["metrics"]["length_mean"] == 2.0
 
@@ -135,16 +135,16 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
     ("args", "code", "said"),
     [
         (("--orchestrator.environment.id", "nope"), 1, "`rl env install owner/nope`"),
-        ((*SAY_DIGIT, "--policy", "outputs/x/y"), 2, "there is no such run and no such model folder"),
+        ((*SAY_DIGIT, "--policy", "outputs/x/y"), 2, "no such run or model folder"),
         ((*SAY_DIGIT, "--compare", "x.json"), 1, "not a report"),
-        ((*SAY_DIGIT, "--policy", "http://127.0.0.1:9/v1"), 1, "nobody answers"),
+        ((*SAY_DIGIT, "--policy", "http://127.0.0.1:9/v1"), 1, "no answer"),
     ],
 )
 def test_faults_are_told_before_anything_starts(args, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     monkeypatch.setattr(Children, "stop_on_signals", lambda _: None)
-    assert main([*args], Children()) == code
+    assert subcommand("eval", [*args], Children()) == code
     err = capsys.readouterr().err
     assert err.startswith("rl eval: ") and said in err
     assert not list(tmp_path.iterdir())
@@ -187,10 +187,10 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
                 yield job, [Rollout(reward=job.sampling["temperature"], completion_tokens=1)]
 
     @asynccontextmanager
-    async def arena(*_):
+    async def play_session(*_):
         yield Place()
 
-    monkeypatch.setattr(evaluate, "arena", arena)
+    monkeypatch.setattr(evaluate, "play_session", play_session)
     evals = '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", sampling = {temperature = 0.75}}]'
     config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
     found = asyncio.run(evaluate.evaluate_policy(config, {}, Source("p"), tmp_path, "p", None, Children()))

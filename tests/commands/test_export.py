@@ -30,31 +30,31 @@ def fault(capsys, *args) -> str:
 def test_wrong_command_lines(run, tmp_path, capsys):
     assert "which run? Give its directory first: rl export outputs/NAME --to DIR" in fault(capsys, "--to", tmp_path / "x")
     assert f"where to? Give a directory: rl export {run} --to DIR, or a repository: --push OWNER/NAME" in fault(capsys, run)
-    assert "--public: is for a repository; name it with --push" in fault(capsys, run, "--to", tmp_path / "x", "--public")
+    assert "--public: needs a repository; name it with --push" in fault(capsys, run, "--to", tmp_path / "x", "--public")
     assert "--dtype float8: give bfloat16 or float32" in fault(capsys, run, "--to", tmp_path / "x", "--dtype", "float8")
-    assert f"--merge: {run} trained the whole model, it has no adapters" in fault(capsys, run, "--to", tmp_path / "x", "--merge")
+    assert f"--merge: {run} trained the whole model and has no adapters" in fault(capsys, run, "--to", tmp_path / "x", "--merge")
     assert "did you mean" in fault(capsys, run, "--to", tmp_path / "x", "--model.nam", "y")
 
 
 def test_runs_and_steps_that_are_not_there(run, tmp_path, capsys):
     to = ("--to", tmp_path / "x")
-    assert f"in {run.parent} there are the runs r" in fault(capsys, run.parent / "s", *to)
-    assert "is no run of rl; give the directory with its config.toml" in fault(capsys, tmp_path, *to)
-    expected = "step 5 has neither a checkpoint nor a published version; there are checkpoints of 4 and versions 3-4. Which ones"
+    assert f"{run.parent} contains the runs r" in fault(capsys, run.parent / "s", *to)
+    assert "not a run of rl; give the directory with its config.toml" in fault(capsys, tmp_path, *to)
+    expected = "step 5 has neither a checkpoint nor a published version; there are checkpoints 4 and versions 3-4. Which ones"
     assert expected in fault(capsys, f"{run}@5", *to)
     assert f"{run}@0: is the base model" in fault(capsys, f"{run}@0", *to)
-    assert "give a version's number, or best" in fault(capsys, f"{run}@x", *to)
+    assert "give a version number, or best" in fault(capsys, f"{run}@x", *to)
     assert "the run has no finished evaluation" in fault(capsys, f"{run}@best", *to)
 
 
 def test_directories_that_must_not_be_written(run, tmp_path, capsys):
     (tmp_path / "photos").mkdir()
-    assert "is there already and is no model" in fault(capsys, run, "--to", tmp_path / "photos", "--overwrite")
+    assert "exists and is not a model" in fault(capsys, run, "--to", tmp_path / "photos", "--overwrite")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert "there is a model already; give another directory, or --overwrite" in fault(capsys, run, "--to", tmp_path / "model")
+    assert "a model exists there; give another directory, or --overwrite" in fault(capsys, run, "--to", tmp_path / "model")
     assert "base': no such folder" in fault(capsys, run, "--to", tmp_path / "model", "--overwrite")
-    assert "lies in the run's own directory" in fault(capsys, run, "--to", run / "weights" / "000003", "--overwrite")
+    assert "is inside the run's own directory" in fault(capsys, run, "--to", run / "weights" / "000003", "--overwrite")
 
 
 def test_help_says_it_without_torch():

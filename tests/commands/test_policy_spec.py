@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rl.commands import policy_spec
-from rl.commands.arena import server_config
+from rl.commands.play_session import server_config
 from rl.commands.policy_spec import Source, resolve
 from rl.config.command_line import build, parse_args, to_toml
 from rl.system.errors import RunError
@@ -52,7 +52,7 @@ def test_versions_of_a_run(run):
     assert look(f"{run}@3").model.endswith("weights/000003")
     assert look(f"{run}@0") == Source("r@0", "owner/base", policy_version=0)
     assert f"{run}@4: version 4 is not in {run}/weights; there are 3, 12 (and 0, the base model)" in fault(f"{run}@4")
-    assert "give a version's number, or best" in fault(f"{run}@x")
+    assert "give a version number, or best" in fault(f"{run}@x")
 
 
 def test_weights_that_lie_elsewhere(run, tmp_path):
@@ -66,15 +66,15 @@ def test_the_best_version(run):
     best = {"a": {"policy_version": 3, "reward_mean": 0.5}, "b": {"policy_version": 12, "reward_mean": 0.9}}
     (run / "evals").mkdir()
     (run / "evals" / "best.json").write_text(json.dumps(best))
-    assert f"the evaluations differ in it; name one: {run}@best:a, {run}@best:b" in fault(f"{run}@best")
+    assert f"differs between evaluations; name one: {run}@best:a, {run}@best:b" in fault(f"{run}@best")
     assert look(f"{run}@best:a").policy_version == 3 and look(f"{run}@best", evals=("c", "b")).policy_version == 12
     assert f"{run}@best:x: the run has no such evaluation; it has a, b" in fault(f"{run}@best:x")
 
 
 def test_a_run_that_is_not_there(run):
     near = run.parent / "rr"
-    assert fault(str(near)) == f"{near}: there is no such run and no such model folder; in {run.parent} there are the runs r"
-    assert "there are the runs r" in fault(f"{near}@12")
+    assert fault(str(near)) == f"{near}: no such run or model folder; {run.parent} contains the runs r"
+    assert "contains the runs r" in fault(f"{near}@12")
     assert "give a model's folder, its id on the hub, or a run" in fault("/nowhere/at/all")
 
 
@@ -90,9 +90,9 @@ def test_an_endpoint(monkeypatch):
         source = look(one.url + "/")
         assert source.label == "good" and source.endpoint.base_url == one.url and source.endpoint.model == "good"
         assert "has no model goood; did you mean good?" in fault(one.url, model="goood")
-        assert f"{two.url}: answered 401; its key is taken from $OPENAI_API_KEY, which is not set (see --api-key-var)" == fault(two.url)
+        assert f"{two.url}: answered 401; the key comes from $OPENAI_API_KEY, which is not set (see --api-key-var)" == fault(two.url)
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-        assert "$OPENAI_API_KEY, which is refused" in fault(two.url)
+        assert "$OPENAI_API_KEY, which was refused" in fault(two.url)
         with monkeypatch.context() as patch:
             patch.setattr(policy_spec, "hides_keys", lambda _url: False)
             assert "is not sent over plain http to another machine unless you name its variable" in fault(two.url)
@@ -102,15 +102,15 @@ def test_an_endpoint(monkeypatch):
         chosen = look(f"{two.url}#bad", key_var="OTHER_KEY").endpoint
         assert (chosen.base_url, chosen.model, chosen.api_key_var) == (two.url, "bad", "OTHER_KEY")
         unlisted = one.url.removesuffix("/v1")
-        assert "does not say which models it has (answer 404) (most addresses end with /v1)" in fault(unlisted)
+        assert "does not list its models (status 404) (most addresses end with /v1)" in fault(unlisted)
         assert look(unlisted, model="m").endpoint.model == "m"
         url = one.url
-    assert re.match(f"{url}: nobody answers .* is the server running", fault(url))
+    assert re.match(f"{url}: no answer .* is the server running", fault(url))
 
 
 def test_inference_servers_that_run_already():
     with serving(Endpoint("good")) as other:
-        assert "is no inference server of rl; for another one give --policy http" in fault(
+        assert "is not an inference server of rl; for other servers use --policy http" in fault(
             None, flags=("--orchestrator.inference_urls", f'["{other.url}"]')
         )
     assert "no inference server answers at http://127.0.0.1:9" in fault(

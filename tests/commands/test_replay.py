@@ -65,7 +65,7 @@ def test_two_ranks_are_replayed_as_two_ranks(run_dir):
         "version 3: equal to its digests and weights",
         "checkpoint 3: equal (float32 weights, optimizer, random numbers)",
     ]
-    last = r"EQUAL: versions 1-3, trained again from the base model in \d+ s \(.*\), are those of the run, bit for bit; .* checkpoint 2-3"
+    last = r"EQUAL: versions 1-3, retrained from the base model in \d+ s \(.*\), equal those of the run, bit for bit; .* checkpoint 2-3"
     assert re.fullmatch(last, done.stdout.splitlines()[-1])
 
 
@@ -78,21 +78,21 @@ DIFFERENT = EQUAL | {"kept": ["digests", "weights"], "tensor": "model.norm.weigh
     [
         (
             {"version": 3, **DIFFERENT},
-            "version 3 is not what the run made of batch 3: first in model.norm.weight, by at most 0.00123; versions 1-2 are equal",
+            "version 3 differs from the run's: first in model.norm.weight, by at most 0.00123; versions 1-2 are equal",
         ),
         (
             {"version": 3, **DIFFERENT, "max_difference": None, "unlike": "threads 2 there and 1 here"},
-            "first in model.norm.weight, (the weights are no longer there to say by how much); versions 1-2 are equal\n"
-            "  it was made under other conditions, which can be the reason: threads 2 there and 1 here",
+            "first in model.norm.weight, (by how much is unknown, as the weights were deleted); versions 1-2 are equal\n"
+            "  it was trained under other conditions, which may be the reason: threads 2 there and 1 here",
         ),
-        ({"version": 3, **EQUAL, "fault": "x: cut"}, "version 3: what was trained again fits, but a file of the run is damaged: x: cut"),
+        ({"version": 3, **EQUAL, "fault": "x: cut"}, "version 3: the retrained version is equal, but a file of the run is damaged: x: cut"),
         (
             {"checkpoint": 2, "tensor": "optimizer.exp_avg.x", "ranks": [0], "fault": None},
-            "of its checkpoint, first in optimizer.exp_avg.x",
+            "from its checkpoint, first in optimizer.exp_avg.x",
         ),
         (
             {"checkpoint": 2, "tensor": None, "ranks": [1], "fault": None},
-            "the state after step 2 is not that of its checkpoint, on ranks [1]",
+            "the state after step 2 differs from its checkpoint, on ranks [1]",
         ),
         ({"checkpoint": 2, "tensor": None, "ranks": [], "fault": "x: damaged"}, "DIFFERENT: checkpoint 2 is damaged: x: damaged"),
     ],
@@ -109,12 +109,15 @@ def test_what_differs_is_named(run_dir, tmp_path, found, said):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "which run? Give its directory and nothing else"),
+        ([], "which run? Give only its directory"),
         (["{root}", "--until", "9"], "--until 9: the newest version of {root} is 3; give at most that"),
         (["{root}", "--from", "3"], "--from 3: leaves no step to train before --until 3; give a smaller one"),
-        (["{root}", "--from", "1"], "{root}: batches 1-2 are missing (there are 3; what is kept is a setting of the run): give --from 2"),
-        (["{root}x"], "there is no such run and no such model folder; in "),
-        (["{root}/empty"], "{root}/empty: has made no version yet; there is nothing to compare with"),
+        (
+            ["{root}", "--from", "1"],
+            "{root}: batches 1-2 are missing (there are 3; orchestrator.batches sets which are kept): give --from 2",
+        ),
+        (["{root}x"], "no such run or model folder; "),
+        (["{root}/empty"], "{root}/empty: the run has no version yet; there is nothing to compare with"),
     ],
 )
 def test_what_cannot_be_told_is_said(run_dir, tmp_path, capsys, args, said):
@@ -139,7 +142,7 @@ def test_examples_that_are_damaged_and_checkpoints_of_a_newer_rl_cannot_be_told_
     (run_dir.data / "manifest.json").write_text(json.dumps({"train": {}, "files": files}))
     assert plan(run_dir, tuned, 0, None)[0].until == 6
     (run_dir.data / "train" / "ends.npy").write_text("[]")
-    with pytest.raises(RunError, match=r"train/ends\.npy: damaged; delete .*data to have it made anew"):
+    with pytest.raises(RunError, match=r"train/ends\.npy: damaged; delete .*data to have it made again"):
         plan(run_dir, tuned, 0, None)
     manifest = {"step": 4, "world_size": 1, "model": "m", "files": {"__0_0.distcp": {"size": 2, "blake9": "00"}}}
     (run_dir.checkpoint(4) / "manifest.json").write_text(json.dumps(manifest))
@@ -162,8 +165,8 @@ def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoi
     kept, config = open_run(str(root))
     replay, notes = plan(kept, config, 0, None)
     assert (replay.start, replay.until) == (2, 3)
-    why = "batches 1 are not there any more, for what is kept is a setting of the run"
-    assert notes == [f"{why}: starting at checkpoint 2, the oldest that has all batches behind it"]
+    why = "batches 1 were deleted (orchestrator.batches)"
+    assert notes == [f"{why}: starting at checkpoint 2, the oldest with all later batches"]
 
 
 def test_notes(run_dir, tmp_path, capsys):
@@ -177,10 +180,10 @@ def test_notes(run_dir, tmp_path, capsys):
     config = from_toml(copy.config)
     replay, notes = plan(copy, config, 2, None)
     assert (replay.start, replay.until) == (0, 3)
-    assert "checkpoint 2 is damaged and is passed over" in notes[0]
-    assert notes[1] == "there is no sound checkpoint 2: starting at the base model"
+    assert "checkpoint 2 is damaged and is skipped" in notes[0]
+    assert notes[1] == "there is no intact checkpoint 2: starting at the base model"
     line = {"time": 0, "step": 2, "key": "trainer.micro_batch_tokens", "old": 64, "new": 128}
     (copy.root / "changes.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"key": "max_steps"}) + "\n")
     assert changes_within(copy, replay, config) == [
-        "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it may differ; --from 2 trains those behind it"
+        "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it may differ; --from 2 retrains the later ones"
     ]

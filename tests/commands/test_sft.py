@@ -43,7 +43,7 @@ def test_from_rollouts_to_weights_with_a_stop_in_between(place):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert f"resume with: rl sft {' '.join(SETTINGS)} --max_steps 100000 --resume\n" in err
     assert "data      " in out and "40 rows -> 20 examples" in out and "; 20 rollouts with a reward below 1" in out
     header = next(line for line in out.splitlines() if line.startswith("  step"))
@@ -73,7 +73,7 @@ def test_faults_of_the_configuration(place):
         (("--sft.dataset", "d", "--trainer.loss.type", "clip"), "supervised fine-tuning minimises cross entropy"),
         (("--sft.dataset", "d", "--trainer.loss.token_mask", "[0.5, 2]"), "trainer.loss.token_mask = [0.5, 2.0]"),
         (("--sft.dataset", "d", "--sft.datasett", "e"), "did you mean sft.dataset?"),
-        (("--sft.dataset", "d", "--sft.validation", "e", "--sft.validation_fraction", "0.1"), "give one of them"),
+        (("--sft.dataset", "d", "--sft.validation", "e", "--sft.validation_fraction", "0.1"), "give only one of them"),
     ):
         code, out, err = rl(place, "sft", *args)
         assert (code, out) == (2, "") and said in err, err
@@ -103,9 +103,8 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
 def test_a_flag_that_fine_tuning_does_not_read_is_refused(tmp_path):
     given = ["--sft.dataset", "owner/data"]
     said = [
-        "orchestrator.batch_size = 3 (--orchestrator.batch_size)\n    is of reinforcement learning, and fine-tuning does not read it; "
-        "did you mean sft.batch_size?",
-        "max_lag = 3 (--max_lag)\n    is of reinforcement learning, and fine-tuning does not read it; leave it out",
+        "orchestrator.batch_size = 3 (--orchestrator.batch_size)\n    applies only to reinforcement learning; did you mean sft.batch_size?",
+        "max_lag = 3 (--max_lag)\n    applies only to reinforcement learning; leave it out",
     ]
     with pytest.raises(ConfigError) as caught:
         build(parse_args([*given, "--orchestrator.batch_size", "3", "--max_lag", "3"]), outside=True)

@@ -50,11 +50,10 @@ def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
 
-@pytest.mark.parametrize("reward", [None, 0.0])
-def test_a_failed_rollout_has_no_reward(tmp_path, capsys, reward):
-    """Earlier versions wrote 0, which is the lowest there is in no order."""
+def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
+    """It is the lowest there is in no order."""
     file = tmp_path / "rollouts.jsonl"
-    failed = row(1, 7, 0.0, "environment") | {"error": "boom", "reward": reward, "advantage": reward, "metrics": {}}
+    failed = row(1, 7, 0.0, "environment") | {"error": "boom", "reward": None, "advantage": None, "metrics": {}}
     file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
     code, out, _ = called(capsys, "show", str(file))
     assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
@@ -72,20 +71,20 @@ def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys
 
 def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
     monkeypatch.setattr(show, "MOST_SORTED", 2)
-    said = "rl show: these were the first 2 of 3 in this order; --limit N prints more\n"
+    said = "rl show: printed the first 2 of 3 in this order; --limit N prints more\n"
     assert rl("x", "--sort", "reward", "--why", "trained") == (0, [2, 0], said)
     assert rl("x", "--sort", "reward", "--limit", "2")[2] == rl("x", "--sort", "reward", "--step", "1")[2] == ""
 
 
 def test_where_nothing_fits_it_says_what_there_is(run, rl):
     assert rl("x", "--why", "nosignal") == (
-        1, [], "rl show: --why nosignal: no rollout has it; there are: trained (3), pending (1), no_signal (1)\n"
+        1, [], "rl show: --why nosignal: no rollout matches; existing values: trained (3), pending (1), no_signal (1)\n"
     )  # fmt: skip
-    assert rl("x", "--step", "7")[2].endswith("of these steps there are: 1-2\n")
-    assert rl("x", "--sort", "best")[2].startswith("rl show: --sort best: the rollouts have no such number; there are: group_id, m, reward")
-    assert rl("x", "--why", "pending", "--task", "0")[2] == "rl show: x: no rollout is like that\n"
+    assert rl("x", "--step", "7")[2].endswith("steps with rollouts: 1-2\n")
+    assert rl("x", "--sort", "best")[2].startswith("rl show: --sort best: the rollouts have no such number; they have: group_id, m, reward")
+    assert rl("x", "--why", "pending", "--task", "0")[2] == "rl show: x: no rollout matches all filters\n"
     code, _, err = rl("y")
-    assert code == 2 and "in outputs there are the runs x" in err and rl("x", "--reverse")[0] == 1
+    assert code == 2 and "outputs contains the runs x" in err and rl("x", "--reverse")[0] == 1
     assert rl()[0] == rl("x", "y")[0] == rl("x", "--limit", "0")[0] == 2
     assert rl(str(run / "rollouts" / "000002.jsonl"), "--step", "2")[0] == 1
 
@@ -97,15 +96,15 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
     assert (code, groups) == (1, [4, 0, 1]) and err.startswith(f"rl show: outputs/x/rollouts/{path.name}: damaged")
     for other in (run / "rollouts").iterdir():
         other.unlink()
-    assert rl("x") == (1, [], "rl show: x: there is no finished rollout; `rl doctor x` says what the run waits for\n")
+    assert rl("x") == (1, [], "rl show: x: no finished rollouts; `rl doctor x` shows what the run is waiting for\n")
 
 
 def test_a_file_of_something_else_is_told_what_is_shown(run, rl):
     run.joinpath("config.toml").write_text('name = "x"\n')
     code, _, err = rl("outputs/x/config.toml")
     assert code == 1 and err.endswith(
-        "outputs/x/config.toml: there is no finished rollout; give a run, its directory or its name, or a file that `rl` has written "
-        "rollouts into, one JSON object a line\n"
+        "outputs/x/config.toml: no finished rollouts; give a run's directory or name, or a file of rollouts that `rl` has written, "
+        "one JSON object per line\n"
     )
 
 

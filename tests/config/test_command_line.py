@@ -2,17 +2,17 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 
 import pytest
 
-from rl.config.command_line import build, from_toml, load_config, parse_args, to_toml
+from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, to_toml
 from rl.config.fields import field_tree, models_in
 from rl.config.help import COMMANDS, PROCESS_USAGE, fit
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
+from tests.bounds import children_cpu_s, imports_s
 
 ENV = ["--orchestrator.environment.id", "e"]
 
@@ -58,11 +58,11 @@ def test_a_missing_environment_is_listed_beside_other_faults(capsys):
     given = ["--orchestrator.environment", environments, "--orchestrator.eval.id", "gone"]
     for fault, count in (("--nope", "3 faults"), ("--orchestrator.group_size=99", "3 faults")):
         with pytest.raises(SystemExit):
-            load_config([*given, fault], variables={})
+            load_config_or_exit([*given, fault], variables={})
         said = capsys.readouterr().err
         assert said.startswith(f"rl: {count} in the configuration") and said.count("is not installed") == 2
         assert "`rl env install owner/nope`" in said and "`rl env install pypi:gone`" in said
-    load_config(given, variables={})  # alone it is told when something is about to be played
+    load_config_or_exit(given, variables={})  # alone it is told when something is about to be played
 
 
 def test_a_forgotten_value_is_one_fault_beside_the_others():
@@ -80,15 +80,15 @@ def test_minibatches_that_cannot_be_cut_are_faults():
     sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
     assert config(*sizes, "--trainer.minibatches", "8").trainer.minibatches == 8  # the last group of a batch is whole
     said = faults(*ENV, *sizes, "--trainer.minibatches", "9", "--trainer.loss.type", "clip")
-    assert "trainer.minibatches = 9\n    are more than a batch has groups (8), and each has whole ones; lower it, or raise" in said
-    assert "trainer.loss.truncate = 4.0\n    truncates only with" in faults(
+    assert "trainer.minibatches = 9\n    exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise" in said
+    assert "trainer.loss.truncate = 4.0\n    has an effect only with" in faults(
         *ENV, "--trainer.loss.type", "clip", "--trainer.loss.truncate", "4"
     )
     assert config("--trainer.loss.type", "gspo", "--trainer.loss.truncate", "4", "--trainer.epochs", "2").trainer.loss.truncate == 4
     said = faults("--trainer.data.fake.samples", "8", "--trainer.data.fake.group_size", "4", "--trainer.minibatches", "3")
-    assert "groups (2)" in said
+    assert "exceeds the 2 groups" in said
     said = faults("--sft.dataset", "x.jsonl", "--trainer.minibatches", "2", "--trainer.epochs", "2")
-    assert "lower sft.batch_size instead" in said and "those over examples are sft.epochs" in said and said.startswith("2 faults")
+    assert "lower sft.batch_size instead" in said and "for passes over examples, set sft.epochs" in said and said.startswith("2 faults")
 
 
 def test_a_flag_and_a_variable_into_one_of_several_environments(file):
@@ -111,6 +111,22 @@ def test_a_flag_wins_over_another_spelling_in_a_file(file):
     path = file("t.toml", "max_steps = 10\nlearning_rate = 1e-5\n")
     built = config("--trainer", "@", path, "--steps", "3", "--trainer.optim.lr", "1e-4")
     assert (built.max_steps, built.trainer.optim.lr) == (3, 1e-4)
+
+
+def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
+    both = file("two.toml", '[[orchestrator.environment]]\nid = "x"\n[[orchestrator.environment]]\nid = "y"\n[inference.vllm]\na = 1\n')
+    one = file("one.toml", '[orchestrator.environment]\nid = "x"\nweight = 2\n')
+    off = file("off.toml", "[wandb]\nproject = 'p'\ntags = ['t']\n")
+
+    def played(*args: str):
+        return [(env.id, env.weight) for env in build(parse_args(list(args))).orchestrator.environment]
+
+    several = ("--orchestrator.environment", "[{id = 'a'}, {id = 'b'}]")
+    assert played("@", both, "--orchestrator.environment.1.weight", "3") == [("x", 1.0), ("y", 3.0)]
+    assert played("@", one, *several) == [("a", 1.0), ("b", 1.0)]  # a list replaces what a file says of another one
+    assert build(parse_args(["@", both, "--inference.vllm", "{}"])).inference.vllm == {}
+    assert config("@", off, "--wandb").wandb.project == "p" and config("@", off, "--wandb", "false").wandb is None
+    assert with_variables("--wandb.project", "q", RL__WANDB="false").wandb.project == "q"
 
 
 def test_the_same_value_twice_is_no_fault(file):
@@ -168,23 +184,21 @@ def test_switches_and_resume():
     assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
     assert parse_args(["--resume", "@", "/dev/null"]).resume == -1 and parse_args(["--resume=40"]).resume == 40
     for word in ("--resume=x", "--resume=", "--resume=-1"):
-        assert parse_args([word]).faults == [f"{word}: give a step, a number from 0, or --resume alone for the newest"]
+        assert parse_args([word]).faults == [f"{word}: give a step (0 or more), or --resume alone for the newest checkpoint"]
 
 
 def test_a_switch_that_a_command_has_not_is_a_fault(capsys):
     for args in (["--resume"], ["--clean"], ["--quick"]):
         with pytest.raises(SystemExit) as end:
-            load_config([*ENV, *args], "rl export", usage="usage: rl export")
+            load_config_or_exit([*ENV, *args], "rl export", usage="usage: rl export")
         assert end.value.code == 2 and f"{args[0]}: `rl export` has no such switch; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("switch", ["--resume", "--clean"])
 def test_a_process_of_a_run_neither_resumes_nor_cleans(switch, capsys):
     with pytest.raises(SystemExit) as end:
-        load_config([*ENV, switch], "trainer", usage=PROCESS_USAGE)
-    said = (
-        f"{switch}: `trainer` has no such switch; leave it out: a process goes on where its run is, and `rl` alone resumes or deletes one"
-    )
+        load_config_or_exit([*ENV, switch], "trainer", usage=PROCESS_USAGE)
+    said = f"{switch}: `trainer` has no such switch; leave it out: a process continues its run; only `rl` resumes or deletes a run"
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -208,25 +222,25 @@ def test_the_resolved_configuration_says_the_same(tmp_path):
 
 
 def test_what_truncates_sampling_is_warned_about(capsys):
-    load_config([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
+    load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
     assert line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9: ") and "importance ratios come out below 1" in line
 
 
 def test_a_fault_ends_the_program_with_2(capsys):
     with pytest.raises(SystemExit) as error:
-        load_config([*ENV, "--bogus", "1"])
+        load_config_or_exit([*ENV, "--bogus", "1"])
     assert error.value.code == 2
     assert capsys.readouterr().err == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see --help all\n"
 
 
 def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
     """What `rl` printed, and the CPU seconds that it took: wall time would be that of the machine's other work, too."""
-    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    began = children_cpu_s()
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from rl.main import main; sys.exit(main())", *args], capture_output=True, text=True
     )
-    return done, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
+    return done, children_cpu_s() - began
 
 
 def test_help_is_quick_and_fits_a_screen():
@@ -237,7 +251,7 @@ def test_help_is_quick_and_fits_a_screen():
     for text in (*keys, "--quick", *(f"rl {name} " for name in COMMANDS)):
         assert text in done.stdout
     assert "sft.dataset" not in done.stdout and len(done.stdout.splitlines()) < 70
-    assert min(seconds for _, seconds in results) < 1.0
+    assert min(seconds for _, seconds in results) < 7 * min(imports_s() for _ in range(3))  # 3.5 seen; torch alone would be 10 more
 
 
 def test_a_reader_that_leaves_is_no_good_end():
@@ -249,7 +263,7 @@ def test_a_reader_that_leaves_is_no_good_end():
 
 def help_on(capsys, *topic: str, program: str = "rl") -> str:
     with pytest.raises(SystemExit) as end:
-        load_config(["--help", *topic], program)
+        load_config_or_exit(["--help", *topic], program)
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -273,7 +287,7 @@ def test_help_on_a_section_and_on_a_key(capsys):
     assert "aggregation token|sequence|constant = sequence  (gspo)\n" in union
     clip_low = help_on(capsys, "trainer.loss.clip_low")
     assert all(f"--trainer.loss.clip_low float = {value}\n" in clip_low for value in ("0.2  (clip)", "1.0  (cispo)", "0.0003  (gspo)"))
-    assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed of the order of tasks")
+    assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed for the order of tasks")
     of_sft = help_on(capsys, program="rl sft")
     assert "--sft.dataset str  " in of_sft and "--trainer.optim.lr float = 2e-05 " in of_sft and "--orchestrator." not in of_sft
     assert "perf/mfu  Model FLOP/s utilisation" in help_on(capsys, "metrics")
@@ -288,9 +302,9 @@ def test_help_of_a_command_is_wrapped_by_paragraphs():
 
 def test_help_on_what_there_is_not(capsys):
     with pytest.raises(SystemExit) as end:
-        load_config(["--help", "trainer.optimm"])
+        load_config_or_exit(["--help", "trainer.optimm"])
     assert end.value.code == 2
-    message = "rl: --help trainer.optimm: there is no such section or key; did you mean trainer.optim?\n"
+    message = "rl: --help trainer.optimm: no such section or key; did you mean trainer.optim?\n"
     assert capsys.readouterr().err == message
 
 
@@ -348,7 +362,7 @@ def test_every_fault_in_variables_is_listed_at_once_with_the_variable_as_its_pla
         "wandb.api_key = '(hidden)' (RL__WANDB__API_KEY)\n    unknown key; secrets are read from environment variables",
     ):
         assert fault in message
-    with pytest.raises(ConfigError, match=r"max_steps = 5 \(RL__MAX_STEPS\) and steps = 6 \(RL__STEPS\)\n    are one setting"):
+    with pytest.raises(ConfigError, match=r"max_steps = 5 \(RL__MAX_STEPS\) and steps = 6 \(RL__STEPS\)\n    set the same setting"):
         with_variables(RL__MAX_STEPS="5", RL__STEPS="6")
 
 
@@ -358,7 +372,7 @@ def test_a_run_that_exists_is_read_from_its_file_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("RL__SEED", "9")
     monkeypatch.setenv("RL__BOGUS", "9")
     assert from_toml(path).seed == 3
-    assert load_config(["@", str(path)], "trainer")[0].seed == 3
+    assert load_config_or_exit(["@", str(path)], "trainer")[0].seed == 3
     monkeypatch.delenv("RL__BOGUS")
     done, _ = command("@", str(path), "--dry-run", "--output_dir", str(tmp_path / "o"))
     assert "\nseed = 9\n" in done.stdout and not (tmp_path / "o").exists()
@@ -374,7 +388,22 @@ def test_a_variable_that_names_a_setting_is_no_secret(monkeypatch):
 def test_schema_is_json_with_the_docstrings():
     done, _ = command("--schema")
     schema = json.loads(done.stdout)
-    assert (
-        schema["properties"]["max_steps"]["description"] == "Batches that are trained; batch N makes policy version N. `steps` is an alias."
-    )
+    assert schema["properties"]["max_steps"]["description"] == "Batches to train on; batch N makes policy version N. `steps` is an alias."
     assert schema["additionalProperties"] is False and "OptimConfig" in schema["$defs"]
+
+
+def test_a_text_keeps_its_text_whatever_number_it_looks_like():
+    """`--name 1.10` was the run 1.1."""
+    words = ["--name", "1.10", "--wandb.name", "1e3", "--wandb.tags", '["0x10"]', "--wandb.notes", "-0", "--seed", "0x10"]
+    env = ["--orchestrator.environment.id", "0x10", "--orchestrator.environment.args.version", "3.10"]
+    config = build(parse_args([*words, *env], {"RL__WANDB__GROUP": "007.0"}))
+    assert (config.name, config.wandb.name, config.wandb.tags, config.wandb.notes) == ("1.10", "1e3", ["0x10"], "-0")
+    assert (config.wandb.group, config.seed, config.orchestrator.environment[0].id) == ("007.0", 16, "0x10")
+    assert config.orchestrator.environment[0].args == {"version": 3.1}  # an argument may be anything: there it is a number
+    assert build(parse_args(["--name", '"1.10"', *env])).name == "1.10"
+
+
+def test_a_number_for_a_text_in_a_file_is_refused(tmp_path):
+    (tmp_path / "run.toml").write_text("name = 1.10\n")
+    with pytest.raises(ConfigError, match=r"name = 1\.1 \(.*run\.toml\)\n    must be a string; write it in quotes"):
+        build(parse_args(["@", str(tmp_path / "run.toml"), "--orchestrator.environment.id", "e"]))

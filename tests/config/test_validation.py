@@ -19,13 +19,13 @@ def test_faults_of_all_levels_are_told_at_once():
                   "--nope.b", "2", "--name", "--orchestrator.batch_size", "3")  # fmt: skip
     assert said.startswith("7 faults in the configuration\n")
     for text in (
-        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    are one setting with two values",
+        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to two values",
         "trainer.loss.clip_low = 'x' (--trainer.loss.clip_low)\n    Input should be a valid number",
         "nope.a = 1 (--nope.a)\n    unknown key",
         "nope.b = 2 (--nope.b)\n    unknown key",
         "name (--name)\n    needs a value: str",
         "orchestrator.environment = []\n    name what to train on",
-        "orchestrator.batch_size = 3\n    is less than one group of 8 rollouts (group_size)",
+        "orchestrator.batch_size = 3\n    is smaller than one group of 8 rollouts (group_size)",
     ):
         assert text in said
 

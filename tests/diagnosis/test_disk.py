@@ -15,7 +15,7 @@ def model(folder):
 
 
 def config(tmp_path, *flags):
-    return build(parse_args(["--orchestrator.environment.id", "e", "--output_dir", str(tmp_path), *flags]))
+    return build(parse_args(["--orchestrator.environment.id", "e", "--output_dir", str(tmp_path), "--model.dtype", "bfloat16", *flags]))
 
 
 def test_what_is_kept_is_counted(tmp_path, monkeypatch):
@@ -35,7 +35,7 @@ def test_what_is_kept_is_counted(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 2**20))
     _, said, warning = disk.disk_estimate(config(tmp_path), model(tmp_path))
-    assert "447 MiB" in said and "1 MiB are free" in said and "may get full: free some" in warning
+    assert "447 MiB" in said and "1 MiB are free" in said and "may become full: free some" in warning
 
 
 def test_what_is_kept_is_told(tmp_path):
@@ -46,7 +46,7 @@ def test_what_is_kept_is_told(tmp_path):
     assert "token logs: none" in disk.kept_text(config(tmp_path, "--trainer.token_log.max_gib", "0"))
     flags = ["--orchestrator.batches.keep_last", "7", "--trainer.checkpoint.keep_every", "20"]
     told = disk.kept_text(config(tmp_path, *flags))
-    assert "checkpoints: the newest 2 and every 20th" in told and "batches: the newest 7, those since the oldest checkpoint;" in told
+    assert "checkpoints: the newest 2 and every 20th" in told and "batches: the newest 7 and those since the oldest checkpoint;" in told
 
 
 def test_sizes():

@@ -1,5 +1,6 @@
 """Rollouts out of files: also of a run that is being written, killed or damaged."""
 
+import gzip
 import json
 import os
 
@@ -8,7 +9,7 @@ import pytest
 from rl.diagnosis.rollouts import Selection, heading, messages_text, ranked, read_all, read_rollouts, rollout_files, short_messages_text
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
-from rl.wire.batch_file import sum_path, write_rollouts
+from rl.wire.batch_file import sound_rollouts, sum_path, write_rollouts
 
 
 def row(group, reward=0.0, why=None, **more):
@@ -56,8 +57,8 @@ def test_a_damaged_file_costs_itself_alone(run):
     damaged: list[str] = []
     assert groups(run, damaged=damaged) == [5, 6, 1]
     assert damaged == [
-        f"{run.rollouts(2)}: damaged, its checksum does not fit; move it away to go on without it",
-        f"{run.rollouts(1)}:2: no rollout: it needs messages and a reward",
+        f"{run.rollouts(2)}: damaged, its checksum does not match; move it away to continue without it",
+        f"{run.rollouts(1)}:2: not a rollout: it needs messages and a reward",
     ]
     run.rollouts(1).write_bytes(b"{\n")
     with pytest.raises(CorruptFileError, match=r"000001.jsonl:1: not JSON"):
@@ -112,3 +113,17 @@ def test_a_conversation_in_short_is_about_a_screen():
     assert said[0] == "tool: 0 long" and "[... 30 messages ...]" in said and any(line.startswith("tool: 39 ") for line in said)
     assert len(said) <= 80 and sum(map(len, said)) < 5000
     assert short_messages_text(turns[:1]).count("\n") == 60
+
+
+def test_a_file_that_unpacks_to_more_than_memory_holds_is_refused(tmp_path, monkeypatch):
+    """gzip packs a thousand times as much as the file has."""
+    monkeypatch.setattr("rl.diagnosis.rollouts.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("rl.wire.batch_file.MAX_ROLLOUTS_BYTES", 1 << 20)
+    path = tmp_path / "000001.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"reward": 1, "messages": []}\n' + b" " * (1 << 21) + b"\n"))
+    rows = read_rollouts(path)
+    assert next(rows)["reward"] == 1
+    with pytest.raises(CorruptFileError, match=r"000001.jsonl.gz:2: a line of more than 1,048,576 bytes is no rollout"):
+        next(rows)
+    with pytest.raises(CorruptFileError, match=r"longer than 1,048,576 bytes; `rl show .*` reads it line by line"):
+        sound_rollouts(path)

@@ -17,14 +17,16 @@ import psutil
 import pytest
 
 from rl.config.run import RLConfig
-from rl.diagnosis.rewards import verdict
-from rl.diagnosis.state import Heartbeats, inspect_process, read_state
+from rl.diagnosis.rewards import reward_summary
+from rl.diagnosis.state import inspect_process, read_state
 from rl.diagnosis.waits import chain, diagnose
 from rl.run_dir.lease import LockOwner
-from rl.run_dir.status import Phase, RoleStatus, RunEnd, describe, last_seen, write_status
-from rl.system.linux import place
+from rl.run_dir.status import Phase, RoleStatus, RunEnd, Staleness, describe, last_seen, write_status
+from rl.system import process_table
+from rl.system.linux import pid_scope
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests.bounds import calls_s
 
 
 def does(phase, step=None, detail=""):
@@ -40,11 +42,18 @@ def manifest(**sizes):
     return json.dumps({"step": 3, "world_size": 1, "model": {}, "files": {name: {"size": size} for name, size in sizes.items()}})
 
 
+def ticks(pid):
+    """When a process began; empty for one that is gone."""
+    line = process_table.entry(pid)
+    return line.start if line else ""
+
+
 class Run:
     """A run directory that is written by hand."""
 
     def __init__(self, root, **settings):
         defaults = {"name": "run", "output_dir": str(root), "max_steps": 100, "orchestrator": {"environment": [{"id": "sums"}]}}
+        defaults["model"] = {"dtype": "bfloat16"}
         self.config = RLConfig.model_validate(defaults | settings)
         self.dir = self.config.run_dir
         self.dir.logs.mkdir(parents=True)
@@ -57,6 +66,8 @@ class Run:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": psutil.Process().create_time(),
+            "place": more.get("host", pid_scope()),
+            "start_ticks": ticks(more.get("pid", os.getpid())),
             "since": self.now - since,
             "heartbeat": self.now - heartbeat,
             "progress": 7,
@@ -68,7 +79,8 @@ class Run:
         """Somebody holds the run."""
         lock = self.dir.lock("rl")
         lock.parent.mkdir(exist_ok=True)
-        lock.write_bytes(msgspec.json.encode(LockOwner(pid or os.getpid(), socket.gethostname())))
+        pid = pid or os.getpid()
+        lock.write_bytes(msgspec.json.encode(LockOwner(pid, socket.gethostname(), pid_scope(), ticks(pid))))
 
     def log(self, name, *lines):
         (self.dir.logs / f"{name}.log").write_text("".join(f"{line}\n" for line in lines))
@@ -127,10 +139,10 @@ def test_trainer_waits_for_orchestrator_waits_for_inference_that_samples(run):
     found = run.diagnosis()
     assert not found.problems
     assert found.bottleneck == (
-        "inference samples (250 tokens a second in the last batch): batch 13 has 40 of 64 rollouts; in the newest steps the trainer waited "
-        "80% of the time, no rollout was playing in 10%: rollouts are the slower side"
+        "inference is sampling (250 tokens per second in the last batch): batch 13 has 40 of 64 rollouts; in the newest steps the trainer "
+        "waited 80% of the time, and no rollout was in flight for 10%: rollouts are the slower side"
     )
-    assert found.lines[0] == "step 12 of 100, batch 0, version 0, checkpoint none, 10.0 s a step, about 15 min to go"
+    assert found.lines[0] == "step 12 of 100, batch 0, version 0, checkpoint none, 10.0 s per step, about 15 min left"
     assert found.lines[-1] == (
         "who waits: trainer waiting for batch 13: filling batch 13 -> orchestrator filling batch 13 -> inference serving"
     )
@@ -144,53 +156,53 @@ def test_no_token_although_requests_are_open(run):
 
 def test_environments_hold_their_rollouts(run):
     assert run.working(idle=70.0, requests=0).bottleneck().startswith(
-        "the environments hold their rollouts (tools, scoring): inference sampled nothing for 70 s and has no request, batch 13 has 40 "
+        "the environments hold up their rollouts (tools, scoring): inference has sampled nothing for 70 s and has no requests, batch 13 "
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("requests", "said"),
     [
-        (60, "of 64 that play 60 wait for tokens: sampling holds them up, "),
-        (30, "of 64 that play 30 wait for tokens"),
-        (3, "of 64 that play 3 wait for tokens: the environments (tools, scoring) hold them up; "),
+        (60, "60 of 64 rollouts in flight wait for tokens: sampling is the slow part, "),
+        (30, "30 of 64 rollouts in flight wait for tokens"),
+        (3, "3 of 64 rollouts in flight wait for tokens: the environments (tools, scoring) are the slow part; "),
     ],
 )
 def test_what_rollouts_wait_for_at_the_moment(run, requests, said):
     run.working(idle=2.0, requests=requests)
     run.status("orchestrator", FILLING, since=70, batch=13, batch_done=40, batch_size=64, playing=64)
-    assert run.bottleneck().startswith(f"inference samples: batch 13 has 40 of 64 rollouts, {said}")
+    assert run.bottleneck().startswith(f"inference is sampling: batch 13 has 40 of 64 rollouts, {said}")
 
 
 def test_a_batch_that_has_just_begun_explains_why_nothing_was_sampled_before(run):
-    assert run.working(idle=70.0, orchestrator_since=3).bottleneck().startswith("inference samples: batch 13 has 40 of 64")
+    assert run.working(idle=70.0, orchestrator_since=3).bottleneck().startswith("inference is sampling: batch 13 has 40 of 64")
 
 
 def test_inference_is_not_up_yet(run):
     run.log("inference-2", "loading shards")
     text = run.working(inference=does(Phase.LOADING_MODEL), orchestrator=does(Phase.WAITING_FOR_INFERENCE)).bottleneck()
-    assert text.startswith("inference is not up yet: loading the model for 7 min (inference.startup_timeout_s = 900); see ")
+    assert text.startswith("inference is not ready yet: loading the model for 7 min (inference.startup_timeout_s = 900); see ")
     assert text.endswith("logs/inference-2.log")
 
 
 def test_inference_died_and_is_about_to_be_started_again(run):
     run.working(inference=None)
     run.event("death", "inference", 3.0, reason="was ended by SIGKILL", exit=-9)
-    assert run.bottleneck().startswith("the inference died 3 s ago (was ended by SIGKILL) and is about to be started again; see ")
+    assert run.bottleneck().startswith("the inference died 3 s ago (was ended by SIGKILL) and is about to be restarted; see ")
     run.event("restart", "inference", 2.0)
     found = run.diagnosis()
-    assert found.bottleneck.startswith("the inference has no status yet: it starts") and not found.problems
+    assert found.bottleneck.startswith("the inference has no status yet: it is starting") and not found.problems
     assert "inference: died once, 3 s ago: was ended by SIGKILL" in found.lines
 
 
 def test_new_weights_are_loaded_slowly(run):
     text = run.working(orchestrator=does(Phase.LOADING_VERSION, 12)).bottleneck()
-    assert text.startswith("inference takes new weights: loading version 12 into inference for 70 s; see ")
+    assert text.startswith("inference is loading new weights: loading version 12 into inference for 70 s; see ")
 
 
 def test_environments_load(run):
     text = run.working(orchestrator=does(Phase.LOADING_ENVIRONMENTS)).bottleneck()
-    assert text.startswith("the environments load for 70 s (orchestrator.worker_timeout_s = 300 ends that); see ")
+    assert text.startswith("environments have been loading for 70 s; the limit is orchestrator.worker_timeout_s = 300; see ")
 
 
 def test_teacher_does_not_answer(run):
@@ -202,7 +214,7 @@ def test_the_trainer_works_and_all_wait_for_it(run):
     run.working(trainer=does(Phase.TRAINING, 13), orchestrator=does(Phase.WAITING_FOR_VERSION, 13), trainer_since=30)
     run.metrics(range(3, 13), **{"time/step": 20.0, "time/wait_for_batch": 0.2})
     assert run.bottleneck() == (
-        "the trainer works: training step 13 for 30 s, a step takes 20.0 s; in the newest steps the trainer waited 1% of the time: "
+        "the trainer is working: training step 13 for 30 s; a step takes 20.0 s; in the newest steps the trainer waited 1% of the time: "
         "the trainer is the slower side"
     )
 
@@ -210,20 +222,23 @@ def test_the_trainer_works_and_all_wait_for_it(run):
 def test_a_step_that_is_trained_again(run):
     run.metrics(range(3, 16), **{"time/step": 20.0})
     run.working(trainer=does(Phase.TRAINING, 13), orchestrator=does(Phase.WAITING_FOR_VERSION, 16), trainer_since=3)
-    assert run.bottleneck() == "the trainer works: training step 13 once more, on its way from its checkpoint, for 3 s, a step takes 20.0 s"
+    assert (
+        run.bottleneck()
+        == "the trainer is working: training step 13 again, after resuming from its checkpoint, for 3 s; a step takes 20.0 s"
+    )
 
 
 def test_both_work_and_the_slower_side_is_told_by_shares_of_time(run):
     run.working(trainer=does(Phase.TRAINING, 13), idle=1.0)
     run.metrics(range(3, 13), **{"time/step": 20.0, "time/wait_for_batch": 12.0})
-    assert run.bottleneck().startswith("inference samples: batch 13 has 40 of 64 rollouts; in the newest steps the trainer waited 60%")
+    assert run.bottleneck().startswith("inference is sampling: batch 13 has 40 of 64 rollouts; in the newest steps the trainer waited 60%")
 
 
 def test_two_that_wait_for_each_other(run):
     run.working(orchestrator=does(Phase.WAITING_FOR_VERSION, 12), orchestrator_since=40)
     text = run.bottleneck()
-    assert text.startswith("they wait for each other: the trainer is waiting for batch 13: filling batch 13 for 70 s, the orchestrator is ")
-    assert f"`kill {os.getpid()}` has `rl` start the orchestrator again" in text
+    assert text.startswith("deadlock: the trainer is waiting for batch 13: filling batch 13 for 70 s, the orchestrator is ")
+    assert f"`kill {os.getpid()}`, `rl` restarts the orchestrator" in text
     run.status("orchestrator", does(Phase.WAITING_FOR_VERSION, 12), since=2)
     assert run.bottleneck().startswith("work is being handed over: ")
 
@@ -239,7 +254,7 @@ def test_a_rank_without_a_heartbeat(run):
     run.status("trainer-1", does(Phase.TRAINING, 13), heartbeat=45.0)
     found = run.diagnosis()
     assert found.bottleneck.startswith(
-        "no heartbeat of the trainer-1 for 45 s, it was training step 13: it is stuck, and is started again after supervisor.silence_s = 60"
+        "no heartbeat of the trainer-1 for 45 s, it was training step 13: it is stuck, and will be restarted after supervisor.silence_s"
     )
     assert [problem.text for problem in found.problems] == [found.bottleneck]
 
@@ -250,8 +265,8 @@ def test_a_process_on_another_machine_is_judged_by_its_heartbeat_alone(run, monk
     run.working()
     run.config.supervisor.silence_s = 1.0
     run.status("inference", SERVING, host="elsewhere", heartbeat=heartbeat)
-    assert f"no heartbeat of the inference for {age}" in run.bottleneck() and "elsewhere, is gone or cut off" in run.bottleneck()
-    assert "watching for up to" in capsys.readouterr().err
+    assert f"no heartbeat of the inference for {age}" in run.bottleneck() and "elsewhere, is down or unreachable" in run.bottleneck()
+    assert "waiting up to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("off", [400.0, -3600.0])
@@ -272,7 +287,7 @@ def test_the_trainer_has_ended_and_the_last_evaluation_goes_on(run):
     run.dir.status("trainer").unlink()
     run.metrics(range(91, 101), **{"time/step": 10.0})
     assert run.bottleneck() == (
-        "the trainer has trained its last step and ended; the orchestrator is evaluating sums at version 100 for 7 s"
+        "the trainer has finished its last step and exited; the orchestrator is evaluating sums at version 100 for 7 s"
     )
 
 
@@ -288,7 +303,7 @@ def test_a_stopped_process(run):
     process = subprocess.Popen(["sleep", "60"])
     try:
         run.working(idle=2.0)
-        run.status("inference", SERVING, pid=process.pid, started=psutil.Process(process.pid).create_time(), address="http://127.0.0.1:1")
+        run.status("inference", SERVING, pid=process.pid, address="http://127.0.0.1:1")
         assert not run.diagnosis().problems
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -297,7 +312,7 @@ def test_a_stopped_process(run):
         process.kill()
         process.wait()
     assert text == (
-        f"the inference is stopped: SIGSTOP, or a debugger, holds process {process.pid} (sleep); `kill -CONT {process.pid}` lets it go on"
+        f"the inference is stopped: SIGSTOP or a debugger holds process {process.pid} (sleep); `kill -CONT {process.pid}` continues it"
     )
 
 
@@ -308,7 +323,7 @@ def test_a_full_disk(run, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(1 << 40, 0, 12 << 20))
     found = run.diagnosis()
     assert found.bottleneck == (
-        f"the disk of {run.dir.root} is full: 12 MiB free, the next thing there takes about 256 MiB; free some, or lower "
+        f"the disk of {run.dir.root} is full: 12 MiB free, but the next file there needs about 256 MiB; free some space, or lower "
         "trainer.checkpoint.keep_last and trainer.weights.keep_last"
     )
 
@@ -358,24 +373,12 @@ def test_no_detail_changes_a_diagnosis(run, name):
     assert found[1:] == found[:1] * 3
 
 
-def test_files_of_the_version_before_phases_are_a_dead_run(run):
-    """Their process numbers may be somebody else's by now, their lock is prose."""
-    old = {"process": "trainer", "pid": os.getpid(), "host": socket.gethostname(), "doing": "training step 13", "heartbeat": run.now - 300}
-    run.rl()
-    run.dir.status("trainer").write_text(json.dumps(old))
-    run.dir.lock("rl").write_text(f"pid {os.getpid()} on {socket.gethostname()}")
-    run.metrics(range(1, 13))
-    state = read_state(run.dir, run.config)
-    assert state.launcher is None and not state.alive
-    assert run.bottleneck().startswith("the run was killed 5 min ago at step 12: the trainer was in an unknown phase; continue it with `rl")
-
-
 def test_nothing_of_it_takes_long(run):
     run.working()
     run.metrics(range(1, 1001), **{"time/step": 10.0, "time/wait_for_batch": 8.0})
-    start = time.perf_counter()
+    start = time.process_time()
     run.diagnosis()
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 100 * calls_s()
 
 
 # Ended ------------------------------------------------------------------------------------------------------------------
@@ -389,7 +392,7 @@ def test_ended_well(run, gone):
     (run.dir.checkpoint(100) / "manifest.json").write_text(manifest())
     found = run.diagnosis()
     assert not found.problems and found.bottleneck == "the run ended well: 100 steps done"
-    assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s a step"]
+    assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s per step"]
 
 
 def test_a_run_that_may_have_learned_nothing_did_not_end_well(run, gone):
@@ -474,18 +477,18 @@ def test_a_run_that_comes_to_its_end_waits_for_nobody(run):
     (run.dir.checkpoint(100) / "manifest.json").write_text(manifest())
     found = run.diagnosis()
     assert (found.state, found.problems) == ("live", [])
-    assert found.bottleneck == "the run comes to its end (100 steps done): `rl` ends what is left of it, and writes its report"
+    assert found.bottleneck == "the run is ending (100 steps done): `rl` is stopping the remaining processes and writing its report"
 
 
 def test_whoever_looks_again_need_not_wait_for_another_clock(run, monkeypatch):
     """A run that was copied here is dead at once; where a heart beats by another clock, it lives from the next look on."""
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
-    heartbeats = Heartbeats()
+    heartbeats = Staleness()
     for heartbeat, silent in ((400.0, True), (400.0, True), (398.0, False), (396.0, False)):
         run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=heartbeat)
         assert read_state(run.dir, run.config, heartbeats).processes["trainer"].silent is silent
     run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=400.0)
-    assert diagnose(run.dir, run.config, Heartbeats()).state == "died"
+    assert diagnose(run.dir, run.config, Staleness()).state == "died"
 
 
 def test_killed_with_all_its_processes(run, gone):
@@ -534,7 +537,7 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     found = run.diagnosis()
     assert found.state == "ended" and found.bottleneck == "the run ended well: 100 steps done"
     assert [problem.text for problem in found.problems] == [
-        "environment bad: nothing of it was trained, 16 of 16 rollouts failed (reward 12, worker 4); at first: 4 of 4 rollouts failed "
+        "environment bad: no rollout was trained on, 16 of 16 rollouts failed (reward 12, worker 4); at first: 4 of 4 rollouts failed "
         f"(reward): ValueError: no; `rl show {run.dir.root} --env bad --why error` shows them",
         "environment lost: it is left out; environment lost is left out until the next start: its workers died",
     ]
@@ -542,7 +545,7 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
 
 
 def test_a_number_that_another_process_got_since_is_no_sign_of_life(run):
-    run.status("trainer", does(Phase.TRAINING, 13), started=run.now - 10**7, heartbeat=300)
+    run.status("trainer", does(Phase.TRAINING, 13), start_ticks=str(int(ticks(os.getpid())) - 1), heartbeat=300)
     assert read_state(run.dir, run.config).processes["trainer"].alive is False
 
 
@@ -550,7 +553,7 @@ def test_a_survivor_without_rl(run, gone):
     run.working(idle=2.0)
     run.rl(gone)
     run.status("orchestrator", FILLING, pid=gone)
-    assert run.bottleneck().startswith("the orchestrator died while it was filling batch 13, and no `rl` lives to start it again; see ")
+    assert run.bottleneck().startswith("the orchestrator died while it was filling batch 13, and no `rl` is running to restart it; see ")
 
 
 def test_damaged_files_and_quarantined_batches(run, gone):
@@ -605,7 +608,7 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
         (
             {"rollouts/zero_advantage": 0.9},
             {},
-            "90% of the rollouts are in groups whose rewards are all equal, at a mean reward of 0.050 (rollo",
+            "90% of the rollouts are in groups with all rewards equal, at a mean reward of 0.050 (rollo",
         ),
         (
             {"rollouts/truncated": 0.45},
@@ -620,22 +623,22 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
         (
             {"lag/mean": 0.9},
             {"mismatch_kl/mean": 0.02},
-            "trainer and inference disagree: mismatch_kl/mean 0.02 is over 0.006; `rl doctor",
+            "trainer and inference disagree: mismatch_kl/mean 0.02 is above 0.006; `rl doctor",
         ),
-        ({}, {"lag_kl/mean": 0.1}, "rollouts are far from what is trained: lag_kl/mean 0.1; a lower learning rate or max_lag"),
+        ({}, {"lag_kl/mean": 0.1}, "rollouts are far from the trained policy: lag_kl/mean 0.1; try a lower learning rate or max_lag"),
         ({}, {"parity/agrees": 0.0}, "trainer and inference disagree on the same tokens (parity/agrees): `rl doctor --parity MODEL`"),
         ({}, {"entropy/mean": 0.001}, "the policy is nearly certain of each token (entropy/mean 0.001)"),
     ],
 )
 def test_why_the_reward_does_not_rise(run, orchestrator, trainer, said):
     *_, head, hint = rewards(run, FLAT, orchestrator, trainer)
-    assert head == "the reward does not rise: 0.050 in the first 4 steps, 0.050 in the last 4. To see why it does not:"
+    assert head == "the reward does not rise: 0.050 in the first 4 steps, 0.050 in the last 4. Possible causes:"
     assert hint.startswith(f"  - {said}")
 
 
 def test_no_figure_says_why(run):
     assert rewards(run, FLAT, {}, {})[-1].endswith(
-        "No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"
+        "No metric of the run shows why; try more steps, a higher trainer.optim.lr, or an easier task"
     )
 
 
@@ -643,7 +646,7 @@ def test_no_figure_says_why(run):
 
 
 def test_last_seen_says_heartbeat_and_the_end_of_the_newest_log(run):
-    assert last_seen(run.dir.status("orchestrator")) == "it has no status file: it is not up, or has ended"
+    assert last_seen(run.dir.status("orchestrator")) == "it has no status file: it has not started, or has ended"
     run.log("orchestrator-9", "older")
     run.log("orchestrator-10", "first", "", "last")
     run.status("orchestrator", does(Phase.FILLING_BATCH, 3), since=80, heartbeat=12)
@@ -680,7 +683,7 @@ def test_the_verdict_on_a_trial(run, rollouts, said):
     run.dir.rollouts_dir.mkdir()
     lines = [{"env": "sums", "group_id": 1, "advantage": 0.0, "messages": []} | rollout for rollout in rollouts]
     run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
-    assert verdict(read_state(run.dir, run.config)) == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
+    assert reward_summary(read_state(run.dir, run.config)) == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
 
 
 @pytest.mark.parametrize(("limit", "said"), [(32, "--quick allows 32 tokens"), (4, "sampling.max_tokens = 4")])
@@ -689,14 +692,14 @@ def test_a_trial_names_the_limit_that_cut_answers_off(tmp_path, limit, said):
     run.dir.rollouts_dir.mkdir()
     line = {"env": "sums", "group_id": 1, "messages": [], "reward": 0.0, "outcome": "truncated"}
     run.dir.rollouts(1).write_text(json.dumps(line) + "\n")
-    assert f"1 of 1 answers were cut off ({said})" in verdict(read_state(run.dir, run.config))
+    assert f"1 of 1 answers were cut off ({said})" in reward_summary(read_state(run.dir, run.config))
 
 
 def test_the_verdict_on_fine_tuning_and_on_nothing(tmp_path):
     run = Run(tmp_path, sft={"dataset": "x"})
-    assert verdict(read_state(run.dir, run.config)) == "trained no steps"
+    assert reward_summary(read_state(run.dir, run.config)) == "trained no steps"
     run.metrics([1], **{"loss/mean": 2.5})
-    assert verdict(read_state(run.dir, run.config)) == "trained 1 step; loss 2.500 -> 2.500"
+    assert reward_summary(read_state(run.dir, run.config)) == "trained 1 step; loss 2.500 -> 2.500"
 
 
 def test_servers_that_were_started_by_hand_count_as_inference(tmp_path):
@@ -706,14 +709,17 @@ def test_servers_that_were_started_by_hand_count_as_inference(tmp_path):
     run.dir.lock("rl").unlink()
     run.status("inference-a-1", does(Phase.LOADING_MODEL))
     run.status("inference-b-2", SERVING, address="http://b:2", requests=30)
-    assert "inference samples" in run.bottleneck()
+    assert "inference is sampling" in run.bottleneck()
     lines = run.diagnosis().lines
     assert any(line.startswith("inference-a-1: loading the model") for line in lines)
     assert not any(line.startswith("inference: no status") for line in lines)
 
 
 def test_a_pid_of_another_container_is_not_looked_at_here():
-    """Its host has our name, and a live process here has its pid."""
-    there = RoleStatus(process="trainer", pid=os.getpid(), host=socket.gethostname(), phase=Phase.TRAINING, started=time.time())
-    for where, alive in (("0123abcd-4026531836", None), (place(), True), ("", True)):
-        assert inspect_process("trainer", msgspec.structs.replace(there, place=where), time.time()).alive is alive
+    """Its host has our name, and a live process here has its pid. Nor is one that has got the pid since taken for it."""
+    here = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": ticks(os.getpid())}
+    there = RoleStatus(process="trainer", phase=Phase.TRAINING, started=time.time(), **here)
+    other = str(int(there.start_ticks) - 1)  # a hundredth of a second
+    for changes, alive in (({"place": "0123abcd-4026531836"}, None), ({}, True), ({"start_ticks": other}, False)):
+        changed = msgspec.structs.replace(there, **{"place": pid_scope()} | changes)
+        assert inspect_process("trainer", changed, time.time()).alive is alive

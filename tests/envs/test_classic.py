@@ -26,6 +26,7 @@ from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
+from tests.bounds import calls_s
 from tests.envs.stub_policy import StubPolicy, call, order, played
 from tests.web import WebServer
 
@@ -343,7 +344,7 @@ def test_a_rubric_of_ones_own_is_checked_too():
 
     given = iter([(NAN, {}), (1.0, {"odd": None}), (None, {}), (1, {"infinite": NAN, "good": 2})])
     env = made(single(rubric=Own()))
-    assert "the rubric gave the reward nan, not a finite number" in only(played(env)).error
+    assert "the rubric returned the reward nan, not a finite number" in only(played(env)).error
     for _ in range(2):  # verifiers cannot add these up
         rollout = only(played(env))
         assert rollout.cause == "reward" and "the rubric raised TypeError" in rollout.error
@@ -351,7 +352,7 @@ def test_a_rubric_of_ones_own_is_checked_too():
 
 
 def test_no_reward_function_is_told_at_load():
-    with pytest.raises(RunError, match=r"has no reward function; give it one, or set_kwargs\.score_rollouts = false"):
+    with pytest.raises(RunError, match=r"has no reward function; add one, or set set_kwargs\.score_rollouts = false"):
         made(single(rubric=None))
     rollout = only(played(made(single(rubric=None), set_kwargs={"score_rollouts": False})))
     assert rollout.error is None and rollout.reward == 0.0 and rollout.turns
@@ -710,4 +711,4 @@ def test_playing_costs_little():
     asyncio.run(play())
     before = time.process_time()
     asyncio.run(play())
-    assert 300 / (time.process_time() - before) > 300  # 2,000 a second on an idle core; without `skip_overhead` half of it
+    assert time.process_time() - before < 100 * calls_s()  # 20 seen; without `skip_overhead` twice as much

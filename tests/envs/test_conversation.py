@@ -101,3 +101,22 @@ def test_a_list_that_is_made_when_it_is_looked_at_is_a_list_to_whoever_looks():
     lazy = LazyList(3, lambda: [1, 2, 3])
     assert lazy == [1, 2, 3] and lazy[1:] == [2, 3] and list(lazy) == [1, 2, 3] and len(lazy) == 3 and 2 in lazy
     assert operator.add(lazy, [4]) == [1, 2, 3, 4] and operator.add([0], lazy) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [Conversation, TextConversation])
+def test_each_turn_of_a_seeded_conversation_has_a_seed_of_its_own_and_again_the_same(kind):
+    def seeds(seed):
+        policy = StubPolicy(lambda prompt: "yes")
+        chat = kind(policy, 0, SAMPLING, Turns(), seed=seed)
+
+        async def talk():
+            for turn in range(3):
+                text = "a" + "yesa" * turn
+                prompt = text if kind is TextConversation else [{"role": "user", "content": text}]
+                await chat.answer(prompt, None, {})
+
+        asyncio.run(talk())
+        return [call["sampling"].get("seed") for call in policy.servers.asked]
+
+    assert seeds(7) == seeds(7) and len({*seeds(7), *seeds(8)}) == 6
+    assert seeds(None) == [None] * 3

@@ -293,7 +293,7 @@ def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
 def test_another_temperature_than_the_trainers_is_refused(tmp_path):
     cool = NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), temperature=0.6))
     assert play(tmp_path, cool, sampling={"temperature": 0.6}).reward == 1.0
-    fails("environment", "sampled at temperature 0.6, not at the 1.0", tmp_path, cool)
+    fails("environment", "sampled at temperature 0.6, not at the requested 1.0", tmp_path, cool)
 
 
 def test_a_gym_that_asks_another_server_of_this_machine_is_refused(tmp_path):

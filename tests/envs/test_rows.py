@@ -81,16 +81,16 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
         (["[" * 9999], r"bad\.jsonl:1: not JSON \(maximum recursion depth"),
         (["{"], r"bad\.jsonl:1: not JSON \(Expecting property name .*\); write one object a line, like"),
         ([{"prompt": "a"}, "", "[1]"], r"bad\.jsonl:3: a list; write one object a line"),
-        ([{"prompt": "a"}, {"text": "b"}], r"bad\.jsonl:2: no prompt or question, but text"),
+        ([{"prompt": "a"}, {"text": "b"}], r"bad\.jsonl:2: no prompt or question, only text"),
         ([{"prompt": 3}], r"bad\.jsonl:1: the prompt is neither text nor a list of messages"),
         ([{"prompt": [{"content": "a"}]}], r"bad\.jsonl:1: the prompt is neither text nor"),
         (
             [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": "x"}],
             r"bad\.jsonl:2: answer is a text, but a number in .*bad\.jsonl:1",
         ),
-        ([{"prompt": "a", "x": [1]}, {"prompt": "a", "x": ["b"]}], r"bad\.jsonl raised ArrowInvalid.*columns of one type"),
-        ([{"prompt": "a", "task": "t"}], r"bad\.jsonl:1: verifiers takes a column `task` for its own"),
-        ([], r"bad\.jsonl has no rows; write one JSON object a line"),
+        ([{"prompt": "a", "x": [1]}, {"prompt": "a", "x": ["b"]}], r"bad\.jsonl raised ArrowInvalid.*one type per column"),
+        ([{"prompt": "a", "task": "t"}], r"bad\.jsonl:1: verifiers reserves the column `task` for itself"),
+        ([], r"bad\.jsonl has no rows; write one JSON object per line"),
     ],
 )
 def test_faults_of_rows_name_the_line(folder, rows, text):
@@ -103,11 +103,11 @@ def test_faults_of_rows_name_the_line(folder, rows, text):
     ("reward", "text"),
     [
         ("exact", r"reward exact names no function; write file\.py:function or module:function"),
-        ("nowhere.py:exact", r"there is no file /.*nowhere\.py"),
+        ("nowhere.py:exact", r"names a file that does not exist: /.*nowhere\.py"),
         ("my_rewards.py:exakt", r"my_rewards\.py has no function exakt; did you mean exact\?"),
         ("my_rewards.py:zzz", r"has no function zzz; it has exact, level, longest, asks"),
-        ("my_rewards.py:asks", r"asks for reference, which is no column of rows\.jsonl; it can ask for answer, completion, difficulty"),
-        ("no.such.module:f", r"names no module that is installed: install no\.such\.module, or name a file"),
+        ("my_rewards.py:asks", r"asks for reference, which is not a column of rows\.jsonl; it can ask for answer, completion, difficulty"),
+        ("no.such.module:f", r"names a module that is not installed: install no\.such\.module, or name a file"),
         ("broken.py:f", r"raised ZeroDivisionError: division by zero \(at /.*broken\.py:2\); correct it"),
         ("syntax.py:f", r"cannot be read: /.*syntax\.py:1: invalid syntax; correct it"),
     ],
@@ -122,8 +122,8 @@ def test_faults_of_functions_name_the_place(folder, reward, text):
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"dataset": "missing.jsonl"}, r"dataset missing\.jsonl is no file \(/.*missing\.jsonl\); give a JSONL file, or owner/name"),
-        ({"dataset": "rows"}, r"dataset rows is no file"),
+        ({"dataset": "missing.jsonl"}, r"dataset missing\.jsonl is not a file \(/.*missing\.jsonl\); give a JSONL file, or owner/name"),
+        ({"dataset": "rows"}, r"dataset rows is not a file"),
         ({"reward": None}, r"dataset rows\.jsonl needs a reward function; give reward ="),
         ({"args": {"a": 1}}, r"args are for environments with an id; leave out a"),
         ({"dataset": None}, r"environment rows has neither id nor dataset"),
@@ -150,7 +150,7 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
     assert asked == [("owner/name", "train"), ("owner/name", "test[:10]")] and played(env)[0].reward == 0.5
     with pytest.raises(RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"):
         made(dataset="owner/name:none")
-    with pytest.raises(RunError, match="owner/name:odd has no column prompt or question, but text, answer"):
+    with pytest.raises(RunError, match="owner/name:odd has no column prompt or question; its columns are text, answer"):
         made(dataset="owner/name:odd")
 
 

@@ -7,14 +7,20 @@ import pytest
 
 from rl.envs import worker
 from rl.envs.worker import MAX_ERROR, Worker, encode_result
-from rl.orchestrator.batches import rollout_line
-from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.batches.batch_selection import rollout_line
+from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.streams import MAX_MESSAGE_BYTES, MessageServer
 from rl.wire.worker_messages import FromWorker, PlayGroup
 
 ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, server=0)
+
+
+def sent(rollouts, unfinished=0):
+    """What the pool reads of a worker's answer to ORDER."""
+    return [msgspec.msgpack.decode(message, type=FromWorker) for message in encode_result(ORDER, rollouts, unfinished)]
 
 
 DEEP: list = []
@@ -26,15 +32,16 @@ for _ in range(100):
 def test_what_cannot_be_written_is_a_failed_rollout(content):
     """Not a lost answer: the orchestrator would wait for it for ever."""
     rollouts = [Rollout(messages=[{"role": "user", "content": content}]), Rollout(episode=1)]
-    played = msgspec.msgpack.decode(encode_result(ORDER, rollouts), type=FromWorker)
-    assert played.play_id == 7 and [rollout.episode for rollout in played.rollouts] == [0, 1]
-    broken, whole = played.rollouts
+    assert [(played.play_id, played.unfinished) for played in sent(rollouts)] == [(7, 1), (7, 0)]
+    broken, whole = (rollout for played in sent(rollouts) for rollout in played.rollouts)
+    assert (broken.episode, whole.episode) == (0, 1)
     assert broken.cause == "environment" and "cannot be written" in broken.error and whole == rollouts[1]
 
 
 def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
-    rollouts = [Rollout(messages=[{"role": "user", "content": "x" * size}], reward=1.0) for size in (17 << 20, 15 << 20)]
-    long, kept = msgspec.msgpack.decode(encode_result(ORDER, rollouts), type=FromWorker).rollouts
+    sizes = (17 << 20, 15 << 20)
+    rollouts = [Rollout(messages=[{"role": "user", "content": "x" * size}], reward=1.0, episode=i) for i, size in enumerate(sizes)]
+    long, kept = (rollout for played in sent(rollouts) for rollout in played.rollouts)
     assert (long.cause, long.error) == (
         "environment",
         "its messages or metrics cannot be written: ValueError: the messages have 17 MiB, 16 are allowed",
@@ -42,43 +49,63 @@ def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
     assert kept.error is None and len(kept.messages[0]["content"]) == 15 << 20
 
 
-def test_the_error_of_an_environment_that_does_not_load_has_a_bound(monkeypatch):
-    sent = []
+def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout_has_failed():
+    """Of four rollouts of 15 MiB and one whose metrics alone have 67 MiB the four arrive, and the fifth says why it does not."""
+    text = "x" * (15 << 20)
+    rollouts = [Rollout(messages=[{"role": "user", "content": text}], episode=i) for i in range(4)]
+    rollouts.append(Rollout(metrics={f"{i:0190}": 0.5 for i in range(350_000)}, episode=4))
+    messages = encode_result(ORDER, rollouts, 2)
+    assert max(map(len, messages)) <= MAX_MESSAGE_BYTES == 64 << 20
+    played = [msgspec.msgpack.decode(message, type=FromWorker) for message in messages]
+    assert [one.unfinished for one in played] == [6, 5, 4, 3, 2]
+    *whole, long = [rollout for one in played for rollout in one.rollouts]
+    assert [rollout.error for rollout in whole] == [None] * 4 and [rollout.episode for rollout in whole] == [0, 1, 2, 3]
+    assert (long.episode, long.cause) == (4, "environment")
+    assert long.error.endswith("ValueError: 67 MiB of tokens and messages, 64 are allowed")
 
-    class Socket:
-        def __getattr__(self, name):
-            return lambda *arguments, **more: None
 
-        async def send(self, data):
-            sent.append(msgspec.msgpack.decode(data, type=FromWorker))
+def test_the_error_of_an_environment_that_does_not_load_has_a_bound(tmp_path):
+    async def main():
+        heard = asyncio.Queue()
 
-    monkeypatch.setattr(worker.zmq.asyncio.Context, "instance", lambda: SimpleNamespace(socket=lambda kind: Socket(), term=lambda: None))
-    with pytest.raises(SystemExit):
-        asyncio.run(worker.serve(SimpleNamespace(worker_id="e-0", orchestrator="ipc://x"), None, "no: " + "x" * 5_000_000))
-    assert len(sent[0].message) == MAX_ERROR and sent[0].message.startswith("no: xxx")
+        async def take(name, message):
+            await heard.put((name, msgspec.msgpack.decode(message, type=FromWorker)))
+
+        tasks = []
+        server = MessageServer(f"{tmp_path}/pool", lambda work: tasks.append(asyncio.create_task(work)), take, None)
+        with pytest.raises(SystemExit):
+            setup = SimpleNamespace(worker_id="e-0", orchestrator=f"{tmp_path}/pool")
+            await worker.serve(setup, None, "no: " + "x" * 5_000_000)
+        async with asyncio.timeout(10):
+            name, answer = await heard.get()
+        server.close()
+        return name, answer
+
+    name, answer = asyncio.run(main())
+    assert name == "e-0" and len(answer.message) == MAX_ERROR and answer.message.startswith("no: xxx")
 
 
 def test_metrics_that_the_orchestrator_could_not_read_are_a_failed_rollout():
-    played = msgspec.msgpack.decode(encode_result(ORDER, [Rollout(metrics={1: 2.0})]), type=FromWorker)
+    (played,) = sent([Rollout(metrics={1: 2.0})])
     assert "cannot be written" in played.rollouts[0].error
 
 
 def test_no_secret_leaves_with_a_rollout(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key-123")
     rollout = Rollout(messages=[{"content": "key: not-a-real-key-123", 1: ("x",)}], error="401 for not-a-real-key-123", cause="environment")
-    (said,) = msgspec.msgpack.decode(encode_result(ORDER, [rollout]), type=FromWorker).rollouts
+    (said,) = sent([rollout])[0].rollouts
     assert said.messages == [{"content": "key: [$JUDGE_API_KEY]", "1": ["x"]}] and said.error == "401 for [$JUDGE_API_KEY]"
 
 
 def test_a_secret_at_the_end_of_a_long_error_is_not_cut_in_half(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key-123")
     rollout = Rollout(error="x" * (MAX_ERROR - 5) + "not-a-real-key-123", cause="environment")
-    (sent,) = msgspec.msgpack.decode(encode_result(ORDER, [rollout]), type=FromWorker).rollouts
-    assert len(sent.error) == MAX_ERROR and "not-a" not in sent.error
+    (said,) = sent([rollout])[0].rollouts
+    assert len(said.error) == MAX_ERROR and "not-a" not in said.error
 
 
 def test_what_can_be_written_comes_through():
-    assert msgspec.msgpack.decode(encode_result(ORDER, [Rollout(reward=0.5)]), type=FromWorker).rollouts[0].reward == 0.5
+    assert sent([Rollout(reward=0.5)])[0].rollouts[0].reward == 0.5
 
 
 class SometimesNan:
@@ -113,7 +140,7 @@ def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypat
     assert [rollout.error for rollout in play(1)] == [None, None] and play(1)[1].retries == 1
     sound, broken = play(2)
     assert (sound.error, broken.cause, broken.retries) == (None, "logprobs", 1)
-    group = judge(Group(group_id=1, env="e", task=0, rollouts=[sound, broken]), Rules())
+    group = credit_group(Group(group_id=1, env="e", task=0, rollouts=[sound, broken]), Rules())
     lines = [rollout_line(group, i, 1) for i in range(2)]
     assert [line["why"] for line in lines] == ["error", "logprobs"] and not any(line["trained"] for line in lines)
     said = math.nan if value is None else value

@@ -1,6 +1,6 @@
 import pytest
 
-from rl.homes import make
+from rl.homes import request
 from tests.homes.index import VERIFIERS, Index, make_wheel
 from tests.web import serving
 
@@ -17,7 +17,7 @@ def index(tmp_path, monkeypatch):
         monkeypatch.delenv(key, raising=False) if value is None else monkeypatch.setenv(key, value)
     monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
-    monkeypatch.setattr(make, "WORKER", ("helper>=1",))
+    monkeypatch.setattr(request, "WORKER", ("helper>=1",))
     with serving(Index(tmp_path / "index")) as server:
         monkeypatch.setenv("UV_DEFAULT_INDEX", f"{server.url}/simple/")
         monkeypatch.setenv("RL_ENVIRONMENTS_HUB", f"{server.url}/hub")

@@ -1,15 +1,54 @@
 """`rl env install | list | remove | freeze`."""
 
+import contextlib
 import subprocess
+import time
 from contextlib import asynccontextmanager
+
+import psutil
+import pytest
 
 from rl.commands import environment, evaluate
 from rl.commands.homes import several
 from rl.config.command_line import build, parse_args, write_config
-from rl.homes.settle import homes_of, record
+from rl.homes.home import hold
+from rl.homes.make import ensure
+from rl.homes.request import Request
+from rl.homes.resolve import homes_of, record
+from rl.run_dir import lease
 from rl.system.errors import RunError
 from tests.commands.driver import called
 from tests.homes.index import CLASSIC, make_wheel
+from tests.hosts import Host, permitted
+from tests.waiting import until
+
+
+@pytest.mark.skipif(not permitted(), reason="may not make pid namespaces")
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_home_that_another_machine_plays_in_is_not_deleted(index, said, tmp_path, monkeypatch, capsys, locks):
+    """Where the file system's locks tell nothing of other machines, too. Once that machine is dead the home goes."""
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "LEASE_S", 1.0)
+    home = ensure(Request("rows", None), said.append)
+    next(home.place.glob("lib/python3*/site-packages/helper.py")).unlink()
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", lambda _fd, _how: None)
+
+    def play():
+        held = hold(home.digest)
+        (tmp_path / "holds").write_text(str(held.path))
+        time.sleep(120)
+
+    with contextlib.closing(Host("far", play, tmp_path / "far.log")) as far:
+        until((tmp_path / "holds").exists)
+        player = far.process()
+        code, _, err = called(capsys, "env", "remove", home.digest)
+        assert (code, err.endswith(f" on far use {home.place}; end them first\n")) == (1, True), err
+        with pytest.raises(RunError, match=f"its home {home.place} lacks files, and processes .* on far run in it; end them"):
+            ensure(Request("rows", None), said.append, fresh=True)
+        assert home.interpreter.exists()
+    until(lambda: not psutil.pid_exists(player.pid))  # with all its threads
+    assert called(capsys, "env", "remove", home.digest) == (0, "removed classic\n", "") and not home.place.exists()
 
 
 def played_in(monkeypatch):
@@ -23,7 +62,7 @@ def played_in(monkeypatch):
         yield
 
     for command in (environment, evaluate):
-        monkeypatch.setattr(command, "arena", arena)
+        monkeypatch.setattr(command, "play_session", arena)
     return versions
 
 
@@ -35,7 +74,7 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     make_wheel(index.folder / "ada", "hello", "1.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
     code, out, err = called(capsys, "env", "install", "ada/hello", "--dry-run")
-    assert (code, out) == (0, "ada/hello: a start installs it from the Environments Hub, unless it is there\n") and not (
+    assert (code, out) == (0, "ada/hello: installed from the Environments Hub at the start, unless already present\n") and not (
         tmp_path / "homes"
     ).exists()
     code, out, err = called(capsys, "env", "install", "ada/hello")
@@ -61,7 +100,7 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     second.unlink()
     (tmp_path / "both.txt").write_text(2 * frozen)
     code, _, err = called(capsys, "env", "install", "both.txt")
-    assert code == 1 and "both.txt: no record of one environment; a run has some in environments/, each in a file" in err
+    assert code == 1 and "both.txt: not an environment record; a run has one file per environment in environments/" in err
     versions = played_in(monkeypatch)
     for command in (("env", "hello"), ("eval", "--orchestrator.environment.id", "hello"), ("env", "@", f"{run}/config.toml")):
         called(capsys, *command)
@@ -72,7 +111,7 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     old = found["hello"].home
     sleeping = subprocess.Popen([old.interpreter, "-c", "import time; time.sleep(60)"])
     code, _, err = called(capsys, "env", "remove", old.digest)
-    assert code == 1 and err == f"rl env: {old.digest}: processes {sleeping.pid} run in it; end them first\n"
+    assert code == 1 and err == f"rl env: {old.digest}: in use by processes {sleeping.pid}; end them first\n"
     sleeping.kill()
     sleeping.wait()
     assert earlier.endswith(" KiB)") and called(capsys, "env", "remove", "earlier")[:2] == (0, f"removed {old.digest}\n")
@@ -85,14 +124,18 @@ def test_installed_listed_frozen_and_removed(index, said, tmp_path, monkeypatch,
     for owner in ("ada", "bob"):
         make_wheel(index.folder / owner, "hello", "2.0", {"hello.py": CLASSIC}, ["verifiers<0.4"])
         called(capsys, "env", "install", f"{owner}/hello")
-    for name, fault in (("carol/hello", "no such home"), ("./hello", "no such home"), ("hello", "hello may be ada/hello or bob/hello")):
+    for name, fault in (
+        ("carol/hello", "no such home"),
+        ("./hello", "no such home"),
+        ("hello", "hello is ambiguous: ada/hello or bob/hello"),
+    ):
         code, _, err = called(capsys, "env", "remove", name)
         assert code == 1 and fault in err
     assert homes_of(config, said.append, recorded=True)["hello"].home.id == "ada/hello", "a record knows what was meant"
     called(capsys, "env", "remove", "bob/hello")
     assert called(capsys, "env", "remove", "hello")[:2] == (0, "removed ada/hello\n")
     code, _, err = called(capsys, "env", "remove", "hello")
-    assert code == 1 and "hello: there is no such home in " in err
+    assert code == 1 and "hello: no such home in " in err
     code, _, err = called(capsys, "env", "install")
     assert code == 2 and "usage: rl env install ID|FILE.txt" in err
     code, _, err = called(capsys, "env", "freeze", "outputs/nope")

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.digests import NEWEST
+from rl.run_dir.digests import HASH
 from rl.run_dir.in_memory import InMemory
 from rl.run_dir.safetensors import tensor_digests
-from rl.trainer.store.arena import Arena
+from rl.trainer.store.version_buffer import VersionBuffer
 from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
@@ -48,8 +48,8 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def load(self, policy_version: int, path: Path | None = None, memory: InMemory | None = None) -> httpx.Response:
-        where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory)}
+    def load(self, policy_version: int, path: Path | None = None, memory: InMemory | None = None, content: str = "") -> httpx.Response:
+        where = {"path": str(path or self.weights[policy_version]), "memory": msgspec.to_builtins(memory), "content": content}
         return self.post("/load_weights", policy_version=policy_version, **where)
 
     def prepare(self, policy_version: int, memory: InMemory) -> httpx.Response:
@@ -88,25 +88,25 @@ class Server:
 @contextmanager
 def in_memory(version: Path) -> Iterator[InMemory]:
     """The weights of a version as its trainer has them in memory."""
-    arena, file = arena_of(version)
+    buffer, file = buffer_of(version)
     yield file
-    del arena
+    del buffer
 
 
-def arena_of(version: Path) -> tuple[Arena, InMemory]:
+def buffer_of(version: Path) -> tuple[VersionBuffer, InMemory]:
     """The memory of a trainer that has cast a version into it."""
     tensors = load_file(version / "model.safetensors")
-    arena = Arena({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    buffer = VersionBuffer({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        arena.tensors[name].copy_(tensor)
-    file = arena.seal(arena.tensors)
+        buffer.tensors[name].copy_(tensor)
+    file = buffer.write_header(buffer.tensors)
     assert file
-    return arena, file
+    return buffer, file
 
 
 def write_digests(folder: Path) -> None:
     """As the trainer does beside a version's weights."""
-    (folder / DIGESTS).write_text(json.dumps({"hash": NEWEST, "tensors": tensor_digests(folder / "model.safetensors")}))
+    (folder / DIGESTS).write_text(json.dumps({"hash": HASH, "tensors": tensor_digests(folder / "model.safetensors")}))
 
 
 def damaged_copy(version: Path, folder: Path) -> Path:

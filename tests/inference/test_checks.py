@@ -1,6 +1,5 @@
 """What is checked before a server runs or a weight is touched: engine arguments and weight files. No server."""
 
-import hashlib
 import json
 import shutil
 import time
@@ -20,6 +19,7 @@ from rl.inference.server import bind
 from rl.inference.weight_files import check_weights, read_tensors
 from rl.inference.worker import count_uncompiled
 from rl.models.tiny import make_tiny_model
+from rl.run_dir.digests import HASH, digest
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import LASTING, ConfigError, RunError
@@ -55,7 +55,7 @@ def test_engine_args_report_every_fault_with_its_remedy():
         " from (processed_logprobs)",
         "inference.vllm.max_num_seqs = 'many': invalid int value: 'many'",
         "inference.vllm.enforce_eager = 'yes': takes true or false",
-        "inference.vllm.api_key = ...: cannot be set, the run's token guards every path, where vLLM's key leaves some open: set RL_TOKEN",
+        "inference.vllm.api_key = ...: cannot be set, the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
     ]
 
 
@@ -116,13 +116,15 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
     for version in (1, 2, 3, 4):
         file = run_dir.weights(version) / "model.safetensors"
         write_safetensors(file, {"a.weight": ("F32", [2, 3]), "b.weight": ("F32", [1])}, cut=5 if version == 4 else 0)
-        zeros = {"a.weight": hashlib.sha256(bytes(24)).hexdigest(), "b.weight": hashlib.sha256(bytes(4)).hexdigest()}
+        zeros = {"a.weight": digest(bytes(24)), "b.weight": digest(bytes(4))}
         if version != 1:
-            (file.parent / "digests.json").write_text(json.dumps({"tensors": zeros | ({"b.weight": "0"} if version == 3 else {})}))
+            (file.parent / "digests.json").write_text(
+                json.dumps({"hash": HASH, "tensors": zeros | ({"b.weight": "0"} if version == 3 else {})})
+            )
     assert newest_sound_version(run_dir, claimed.append) == WeightVersion(2, str(run_dir.weights(2)))
     assert claimed == [4, 3, 2]  # each before it is read
     said = capfd.readouterr().err.splitlines()
-    assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: policy version {v} is passed over" for v in (4, 3)]
+    assert [line.partition(": /")[0] for line in said] == [f"inference: WARNING: skipping policy version {v}" for v in (4, 3)]
     assert "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
     assert newest_sound_version(run_dir, claimed.append) == WeightVersion(1, str(run_dir.weights(1)))  # without checksums

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
 from rl.models.tiny import make_tiny_model
-from rl.orchestrator.samples import group_samples
+from rl.orchestrator.batches.samples import group_samples
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.worker_messages import PolicySpec
 from tests.families import CONFIGS, UNTIED, WIDE
@@ -29,8 +29,8 @@ from tests.inference.servers import (
     TOKEN,
     TOLERANCE,
     Server,
-    arena_of,
     assert_logprobs,
+    buffer_of,
     damaged_copy,
     in_memory,
     rescore,
@@ -229,21 +229,21 @@ def test_a_version_is_prepared_in_advance_and_not_used_before_it_is_loaded(serve
     """Its trainer dies before it has announced it, and makes another one: that is loaded, whatever was prepared."""
     server = servers[kind]
     assert server.status()["policy_version"] == 2
-    (dead, dead_memory), (arena, memory) = arena_of(server.weights[3]), arena_of(server.weights[1])
+    (dead, dead_memory), (buffer, memory) = buffer_of(server.weights[3]), buffer_of(server.weights[1])
     assert server.prepare(1, dead_memory).json() == {"prepared": True}
-    assert not dead.empty(dead.like), "its memory was given away under a server that reads it"
+    assert not dead.claim(dead.like), "its memory was given away under a server that reads it"
     assert_version(server, 2)
     assert server.prepare(1, memory).json() == {"prepared": True}
-    assert dead.empty(dead.like), "nobody wants the other one any more"
+    assert dead.claim(dead.like), "nobody wants the other one any more"
     assert server.prepare(1, dead_memory).json() == {"prepared": False}, "it is not what it was"
     assert server.prepare(1, memory).json() == {"prepared": True}
     loaded = server.load(1, tmp_path, memory).json()
-    assert loaded["policy_version"] == 1 and loaded["stage_s"] == 0 < loaded["pause_s"] and arena.empty(arena.like)
+    assert loaded["policy_version"] == 1 and loaded["stage_s"] == 0 < loaded["pause_s"] and buffer.claim(buffer.like)
     assert_version(server, 1)
     assert server.prepare(1, memory).json() == {"prepared": False}, "it is loaded"
-    assert server.prepare(3, arena.seal(arena.tensors)).json() == {"prepared": True}
+    assert server.prepare(3, buffer.write_header(buffer.tensors)).json() == {"prepared": True}
     assert server.load(2).json()["stage_s"] > 0, "another version was prepared"
-    assert arena.empty(arena.like)
+    assert buffer.claim(buffer.like)
     assert_version(server, 2)
 
 
@@ -264,6 +264,9 @@ def test_ready_and_loading_twice(servers):
         codes = list(pool.map(lambda version: server.load(version).status_code, (3, 1, 2)))
     assert codes == [200, 200, 200]
     server.load(2)
+    for content, is_read in (("a", True), ("a", False), ("", False), ("b", True)):  # trained again, it may have come out otherwise
+        assert (server.load(2, content=content).json()["stage_s"] > 0) is is_read
+        assert server.status()["content"] == (content or "a")
 
 
 def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
@@ -366,7 +369,7 @@ def test_the_token_guards_every_path(servers):
 
 def test_damaged_versions_are_passed_over_at_the_start(servers):
     log = (servers["untied"].root / "log").read_text()
-    assert "WARNING: policy version 9 is passed over" in log
+    assert "WARNING: skipping policy version 9" in log
     assert "tensor model.norm.weight is not what was written" in log
 
 
@@ -388,7 +391,7 @@ def test_a_stopped_engine_ends_the_server(servers):
     engine = server.engine_pid()
     os.kill(engine, signal.SIGSTOP)
     assert server.process.wait(timeout=30) == 1
-    assert f"process {engine} is stopped; it is killed" in (server.root / "log").read_text()
+    assert f"process {engine} is stopped; killing it" in (server.root / "log").read_text()
     until(lambda: not alive(engine))
 
 

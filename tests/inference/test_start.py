@@ -43,7 +43,7 @@ def test_another_start_would_end_the_same_way(monkeypatch, create, code, said):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(VersionedEngine=None, **content))
     for name in ("vllm", "vllm.engine", "vllm.usage"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    with pytest.raises(RunError, match=said) as error, running_engine(types.SimpleNamespace(), 1.0):
+    with pytest.raises(RunError, match=said) as error, running_engine(types.SimpleNamespace()):
         pass
     assert error.value.exit_code == code and not isinstance(error.value, ValidationError)
 
@@ -118,7 +118,9 @@ def test_engines_that_cut_experts_are_told_or_refused(engines, tensor, more, sai
     more = {"enable_expert_parallel": False, "is_moe": True} | more
     parallel = space(data_parallel_size=engines, tensor_parallel_size=tensor, enable_expert_parallel=more["enable_expert_parallel"])
     config = space(parallel_config=parallel, model_config=space(is_moe=more["is_moe"], hf_text_config=space(moe_intermediate_size=768)))
-    refused = pytest.raises(ConfigError, match=r"= 7 cuts each expert, 768 wide, among 7 GPUs, of .* or enable_expert_parallel, or start")
+    refused = pytest.raises(
+        ConfigError, match=r"= 7 splits each expert \(width 768\) across 7 GPUs, which .* or enable_expert_parallel, or start"
+    )
     with refused if said == "refused" else nullcontext():
         check_experts(config)
     assert ("WARNING: inference.vllm.data_parallel_size" in capsys.readouterr().err) == (said == "warned")

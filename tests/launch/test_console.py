@@ -1,5 +1,6 @@
-"""What the user sees, line by line, from a run directory that is written here."""
+"""The console output, line by line, for a run directory that the tests write."""
 
+import errno
 import io
 import json
 import os
@@ -27,11 +28,11 @@ TRAINER = {
 
 
 EVAL = ("--orchestrator.eval.interval", "2")
-"""Flags of an evaluation, which is called `e`."""
+"""Flags of an evaluation named `e`."""
 
 
 class Screen:
-    """A console over a run directory that the test writes as the processes would."""
+    """A console on a run directory that the test writes in place of the processes."""
 
     def __init__(self, tmp_path, *args: str, out=None):
         base = ["--orchestrator.environment.id", "e", "--name", "r", "--output_dir", str(tmp_path), "--max_steps", "9"]
@@ -50,7 +51,7 @@ class Screen:
         MetricsLog(self.run_dir.metrics, source).write(step, metrics)
 
     def look(self) -> str:
-        """What this look prints."""
+        """Returns what this update prints."""
         start = self.out.tell()
         Merger(self.run_dir.metrics).merge()
         self.console.update(self.reader.new())
@@ -127,7 +128,7 @@ def test_evals_are_printed_as_they_come(tmp_path):
 
 
 def test_the_column_of_evaluations_is_one_of_them(tmp_path):
-    """A mean over those that a version has rises where one that is easy has the shorter interval."""
+    """A mean over the evaluations of a version would rise whenever only the easy one, with the shorter interval, ran."""
     evals = tmp_path / "evals.toml"
     evals.write_text('[[orchestrator.eval]]\nname = "hard"\ninterval = 3\n[[orchestrator.eval]]\nname = "easy"\ninterval = 2\n')
     screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "@", str(evals))
@@ -219,7 +220,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
 
 
 def test_of_a_long_prompt_the_question_is_shown_and_what_followed(tmp_path):
-    """Worked examples are the assistant's messages, too: what the policy said begins behind a mark."""
+    """Worked examples are also assistant messages: a mark shows where the policy's own output begins."""
     screen = Screen(tmp_path)
     examples = [{"role": role, "content": f"example {i}"} for i in range(6) for role in ("user", "assistant")]
     own = [{"role": role, "content": f"own {i}"} for i in range(5) for role in ("assistant", "user")]
@@ -281,7 +282,7 @@ def test_lengths_that_end_many_rollouts_are_said_on_the_line_and_explained_once(
     lines = screen.look().splitlines()
     assert lines[1].endswith("4.1 wait_for_batch") and lines[2].endswith("  100% cut off") and len(lines) == 6
     limit = "orchestrator.sampling.max_tokens = 4"
-    assert lines[3] == f"  step 2: an answer of 100% of its rollouts was cut off, at {limit} (rollouts/truncated)"
+    assert lines[3] == f"  step 2: 100% of its rollouts had an answer cut off at {limit} (rollouts/truncated)"
     assert lines[4].endswith("  50% cut off  25% overlong")
     assert lines[5].startswith("  step 3: 25% of its rollouts ended") and "model.max_model_len = " in lines[5]
 
@@ -412,3 +413,25 @@ def test_costly_checkpoints_are_warned_of_once_where_their_interval_is_the_users
     by_seconds = Screen(tmp_path)
     by_seconds.write(4, "trainer", TRAINER | {"time/checkpoint_cost": 305.2, "time/checkpoint_fraction": 0.312})
     assert "warning" not in by_seconds.look()
+
+
+def test_a_full_disk_behind_the_output_costs_lines_and_not_the_run(tmp_path):
+    """Regression: `rl > log` ended with an OSError."""
+
+    class Full(io.StringIO):
+        full = True
+
+        def write(self, text):
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    screen = Screen(tmp_path, out=Full())
+    screen.console.say("lost")
+    screen.console.say("lost")
+    screen.out.full = False
+    screen.console.say("back")
+    assert screen.out.getvalue().splitlines() == [
+        "(2 lines could not be written here; is the disk full?)",
+        "back",
+    ]

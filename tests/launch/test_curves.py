@@ -1,4 +1,4 @@
-"""The closing report of a run that is written here."""
+"""The final report of a synthetic run."""
 
 from pathlib import Path
 
@@ -6,14 +6,24 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure
 
-from rl.launch.curves import draw_curves, duration, final_report, inference_idle, is_reported, report_lines, trend
+from rl.launch.curves import (
+    draw_curves,
+    drawn_parts,
+    duration,
+    final_report,
+    inference_idle,
+    report_lines,
+    reward_parts,
+    trend,
+)
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
+from rl.run_dir.numbers import Numbers
 from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir
 
 
 def synthetic(root, steps: int = 8) -> RunDir:
-    """Reward 0.1 a step, a quarter of the time waiting, inference idle for 30% of long and 0% of short batches."""
+    """A run: reward grows by 0.1 per step, a quarter of the time is waiting, inference idles in 30% of long and 0% of short batches."""
     run_dir = RunDir(root, root / "weights")
     orchestrator, trainer, evals = (MetricsLog(run_dir.metrics, source) for source in ("orchestrator", "trainer", "eval"))
     evals.write(0, {"eval/e/reward_mean": 0.05})
@@ -31,25 +41,25 @@ def synthetic(root, steps: int = 8) -> RunDir:
 
 
 def test_idle_time_is_weighted_by_the_length_of_the_batches(tmp_path):
-    assert round(inference_idle(read_metrics(synthetic(tmp_path).metrics)), 9) == 0.225  # 4 x 15 s x 0.3 of 80 s
-    assert inference_idle({}) is None
+    assert round(inference_idle(Numbers.read(synthetic(tmp_path).metrics)), 9) == 0.225  # 4 x 15 s x 0.3 of 80 s
+    assert inference_idle(Numbers()) is None
 
 
 def test_short_runs_do_not_average_the_same_steps_twice(tmp_path):
     run_dir = synthetic(tmp_path, steps=3)
-    assert report_lines(read_metrics(run_dir.metrics), run_dir)[1].startswith("reward    0.100 -> 0.300 ")
+    assert report_lines(Numbers.read(run_dir.metrics), run_dir)[1].startswith("reward    0.100 -> 0.300 ")
 
 
 def test_several_environments_are_told_apart():
     run_dir = RunDir(Path("x"), Path("x"))
     lines = {(step, "orchestrator"): {"reward/mean": 0.5, "reward/a/mean": step / 10, "reward/a/exact": 1.0} for step in range(1, 9)}
-    assert not [line for line in report_lines(lines, run_dir) if line.endswith("   a")]
+    assert not [line for line in report_lines(Numbers.of(lines), run_dir) if line.endswith("   a")]
     for step in (2, 4, 6, 8):
         lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
     assert trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.3]) == "0.100 -> 0.300"
-    ended = report_lines({(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}, run_dir)
+    ended = report_lines(Numbers.of({(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}), run_dir)
     assert ended[1:3] == ["reward    0.125   (mean of the first and of the last steps)", "eval      0.250   (e, version 0)"]
-    assert report_lines(lines, run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
+    assert report_lines(Numbers.of(lines), run_dir)[2:4] == ["          0.200 -> 0.700   a", "          0.700 -> 0.300   b"]
 
 
 def test_the_report_says_what_failed_and_of_which_environment_nothing_was_trained():
@@ -61,21 +71,21 @@ def test_the_report_says_what_failed_and_of_which_environment_nothing_was_traine
         for each in lines.values():
             each |= {f"rollouts/{name}/finished": count, f"rollouts/{name}/trained": count}
     lines[2, "orchestrator"]["env/late/quarantined"] = 1
-    assert report_lines(lines, run_dir)[2:6] == [
-        "          -   all: nothing of it was trained, 8 of 8 rollouts failed (worker 8)",
-        "          1.000 -> 1.000   dropped: nothing of it was trained, 4 of 16 rollouts failed (reward 4)",
+    assert report_lines(Numbers.of(lines), run_dir)[2:6] == [
+        "          -   all: no rollout was trained on, 8 of 8 rollouts failed (worker 8)",
+        "          1.000 -> 1.000   dropped: no rollout was trained on, 4 of 16 rollouts failed (reward 4)",
         "          -   good",
-        "          -   late: none of its rollouts was settled, it is left out",
+        "          -   late: no rollout was finished, it is left out",
     ]
     alone = {(1, "orchestrator"): {"reward/e/mean": 0.5, "rollouts/e/finished": 8, "rollouts/e/trained": 4, "rollouts/e/failed_reward": 1}}
-    assert report_lines(alone, run_dir)[1] == "          0.500   e: 1 of 8 rollouts failed (reward 1)"
+    assert report_lines(Numbers.of(alone), run_dir)[1] == "          0.500   e: 1 of 8 rollouts failed (reward 1)"
 
 
 def test_golden_report(tmp_path):
     run_dir = synthetic(tmp_path)
     run_dir.weights(8).mkdir(parents=True)
     said: list[str] = []
-    final_report(read_metrics(run_dir.metrics), run_dir, "r", said.append)
+    final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)
     assert said == [
         "8 steps in 1 min 20 s; trainer waited for batches 25%, inference was idle 22% of the time",
         "reward    0.200 -> 0.700   (mean of the first and of the last steps)",
@@ -93,18 +103,18 @@ def test_golden_report(tmp_path):
 
 def test_nothing_happened_nothing_to_report(tmp_path):
     said: list[str] = []
-    final_report({}, RunDir(tmp_path, tmp_path / "weights"), "r", said.append)
+    final_report(Numbers(), RunDir(tmp_path, tmp_path / "weights"), "r", said.append)
     assert said == [] and not (tmp_path / "curves.png").exists()
 
 
 def test_the_time_of_a_run_counts_what_a_resume_trained_once_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # of a long run not all is read at once
-    """Steps 7 and 8 were lost with the trainer: their ten seconds were spent all the same, a quarter of them waiting."""
+    monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # long runs are not read at once
+    """Steps 7 and 8 were lost with the trainer, but their time was spent and counts."""
     run_dir = synthetic(tmp_path)
     for step in (7, 8):
         MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0, "time/wait_for_batch": 5.0})
     Merger(run_dir.metrics).merge()
-    said = report_lines(read_metrics(run_dir.metrics), run_dir)[0]
+    said = report_lines(Numbers.read(run_dir.metrics), run_dir)[0]
     assert said.startswith("8 steps in 1 min 30 s; trainer waited for batches 33%, ")  # 8 x 10 s + 2 x 5 s; 20 s + 10 s of them
 
 
@@ -115,7 +125,7 @@ def test_a_branch_counts_its_own_steps(tmp_path):
     for step in (7, 8):
         MetricsLog(run_dir.metrics, "trainer").write(step, {"time/step": 5.0})
     Merger(run_dir.metrics).merge()
-    assert report_lines(read_metrics(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
+    assert report_lines(Numbers.read(run_dir.metrics), run_dir)[0] == "2 steps in 10.0 s"
 
 
 def test_the_report_names_the_parts_of_a_reward_that_fell():
@@ -123,14 +133,14 @@ def test_the_report_names_the_parts_of_a_reward_that_fell():
     parts = {"reward/e/brief": (0.27, 0.12), "reward/e/exact": (0.1, 0.9), "reward/e/form": (0.5, 0.45), "reward/e/mean": (0.4, 0.3)}
     values = {name: [first] * 4 + [last] * 4 for name, (first, last) in parts.items()}
     lines = {(i + 1, "orchestrator"): {name: value[i] for name, value in values.items()} for i in range(8)}
-    assert report_lines(lines, run_dir)[1:2] == ["fell      0.270 -> 0.120   (brief of e)"] and is_reported("reward/e/brief")
-    assert not any(line.startswith("fell") for line in report_lines(dict(list(lines.items())[2:6]), run_dir))  # too few to tell
+    assert report_lines(Numbers.of(lines), run_dir)[1:2] == ["fell      0.270 -> 0.120   (brief of e)"]
+    assert not any(line.startswith("fell") for line in report_lines(Numbers.of(dict(list(lines.items())[2:6])), run_dir))  # too few to tell
 
 
 def test_a_run_that_has_trained_no_step_says_so(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     lines = {(0, "orchestrator"): {"perf/inference_idle_fraction": 0.69, "time/batch": 20.0}, (0, "eval"): {"eval/e/reward_mean": 1.0}}
-    assert report_lines(lines, run_dir)[0] == "no step was trained"
+    assert report_lines(Numbers.of(lines), run_dir)[0] == "no step was trained"
 
 
 def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
@@ -138,9 +148,9 @@ def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path):
     log = MetricsLog(run_dir.metrics, "trainer")
     log.write(1, {"loss/mean": float("nan"), "time/step": 1.0})
     Merger(run_dir.metrics).merge()
-    lines = read_metrics(run_dir.metrics)
-    assert report_lines(lines, run_dir)[0] == "1 step in 1.0 s"
-    draw_curves(lines, run_dir.curves, "r")
+    numbers = Numbers.read(run_dir.metrics)
+    assert report_lines(numbers, run_dir)[0] == "1 step in 1.0 s"
+    draw_curves(numbers, run_dir.curves, "r")
     assert run_dir.curves.exists()
 
 
@@ -148,7 +158,7 @@ def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
     run_dir = synthetic(tmp_path)
     run_dir.curves.mkdir()
     said: list[str] = []
-    final_report(read_metrics(run_dir.metrics), run_dir, "r", said.append)
+    final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)
     assert said[0] == f"no curves: {run_dir.curves}: Is a directory" and said[1].startswith("8 steps")
 
 
@@ -157,14 +167,14 @@ def test_duration():
 
 
 def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path, monkeypatch):
-    """What matplotlib is given, from numbers of two steps."""
+    """Checks what is passed to matplotlib for metrics of two steps."""
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     lines = read_metrics(synthetic(tmp_path, steps=2).metrics)
     lines[0, "eval"]["eval/e/reward_mean_stderr"] = 0.1
     for step in (1, 2):
         lines[step, "orchestrator"] |= {"rollouts/zero_advantage": step / 4, "rollouts/truncated": 0.5, "lag/max": 2.0, "lag/mean": 1.0}
-    draw_curves(lines, tmp_path / "curves.png", "r")
+    draw_curves(Numbers.of(lines), tmp_path / "curves.png", "r")
     panels = {panel.get_title(): panel for panel in drawn[0].axes}
     assert [title.split(",")[0] for title in panels] == [
         "reward", "share of the rollouts", "tokens a rollout", "entropy", "lag", "mismatch KL of the trained version", "gradient norm",
@@ -177,12 +187,12 @@ def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path
     assert shares == {"without signal": [0.25, 0.5], "truncated": [0.5, 0.5], "failed": []}
 
 
-def test_nothing_that_is_shown_is_left_out_when_a_long_file_is_read(tmp_path):
-    run_dir = synthetic(tmp_path)
-    lines, few = (read_metrics(run_dir.metrics, wanted=wanted) for wanted in (None, is_reported))
-    assert report_lines(lines, run_dir) == report_lines(few, run_dir)
-    pictures = []
-    for each in (lines, few):
-        draw_curves(each, tmp_path / "picture.png", "r")
-        pictures.append((tmp_path / "picture.png").read_bytes())
-    assert pictures[0] == pictures[1]
+def test_parts_of_a_reward_are_drawn_beside_it_where_they_have_its_scale():
+    steps = {1: (0.2, 0.4, 1.0), 2: (0.6, 0.3, 1.0)}
+    names = ("reward/e/form", "reward/e/answer", "reward/e/num_turns")
+    lines = {(step, "orchestrator"): dict(zip(names, values, strict=True)) | {"reward/mean": 0.5} for step, values in steps.items()}
+    assert reward_parts(Numbers.of(lines)) == ["reward/e/answer", "reward/e/form", "reward/e/num_turns"]
+    assert drawn_parts(Numbers.of(lines)) == {"reward/e/answer": ([1, 2], [0.4, 0.3]), "reward/e/form": ([1, 2], [0.2, 0.6])}
+    assert (
+        drawn_parts(Numbers.of({at: {"reward/e/form": line["reward/e/form"]} for at, line in lines.items()})) == {}
+    )  # it is the reward itself

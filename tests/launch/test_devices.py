@@ -1,4 +1,4 @@
-"""How a box is divided, as tables."""
+"""Tables of how a machine is divided."""
 
 import pytest
 
@@ -119,7 +119,7 @@ def test_the_cpu_build_of_vllm_is_not_given_gpus():
     [([], True), (["--inference-gpus", "0"], False), (["--orchestrator.inference_urls", '["http://a:1"]'], False)],
 )
 def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
-    """Seven of eight GPUs were idle without a word."""
+    """Regression: seven of eight GPUs were idle without a warning."""
     said = check_build(config(*args), Machine(["0", "1"], [0], gpu_inference=False))
     assert bool(said) == told and (not told or "`uv sync --no-group cpu --group gpu`" in said)
     assert not check_build(config(*args), Machine(["0", "1"], [0])) and not check_build(

@@ -1,4 +1,4 @@
-"""curves.png while a run goes on: drawn beside it, now and then."""
+"""curves.png is drawn from time to time during a run, in a separate process."""
 
 import time
 
@@ -28,10 +28,12 @@ def test_a_picture_comes_with_news_and_the_next_one_much_later(tmp_path, childre
     assert pictures.child is None  # nothing is new
     began = time.monotonic()
     pictures.poll(3)
-    assert time.monotonic() - began < 1 and pictures.child is not None
+    asked_s = time.monotonic() - began
+    assert pictures.child is not None
     pictures.poll(1)  # does not wait, and starts no second one
     finish(pictures)
     took = time.monotonic() - began
+    assert asked_s < took / 2  # it did not wait for the picture
     assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and said == []
     assert not list((tmp_path / "logs").iterdir()) and not list(tmp_path.glob(".*"))
     assert pictures.news and 10 < pictures.next_at - time.monotonic() <= took / picture.SHARE
@@ -47,7 +49,7 @@ def test_one_that_fails_is_a_warning_and_the_last(tmp_path, children, monkeypatc
     pictures.poll(1)
     finish(pictures)
     (log,) = (tmp_path / "logs").iterdir()
-    how = f"is out of date: drawing it ended with exit code 1 (log: {log}); the next picture comes when the run ends"
+    how = f"is out of date: drawing it ended with exit code 1 (log: {log}); it is drawn again when the run ends"
     assert said == [f"warning: {run_dir.curves} {how}"] and "IsADirectoryError" in log.read_text()
     pictures.poll(1)
     assert pictures.child is None

@@ -26,7 +26,7 @@ from scripts.benchmarks.long_run import make_run, restored
 
 
 class Place:
-    """Prepares runs named `r` in one directory, as `rl` would, and lets go of them again."""
+    """Prepares runs named `r` in one directory, as `rl` would, and releases them again."""
 
     def __init__(self, tmp: Path):
         self.tmp = tmp
@@ -48,7 +48,7 @@ class Place:
         return str(error.value)
 
     def fill(self, steps: int, checkpoints: tuple[int, ...] = ()) -> None:
-        """What a run of so many steps leaves."""
+        """Writes the files of a run with this many steps."""
         for step in range(1, steps + 1):
             write_batch(self.run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
             self.run_dir.weights(step).mkdir(parents=True)
@@ -72,7 +72,7 @@ class Opened:
 
     def __init__(self) -> None:
         self.paths: list[str] | None = None
-        sys.addaudithook(self.hook)  # for good: it cannot be taken away
+        sys.addaudithook(self.hook)  # permanent: audit hooks cannot be removed
 
     def hook(self, event: str, arguments: tuple) -> None:
         if self.paths is not None and event == "open" and "long" in str(arguments[0]):
@@ -107,7 +107,7 @@ def test_an_existing_run_needs_resume_or_clean(place):
     place()
     place.fill(1)
     assert place.fails() == f"{place.root} exists: continue that run with --resume, delete it with --clean, or choose another --name"
-    assert "give one of them" in place.fails(resume=-1, clean=True)
+    assert "give only one of them" in place.fails(resume=-1, clean=True)
 
 
 def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
@@ -123,14 +123,14 @@ def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
 
 
 def test_a_directory_in_which_nothing_was_made_is_used_again(place):
-    """After a misspelt model, or an environment that does not load: the settings may be others now."""
+    """As after a misspelt model or an environment that does not load: the settings may change."""
     place("--model.name", "misspelt")
     place.run_dir.pending.parent.mkdir()
     place.run_dir.pending.touch()
     MetricsLog(place.run_dir.metrics, "eval").write(0, {"eval/e/reward_mean": 1.0})
     place.run_dir.eval(0, "e").parent.mkdir(parents=True)
     place.run_dir.logs.mkdir()
-    assert place(resume=-1).notes == [f"{place.root} is used again: the run in it had made nothing yet"]
+    assert place(resume=-1).notes == [f"reusing {place.root}: the run in it had made nothing yet"]
     assert from_toml(place.run_dir.config) == place.config()
     assert sorted(path.name for path in place.root.iterdir()) == ["config.toml", "logs", "status"]
     place.run_dir.evals.mkdir()
@@ -145,7 +145,7 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
 
 
 def test_a_run_lives_where_its_config_toml_lies(place):
-    """Moved and renamed: all that reads it, and a resume, are in the new place."""
+    """After a run is moved and renamed, readers and a resume use the new place."""
     place()
     place.fill(2, (1,))
     there = place.tmp / "elsewhere" / "moved"
@@ -176,7 +176,7 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
     (place.tmp / "memory" / "r" / "000001").mkdir(parents=True)
     renamed = place.root.with_name("s")
     place.root.rename(renamed)
-    assert run_dir_of(renamed, stored_config(renamed)).weights_dir == place.tmp / "memory" / "r"  # of a run that was not resumed yet
+    assert run_dir_of(renamed, stored_config(renamed)).weights_dir == place.tmp / "memory" / "r"  # the run was not resumed yet
     place(*args, "--name", "s", resume=-1)
     assert [path.name for path in (place.tmp / "memory").iterdir()] == ["s"]
     assert run_dir_of(renamed, stored_config(renamed)).weights(1).is_dir()
@@ -321,7 +321,7 @@ def test_what_may_not_change(place, args):
 def test_fewer_steps_than_there_are_is_refused(place):
     place()
     place.fill(3, (2,))
-    said = f"max_steps = 2: {place.root} has 3 steps already; give at least that"
+    said = f"max_steps = 2: {place.root} already has 3 steps; give at least that"
     assert place.fails("--max_steps", "2", resume=-1) == f"{said}, or go back with --resume 2"
     assert place.fails("--max_steps", "2", resume=3) == said
     assert place.run_dir.newest_batch() == 3 and from_toml(place.run_dir.config).max_steps == 100
@@ -329,10 +329,19 @@ def test_fewer_steps_than_there_are_is_refused(place):
     assert place.run_dir.newest_batch() == 2
 
 
+def test_a_damaged_batch_is_no_step(place):
+    """It is moved away, as doctor promises of --resume, and does not make the run longer than max_steps."""
+    place()
+    place.fill(2, (2,))
+    place.run_dir.batch(777).write_bytes(b"no batch")
+    place("--max_steps", "5", resume=-1)
+    assert place.run_dir.newest_batch() == 2
+
+
 def test_a_run_with_all_its_steps_is_done(place):
     place("--max_steps", "3")
     place.fill(3, (3,))
-    assert not place("--max_steps", "3", resume=-1).is_done  # it has not said so: its last evaluation may be missing
+    assert not place("--max_steps", "3", resume=-1).is_done  # it did not report its end: the last evaluation may be missing
     place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("3 steps done", 1.0)))
     assert place("--max_steps", "3", resume=-1).is_done
     assert not place("--max_steps", "4", resume=-1).is_done and not place("--max_steps", "4", resume=2).is_done
@@ -343,16 +352,6 @@ def test_nan_is_the_same_setting_as_nan(place):
     place(*own)
     place.fill(1)
     assert place(*own, resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch 1"]
-
-
-def test_an_argument_that_no_environment_was_ever_given_may_be_mended(place):
-    """An older version of rl took it, and gave None in its place."""
-    place("--orchestrator.environment.args.bug", "nan", "--orchestrator.environment.args.n", "3")
-    place.fill(1)
-    notes = place("--orchestrator.environment.args.bug", '"nan"', "--orchestrator.environment.args.n", "3", resume=-1).notes
-    assert notes[1:] == ["changed: orchestrator.environment.0.args.bug: nan -> 'nan'"]
-    assert msgspec.json.decode((place.root / "changes.jsonl").read_bytes())["old"] == "nan"  # NaN is no JSON
-    assert "args.n: 3 -> 4" in place.fails("--orchestrator.environment.args.n", "4", resume=-1)
 
 
 def test_workers_and_evals_may_change_in_their_lists(place):
@@ -386,7 +385,7 @@ def test_resume_at_a_step_moves_the_rest_away(place):
 
 
 def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(place):
-    """The batches were moved, and `rl` died; what it prints, and what one types, is a plain --resume."""
+    """`rl` died after the batches were moved; the next command is a plain --resume."""
     place()
     place.fill(4, (1,))
     for step in (3, 4):
@@ -446,7 +445,7 @@ def test_dead_roles_on_another_host_are_watched_together(place, monkeypatch):
         lease.lease_path(lock, 3).write_bytes(far)
     began = time.monotonic()
     place(resume=-1)
-    assert 0.5 <= time.monotonic() - began < 1.2
+    assert 0.5 <= time.monotonic() - began < 3 * 0.5  # four, one after another, take 2 s
 
 
 def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_clean(place, monkeypatch):
@@ -456,7 +455,7 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
     for name in (lives, dead):
         place.run_dir.status(name).write_text("{}")
     lease = hold_role(place.run_dir.lock(lives))
-    beat = place.run_dir.status_dir / f".{lives}.json.0123abcd-1-{os.getpid()}-7.tmp"  # that a server on another host is writing
+    beat = place.run_dir.status_dir / f".{lives}.json.0123abcd-1-{os.getpid()}-7.tmp"  # being written by a server on another host
     beat.touch()
     place(resume=-1)
     assert place.run_dir.status(lives).exists() and not place.run_dir.status(dead).exists() and beat.exists()

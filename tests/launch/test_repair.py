@@ -1,4 +1,4 @@
-"""Bit rot in every kind of file of a run: what is found, what is moved away, and where the run goes on."""
+"""Bit rot in every kind of file of a run: what is found, what is moved away, and where the run continues."""
 
 import errno
 import json
@@ -8,10 +8,10 @@ import pytest
 
 from rl.commands.doctor.files import damaged_files
 from rl.launch.repair import repair
-from rl.orchestrator.pending import PendingLog
+from rl.orchestrator.groups.pending import PendingLog
 from rl.run_dir.checksums import checksum
+from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.hashes import sha256
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
@@ -25,7 +25,7 @@ def version(run_dir: RunDir, number: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
-    (folder / "digests.json").write_text(json.dumps({"tensors": {"w": sha256(data)}}))
+    (folder / "digests.json").write_text(json.dumps({"hash": HASH, "tensors": {"w": digest(data)}}))
 
 
 def checkpoint(run_dir: RunDir, step: int) -> None:
@@ -43,7 +43,7 @@ def finished(group_id: int, sampled_by: int) -> Group:
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Six steps, checkpoints at 2 and 4, two groups waiting."""
+    """A run with six steps, checkpoints at 2 and 4, and two pending groups."""
     run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
     for step in range(1, 7):
         write_batch(run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
@@ -79,12 +79,12 @@ def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
     (remark,) = repair(run_dir)
     (away,) = run_dir.discarded.iterdir()
     assert remark == (
-        f"{run_dir.batch(5)}: damaged record at byte 0 (magic, length or checksum does not fit); everything after step 4 was moved to "
+        f"{run_dir.batch(5)}: damaged record at byte 0 (magic, length or checksum does not match); everything after step 4 was moved to "
         f"{away}: batches 5 to 6 are sampled and trained again, and the 4 groups in them are dropped"
     )
     assert left(run_dir) == [[1, 2, 3, 4], [2, 4], [4]]
     log = PendingLog(run_dir.pending)
-    assert log.load(set(), 4) == ["1 finished groups are dropped: versions after 4, which were taken back, sampled them"]
+    assert log.load(set(), 4) == ["1 finished groups are dropped: versions after 4, which were rolled back, sampled them"]
     assert [group.group_id for group in log.groups] == [14]
     assert sorted(read_metrics(run_dir.metrics)) == [(step, "trainer") for step in range(1, 5)]
     assert (away / "remarks.txt").read_text() == remark + "\n" and (away / "batches" / "000005.batch").exists()
@@ -98,7 +98,7 @@ def test_a_batch_before_the_checkpoint_is_not_needed(run_dir):
 
 def test_a_damaged_checkpoint_costs_nothing_else(run_dir):
     flip(run_dir.checkpoint(4) / "__0_0.distcp")
-    assert repair(run_dir, thorough=False) == []  # its reader will tell
+    assert repair(run_dir, thorough=False) == []  # its reader will report it
     (remark,) = repair(run_dir)
     assert "000004/__0_0.distcp: damaged; the trainer starts from an older checkpoint (moved to " in remark
     assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2], [4, 5, 6]]
@@ -126,15 +126,15 @@ def test_damaged_weights_are_made_again(run_dir):
 
 
 def test_damaged_rollouts_are_named(run_dir):
-    """Those behind the checkpoint: how long a resume takes does not depend on how many there are before it."""
+    """Only those after the checkpoint are read, so that the time of a resume does not grow with the run."""
     flip(run_dir.rollouts(1))
     flip(run_dir.rollouts(5))
     (remark,) = repair(run_dir)
-    assert "000005.jsonl: damaged, its checksum does not fit; nothing but its readers needs it" in remark
+    assert "000005.jsonl: damaged, its checksum does not match; only readers of rollouts need it" in remark
     assert not run_dir.rollouts(5).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
     (fault,) = damaged_files(run_dir)
-    assert fault == f"{run_dir.rollouts(1)}: damaged, its checksum does not fit; move it away to go on without it; " + (
-        "nothing but its readers needs it"
+    assert fault == f"{run_dir.rollouts(1)}: damaged, its checksum does not match; move it away to continue without it; " + (
+        "only readers of rollouts need it"
     )
 
 
@@ -147,7 +147,7 @@ def test_what_a_newer_rl_wrote_is_left_where_it_is(run_dir, kind):
         path.write_text(path.read_text().replace("blake3", "blake9"))
     (fault,) = damaged_files(run_dir)
     assert "its hash is 'blake9'" in fault and "a newer rl wrote it" in fault and "--resume" not in fault
-    for thorough in (False, True) if kind == "weights" else (True,):  # else the trainer reads it, and ends
+    for thorough in (False, True) if kind == "weights" else (True,):  # otherwise the trainer reads it and ends
         with pytest.raises(RunError, match="a newer rl wrote it") as error:
             repair(run_dir, thorough=thorough)
         assert not isinstance(error.value, CorruptFileError)
@@ -155,7 +155,7 @@ def test_what_a_newer_rl_wrote_is_left_where_it_is(run_dir, kind):
 
 
 def record(run_dir, number, **changed):
-    """The record in `digests/` of a version, with these differences to the version's own."""
+    """Writes a version's record in `digests/`: its own digests with these changes."""
     run_dir.digests(number).parent.mkdir(exist_ok=True)
     run_dir.digests(number).write_text(json.dumps(json.loads((run_dir.weights(number) / "digests.json").read_text()) | changed))
 
@@ -163,24 +163,23 @@ def record(run_dir, number, **changed):
 def test_records_of_versions_are_judged(run_dir):
     for number in (4, 5, 6):
         record(run_dir, number)
-    record(run_dir, 4, hash="blake3", tensors={"w": "of another hash"})
     run_dir.digests(3).write_text(run_dir.digests(4).read_text())  # its version is gone
     assert damaged_files(run_dir) == []
     flip(run_dir.digests(5))
     record(run_dir, 6, tensors={"w": "00"})
     first, second = damaged_files(run_dir)
-    assert first.startswith(f"{run_dir.digests(5)}: missing or damaged; a resume writes anew")
-    assert second.startswith(f"{run_dir.digests(6)}: is not what {run_dir.weights(6) / 'digests.json'} says of tensor w; a resume")
+    assert first.startswith(f"{run_dir.digests(5)}: missing or damaged; a resume rewrites")
+    assert second.startswith(f"{run_dir.digests(6)}: differs from {run_dir.weights(6) / 'digests.json'} in tensor w; a resume")
     record(run_dir, 5, made_by={"threads": 1})
     record(run_dir, 6)
     assert damaged_files(run_dir) == []  # only one of the two has it
     own = run_dir.weights(5) / "digests.json"
     own.write_text(json.dumps(json.loads(own.read_text()) | {"made_by": {"threads": 2}}))
-    assert [fault.partition(";")[0] for fault in damaged_files(run_dir)] == [f"{run_dir.digests(5)}: is not what {own} says of made_by"]
+    assert [fault.partition(";")[0] for fault in damaged_files(run_dir)] == [f"{run_dir.digests(5)}: differs from {own} in made_by"]
 
 
 def test_a_version_that_lost_its_digests_is_judged_by_its_record(run_dir):
-    """One that never had either, as the model of a user or of an older rl, is taken as it is."""
+    """A version that never had either, such as a user's model, is accepted."""
     for number in (4, 5, 6):
         record(run_dir, number)
         (run_dir.weights(number) / "digests.json").unlink()
@@ -201,12 +200,12 @@ def test_examples_of_supervised_runs_are_judged(run_dir):
     assert damaged_files(run_dir) == []
     flip(run_dir.data / "train" / "ends.npy")
     (fault,) = damaged_files(run_dir)
-    assert fault.startswith(f"{run_dir.data / 'train' / 'ends.npy'}: damaged; delete {run_dir.data} to have it made anew")
+    assert fault.startswith(f"{run_dir.data / 'train' / 'ends.npy'}: damaged; delete {run_dir.data} to have it made again")
 
 
 @pytest.mark.parametrize("has_data", [True, False])
 def test_supervised_runs_have_no_batches(run_dir, has_data):
-    """Nor is their data needed to know that: whoever deletes damaged data has it made anew, and keeps the checkpoints."""
+    """A repair does not need their data either: if damaged data is deleted, it is made again and the checkpoints stay."""
     for step in range(1, 7):
         run_dir.batch(step).unlink()
     if has_data:
@@ -216,7 +215,7 @@ def test_supervised_runs_have_no_batches(run_dir, has_data):
 
 
 class FailingDisk:
-    """Path.open that cannot give some files back."""
+    """Replaces Path.open so that some files cannot be read."""
 
     def __init__(self, monkeypatch, *lost):
         really = Path.open

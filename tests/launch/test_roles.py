@@ -30,6 +30,6 @@ def test_on_few_cores_the_trainer_starts_last(tmp_path, cores, args, after):
     ("gpus", "args", "after"), [(1, [], "inference"), (2, [], ""), (1, ["--orchestrator.inference_urls", '["http://a:1"]'], "")]
 )
 def test_on_a_shared_gpu_the_trainer_starts_when_the_server_has_its_memory(tmp_path, gpus, args, after):
-    """vLLM took the trainer's growth for its own and was left with less or no memory for keys and values, or died when it was freed."""
+    """Regression: vLLM counted the trainer's growth as its own and had too little memory for keys and values, or died when it was freed."""
     found = roles(config(*args), RunDir(tmp_path, tmp_path / "weights"), divide(gpus, *args))
     assert found[-1].name == "trainer" and found[-1].after == after

@@ -1,4 +1,4 @@
-"""`rl` as a command, with small scripts in place of the three processes: what it starts, watches, says and leaves behind."""
+"""The command `rl`, with small scripts in place of the three processes: what it starts, watches, prints and leaves behind."""
 
 import errno
 import json
@@ -19,11 +19,13 @@ from rl.homes.home import Home
 from rl.homes.records import Record
 from rl.launch.run import home_lines, resume_command
 from rl.main import system_error
+from rl.run_dir.access_token import page_secret
 from rl.run_dir.events import read_events
 from rl.run_dir.paths import RunDir
-from rl.run_dir.token import page_token
+from rl.system import sandbox
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests.view.serving import enter
 from tests.waiting import alive, until
 
 DRIVER = """
@@ -43,7 +45,7 @@ print(os.getpid(), file=open(root / "pids", "a"), flush=True)
 config = from_toml(root / "config.toml")
 '''
 scripts = {scripts!r}
-rl.launch.roles.MANY_CORES = 0  # all start at once: these scripts have no status that would tell when they are up
+rl.launch.roles.MANY_CORES = 0  # all start at once: these scripts have no status that shows when they are up
 rl.launch.roles.command = lambda name, run_dir, ranks: [sys.executable, "-c", prelude + scripts[name], name, str(run_dir.root)]
 import rl.main
 sys.exit(rl.main.main())
@@ -84,7 +86,7 @@ ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
 
 class Run:
-    """A run of the command in a directory of its own."""
+    """Runs the command in its own directory."""
 
     def __init__(self, tmp: Path):
         self.tmp = tmp
@@ -113,7 +115,7 @@ class Run:
         return [int(word) for word in path.read_text().split()]
 
     def nobody_left(self) -> bool:
-        """Whether none of its processes runs; one that has ended may stand in the process table until init has reaped it."""
+        """Returns whether none of its processes runs; ended ones may be zombies until init has reaped them."""
         return not any(alive(pid) for pid in self.pids(1))
 
 
@@ -137,6 +139,21 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
     assert (event.process, event.reason) == ("rl", "the run ended at step 0 of 5: solved")
 
 
+@pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
+def test_without_shared_memory_it_says_so_before_anything_starts(tmp_path):
+    """Regression: the trainer ended with "Read-only file system; free space" minutes later."""
+    hidden = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm"]
+    ended = subprocess.run(
+        [*hidden, sys.executable, "-m", "rl.main", "--orchestrator.environment.id", "e"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1 and ended.stderr.startswith("rl: /dev/shm cannot be written, and torch and vLLM keep locks")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_from_start_to_report(rl):
     code, out, err = rl()
     assert (code, err) == (0, "")
@@ -158,7 +175,7 @@ def test_a_run_that_trained_no_step_does_not_end_with_0(rl):
     skips = "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (1, 2, 3): log.write(step, {'quarantined': 1.0})\n"
     code, _, err = rl(trainer=skips)
     assert code == 1
-    assert err.startswith("rl: no step was trained: every batch was quarantined (batches/*.quarantined says why); mend the cause, then")
+    assert err.startswith("rl: no step was trained: every batch was quarantined (see batches/*.quarantined); fix the cause, then")
     assert rl("--clean", trainer="(root / 'discarded').mkdir(exist_ok=True)\n" + skips)[2].endswith(" --resume 0\n")
     assert rl("--clean", trainer=skips + "log.write(4, {'loss/mean': 1.0})")[0] == 0
 
@@ -172,12 +189,12 @@ def test_with_no_restarts_a_child_that_fails_ends_the_run(rl, name):
     assert code == 1 and time.monotonic() - began < 15
     assert f"rl: {name} ended with exit code 7, saying: out of luck. The end of its log:\n  | line 11\n" in err
     assert f"  | line 29\n  | out of luck\n  the whole log: {rl.run_dir.logs}/{name}-1.log\n" in err
-    assert err.endswith("\nnothing was made yet: a start with other settings uses the directory again\n")
+    assert err.endswith("\nnothing was made yet: a start with other settings reuses the directory\n")
     assert rl.nobody_left()
 
 
 def test_a_run_whose_processes_are_killed_ends_well(rl):
-    """Every one once, one of them with a mess in its environment; the run goes on without a human."""
+    """Each is killed once, one of them with a garbled environment; the run continues without a human."""
     crash = "attempt = len(list((root / 'logs').glob(f'{name}-*.log')))\nif attempt == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
     code, out, err = rl("--supervisor.backoff_s", "0.1", **{name: crash + script for name, script in SCRIPTS.items()})
     assert (code, err) == (0, "")
@@ -288,20 +305,20 @@ def test_a_second_rl_on_the_same_run_is_refused(rl):
 
 
 def test_clean_keeps_the_run_until_the_next_one_has_made_something(rl):
-    """A name that is misspelt must not cost a run."""
+    """A misspelt name must not destroy a run."""
     trains = SCRIPTS["trainer"] + "(root / 'checkpoints/000003').mkdir(parents=True)\n"
     (rl.root / "checkpoints/000003").mkdir(parents=True)
     (rl.root / "config.toml").touch()
     code, _, err = rl("--clean", model="sys.exit('no such model')")
     assert code == 1 and (rl.run_dir.cleaned / "checkpoints/000003").is_dir()
-    assert err.endswith(f"the run that was there before --clean is in {rl.run_dir.cleaned}: move it to where it is to go on\n")
+    assert err.endswith(f"the run that was there before --clean is in {rl.run_dir.cleaned}: move it elsewhere to continue it\n")
     assert rl("--clean", trainer=trains)[0] == 0
     assert (rl.root / "checkpoints/000003").is_dir() and not rl.run_dir.cleaned.exists()
 
 
 def test_resume_continues_without_printing_old_steps(rl):
     assert rl()[0] == 0
-    for step in (1, 2, 3):  # without its batch a step was taken back, and its line goes
+    for step in (1, 2, 3):  # a step without its batch was undone, and its line is removed
         write_batch(rl.root / "batches" / f"{step:06d}.batch", TrainBatch(step=step, samples=[]), None)
     code, _, err = rl()
     assert (code, err) == (1, f"rl: {rl.root} exists: continue that run with --resume, delete it with --clean, or choose another --name\n")
@@ -320,8 +337,8 @@ def test_a_disk_that_cannot_be_written(rl):
 
 def test_a_full_disk_has_a_remedy():
     full, gone = (OSError(number, os.strerror(number), "/disk/file") for number in (errno.ENOSPC, errno.ENOENT))
-    assert system_error(full) == "/disk/file: No space left on device; free space there or make it writable, or give another place " + (
-        "(of a run: output_dir)"
+    assert system_error(full) == "/disk/file: No space left on device; free space or make it writable, or use another directory " + (
+        "(for a run: output_dir)"
     )
     assert system_error(gone) == "/disk/file: No such file or directory"
     assert system_error(OSError("strange")) == "the run directory: strange"
@@ -336,23 +353,27 @@ def test_configuration_errors_exit_with_2(rl):
 
 
 def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
-    """The orchestrator waits for a file, which the test writes when it has seen the page."""
+    """The orchestrator waits for a file that the test writes after it has seen the page."""
     waits = "while not (root / 'seen').exists(): time.sleep(0.05)\n"
     process = rl.start("--view", orchestrator=waits + SCRIPTS["orchestrator"], trainer=waits + SCRIPTS["trainer"])
-    address = next(line.split()[1] for line in process.stdout if line.startswith("view "))
-    with httpx.Client() as browser:
-        assert browser.get(address).status_code == 200
-        (row,) = browser.get(f"{address.partition('?')[0]}api/runs").json()["runs"]
-    assert (row["key"], row["state"]) == ("r", "live") and address.partition("token=")[2] not in (rl.root / "logs/view-1.log").read_text()
+    lines = (line.split()[1] for line in process.stdout if line.startswith("view "))
+    link, browser, other = next(lines), httpx.Client(), httpx.Client()
+    with browser, other:
+        enter(browser, link)
+        (row,) = browser.get("/api/runs").json()["runs"]
+        assert other.get(link).status_code == 401  # it was used
+        enter(other, next(lines))
+    log = (rl.root / "logs/view-1.log").read_text()
+    assert (row["key"], row["state"]) == ("r", "live") and link.partition("link=")[2] not in log and "link=" not in log
     (rl.root / "seen").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "") and "3 steps in" in out
     assert not (rl.root / "logs/view-1.log").exists() and rl.nobody_left()
-    kept = rl.root / "status/view.token"
-    assert kept.read_text() == address.partition("token=")[2] == page_token(rl.run_dir.status_dir)  # a tab goes on after a resume
-    assert kept.stat().st_mode & 0o777 == 0o600
+    kept = rl.root / "status/view.secret"
+    assert kept.read_text() == page_secret(rl.run_dir.status_dir)  # an open tab keeps working after a resume
+    assert kept.read_text() not in out and kept.stat().st_mode & 0o777 == 0o600
     with pytest.raises(httpx.ConnectError):
-        httpx.get(address)
+        httpx.get(link)
 
 
 def test_resume_command():

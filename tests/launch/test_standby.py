@@ -17,7 +17,7 @@ from tests.waiting import alive, until
 
 ROLE = """
 import os, sys, time
-from rl.system.warm_start import leave
+from rl.system.prefork import leave
 def imports():
     print("imported", flush=True)
     {imports}
@@ -33,7 +33,7 @@ def role(imports: str = "pass", work: str = WAIT) -> list[str]:
 
 
 def begin(children: Children, tmp_path: Path, command: list[str], warm: bool | None = False) -> Child:
-    """Started, and at work."""
+    """Starts a child and waits until it works."""
     child = children.start("x", command, dict(os.environ), tmp_path, warm=warm)
     until(lambda: any(line.endswith(("True", "False")) for line in child.log.read_text().splitlines()))
     return child
@@ -114,7 +114,7 @@ NO_MEMORY = """
 
 @pytest.mark.parametrize(
     ("imports", "why"),
-    [(THREAD, "1 threads run already"), (GPU, "a GPU is in use already"), (NO_MEMORY, "[Errno 12] Cannot allocate memory")],
+    [(THREAD, "1 threads are already running"), (GPU, "a GPU is already in use"), (NO_MEMORY, "[Errno 12] Cannot allocate memory")],
 )
 def test_where_there_can_be_no_copy_the_process_itself_goes_on(children, tmp_path, imports, why):
     first = begin(children, tmp_path, role(imports))
@@ -125,7 +125,7 @@ def test_where_there_can_be_no_copy_the_process_itself_goes_on(children, tmp_pat
 
 
 def test_what_a_copy_forks_in_a_session_of_its_own_is_killed_with_it(children, tmp_path):
-    """Its environment in /proc is that of the first process, and so not its own marker."""
+    """/proc shows the first process's environment, and so not the copy's own marker."""
     work = f"""
 if os.fork() == 0:
     if os.fork() == 0:
@@ -147,11 +147,11 @@ if os.fork() == 0:
 
 def test_who_is_not_asked_leaves_none(children, tmp_path):
     first = begin(children, tmp_path, role(), warm=None)
-    assert len(said(first)) == 1 and not children.waiting()  # nothing is imported early either
+    assert len(said(first)) == 1 and not children.waiting()  # and nothing is imported early
 
 
 def test_the_copy_ends_with_the_launcher(tmp_path):
-    """Killed, so that it can end nobody itself; without the guard, so that only the kernel and the pipe can."""
+    """`rl` is killed, so that it ends nothing itself, and there is no guard, so that only the kernel and the pipe can."""
     launcher = f"""
 import os, sys, time
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""The restart policy with small scripts in place of the processes: who is started again when, who waits, what is said and left."""
+"""The restart policy, with small scripts in place of the processes: restarts, waits, messages and leftovers."""
 
+import errno
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ def come_up(phase, step):
         time.sleep(0.05)
 """
 LEAVE = """
-from rl.system.warm_start import leave
+from rl.system.prefork import leave
 leave(lambda: print("imported", flush=True))
 """
 WORK = {
@@ -50,7 +51,7 @@ WORK = {
 
 
 class Run:
-    """A supervisor over scripts, in a run directory of its own."""
+    """A supervisor of scripts, in its own run directory."""
 
     def __init__(self, tmp_path, **settings):
         config = {"max_restarts": 5, "backoff_s": 0.05, "silence_s": 5.0} | settings
@@ -64,13 +65,13 @@ class Run:
         self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
 
     def begin(self, after=None, **scripts):
-        """`after`: role -> the one that it starts after."""
+        """`after`: role -> the role that it starts after."""
         commands = {name: [sys.executable, "-S", "-c", PRELUDE + code, name, str(self.root)] for name, code in (WORK | scripts).items()}
         roles = [Role(name, command, dict(os.environ), after=(after or {}).get(name, "")) for name, command in commands.items()]
         self.supervisor.begin(roles)
 
     def begin_warm(self, name, code):
-        """One process alone, which leaves copies of itself behind."""
+        """Begins a single process that leaves copies of itself behind."""
         command = [sys.executable, "-c", LEAVE + PRELUDE + code, name, str(self.root)]
         self.supervisor.begin([Role(name, command, dict(os.environ), leaves_copy=True)])
 
@@ -231,7 +232,7 @@ sys.exit(1)
 
 
 def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
-    """Not the last line, in which vLLM's server only points to its engine's. A SIGKILL comes from outside and does not count."""
+    """The last line is skipped, where vLLM's server only refers to its engine's error. A SIGKILL comes from outside and does not count."""
     run = make(backoff_s=0.01)
     run.begin(inference="if attempt == 1: os.kill(os.getpid(), 9)\n" + ENGINE)
     with pytest.raises(RunError) as error:
@@ -254,7 +255,7 @@ sys.exit(1)
 
 
 def test_a_server_that_dies_twice_of_its_first_request_ends_the_run(make):
-    """It came up, so the fault is none of its start; but the same would end every attempt, and 20 restarts take 15 minutes."""
+    """It came up, so its start is not at fault; but the same error would end every attempt, and 20 restarts take 15 minutes."""
     run = make(backoff_s=0.01)
     run.begin(inference=DEATH)
     with pytest.raises(RunError) as error:
@@ -273,7 +274,7 @@ def test_a_server_that_has_sampled_and_dies_is_started_again(make):
 
 
 def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
-    """As `rl eval` does of a server that does not come up."""
+    """As in `rl eval` for a server that does not come up."""
     log = tmp_path / "inference-1.log"
     engine = "(EngineCore pid=7) ValueError: no such activation: swish\n"
     log.write_text(engine + "Traceback\n" * 30 + "RuntimeError: Engine core initialization failed. See root cause above.\n")
@@ -308,7 +309,7 @@ def test_the_code_that_a_rank_told_counts_more_than_torchruns(make):
 
 LEAVES = """
 def leave(code, env=None, session=True):
-    if os.fork() == 0:  # its parent ends, so that it becomes the supervisor's
+    if os.fork() == 0:  # its parent ends, so that the supervisor adopts it
         note(subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=session, env=env).pid)
         os._exit(0)
     os.wait()
@@ -317,7 +318,7 @@ deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
 
 
 def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
-    """Orphans in a session of their own, stopped ones, and one that has lost its environment but not its session."""
+    """Leftovers are orphans in their own session, stopped ones, and one that lost its environment but not its session."""
     run = make(backoff_s=0.3)
     leaves = LEAVES + "leave(deaf)\nleave(deaf, env={}, session=False)\nleave('import os; os.kill(os.getpid(), 19)')\n"
     run.begin(orchestrator=LEAVES + "leave(deaf)\nbeat('filling_batch')", inference=leaves + WORK["inference"])
@@ -339,17 +340,17 @@ def test_nothing_stays_of_a_dead_process_and_everything_of_the_others(make):
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_a_role_starts_after_another_one_is_up_or_when_that_takes_too_long(make, monkeypatch, comes_up):
     monkeypatch.setattr("rl.launch.supervisor.AFTER_S", 10.0 if comes_up else 0.4)
+    began = time.monotonic()  # the supervisor's clock counts from here on
     run = make()
     work = "beat('loading_environments', None, 0.3)\nbeat('filling_batch', 1)" if comes_up else "beat('loading_environments')"
     run.begin({"trainer": "orchestrator"}, orchestrator=work)
-    began = time.monotonic()
     assert run.child("inference") and run.child("trainer") is None
     run.until(lambda: run.child("trainer"))
     assert len(run.events("ready", "orchestrator")) == comes_up and 0.3 < time.monotonic() - began < 5
     first = run.child("trainer").pid
     run.ready("trainer")
     os.kill(first, signal.SIGKILL)
-    run.ready("trainer", 2)  # a later attempt waits for nobody
+    run.ready("trainer", 2)  # a later attempt does not wait
 
 
 def test_a_trainer_that_shares_a_gpu_waits_for_the_server_as_long_as_that_may_take(make):
@@ -411,7 +412,7 @@ def test_every_rank_of_the_trainer_must_have_a_heartbeat(make):
 
 
 def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):
-    """Its children were stopped with it, as on a machine that slept: their heartbeats are as old as its own last look."""
+    """Its children were stopped with it, as on a sleeping machine: their heartbeats are as old as its last poll."""
     monkeypatch.setattr("rl.launch.supervisor.LONGEST_POLL_S", 0.1)
     run = make(silence_s=0.5)
     run.begin()
@@ -443,7 +444,7 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
     (run.root / "good").touch()
     run.begin(trainer=POISON)
     run.until(lambda: run.supervisor.states["trainer"].done)
-    assert len(run.events("death", "trainer")) == 4  # the one while loading says nothing of any batch
+    assert len(run.events("death", "trainer")) == 4  # a death while loading does not count against a batch
     record = json.loads(run.run_dir.quarantined(3).read_text())
     assert record["step"] == 3 and record["why"] == "ended with exit code 1" and len(record["deaths"]) == 3
     assert [(event["step"], event["deaths"]) for event in run.events("quarantine")] == [(3, 3)]
@@ -451,7 +452,7 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
 
 
 def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
-    """Killed three times in step 3, but it was trained in between: it is no poison."""
+    """The trainer died three times in step 3, but completed it in between: the batch is not poisonous."""
     run = make(backoff_s=0.01)
     done = "print(json.dumps({'step': 3, 'source': 'trainer'}), file=open(root + '/metrics.jsonl', 'a'))\n"
     run.begin(trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)")
@@ -486,8 +487,8 @@ def test_the_same_error_with_the_next_batch_is_no_poison(make, ending, same):
     quarantined = sorted(os.listdir(run.run_dir.batches))
     if same:
         assert str(error.value).startswith(
-            "the same error in step 4 as in step 3, whose batch was quarantined: no batch is the cause; mend the cause, then go on before "
-            "the batch that was skipped: --resume 2\ntrainer ended with exit code 1. The end of its log:\n"
+            "the same error in step 4 as in step 3, whose batch was quarantined: no batch is the cause; fix the cause, then continue "
+            "before the skipped batch: --resume 2\ntrainer ended with exit code 1. The end of its log:\n"
         )
         assert error.value.resume_at == 2
         assert len(run.events("death")) == 3 and quarantined == ["000003.quarantined"]
@@ -522,7 +523,7 @@ def test_an_orchestrator_that_has_ended_well_comes_back_for_a_trainer_that_has_n
 
 
 def test_so_does_one_that_ended_while_the_trainer_was_dead(make):
-    """It took the trainer, which had gone through all steps, for ended, and its next attempt would have waited for nobody."""
+    """It considered the trainer, which was through all steps, finished; the trainer's next attempt would wait for a missing process."""
     run = make(backoff_s=1.5)
     run.begin(orchestrator="beat('waiting_for_trainer_end', None, 0.7)", trainer="beat('training', 9, 0.3)\nsys.exit(attempt == 1)")
     run.finish()
@@ -532,8 +533,16 @@ def test_so_does_one_that_ended_while_the_trainer_was_dead(make):
 
 def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
     found = types.SimpleNamespace(bottleneck="the trainer waits for batch 2", lines=["orchestrator: filling"])
-    monkeypatch.setattr("rl.diagnosis.waits.diagnose", lambda run_dir, config: found, raising=False)
+    monkeypatch.setattr("rl.diagnosis.waits.diagnose", lambda run_dir, config: time.sleep(1.0) or found, raising=False)
     run = make(stall_s=0.5)
+    poll, polls = run.supervisor.poll, []
+
+    def timed(*lines):
+        began = time.perf_counter()
+        poll(*lines)
+        polls.append(time.perf_counter() - began)
+
+    run.supervisor.poll = timed
     busy = "for i in range(15): status('serving', address='x', progress=i); time.sleep(0.05)\n"
     run.begin(inference=busy + WORK["inference"])
     began = time.time()
@@ -545,6 +554,7 @@ def test_a_stall_is_told_with_what_everything_waits_for(make, monkeypatch):
         "warning: no token, rollout, batch or step for 0.5 s (supervisor.stall_s): the trainer waits for batch 2\n  orchestrator: filling"
     )
     assert run.said == [text, text]
+    assert sorted(polls)[-2] < 0.9  # the diagnosis does not run within a poll
 
 
 def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(make):
@@ -561,3 +571,34 @@ def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_kill
     with pytest.raises(RunError, match=rf"^model.name: not there\n  the whole log: {run.run_dir.logs}/model-2.log$"):
         run.finish()
     assert len(run.events("death", "model")) == 1
+
+
+def test_a_start_that_the_system_refuses_is_tried_again(make, monkeypatch):
+    """Regression: it ended the run without a back-off, a report, or the command to continue."""
+    run, begin, refusals = make(), Children.start, [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
+
+    def start(self, name, *args):
+        if name == "trainer" and refusals:
+            raise refusals.pop()
+        return begin(self, name, *args)
+
+    monkeypatch.setattr(Children, "start", start)
+    run.begin()
+    run.ready("trainer")
+    assert [event["reason"] for event in run.events("death")] == ["could not be started: Resource temporarily unavailable"] * 2
+    delays = [text for text in run.said if "tried again" in text]
+    assert delays == [
+        f"warning: trainer could not be started: Resource temporarily unavailable; it is tried again in {s} s" for s in (0.05, 0.1)
+    ]
+
+
+def test_a_start_that_the_system_always_refuses_ends_the_run_with_a_sentence(make, monkeypatch):
+    run = make(max_restarts=2, backoff_s=0.01)
+
+    def start(self, *args):
+        raise OSError(errno.ENOSPC, "No space left on device", "/full")
+
+    monkeypatch.setattr(Children, "start", start)
+    with pytest.raises(RunError, match=r"could not be started: No space left on device \(/full\), 3 times; make room"):
+        run.begin()
+        run.until(lambda: False)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, from the lines of metrics.jsonl. W&B is in test_run.py: it wants a run."""
+"""TensorBoard event files from the lines of metrics.jsonl. W&B is tested in test_run.py, because it needs a run."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def run_dir(tmp_path) -> RunDir:
 
 
 def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard reads out of an event file: records of a length, a checksum, an event, a checksum."""
+    """Reads an event file as TensorBoard does: records of length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     data, at, found = file.read_bytes(), 0, {}

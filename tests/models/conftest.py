@@ -2,17 +2,14 @@
 
 import functools
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from rl.config.run import ModelConfig, RendererConfig
-from rl.models import renderer
 from rl.models.folder import resolve_model, with_template
-from rl.models.template import Renderer
+from rl.models.renderer import load_renderer
 from rl.models.tiny import write_tokenizer
-from rl.models.tokenizer_files import write
 from rl.system.errors import RunError
 
 DROPS_THINKING = (
@@ -34,13 +31,6 @@ DROPS_THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-
-
-def load_renderer(path: str, config: RendererConfig) -> Renderer:
-    """A model's renderer as workers load it: without transformers."""
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(path), Path(folder))
-        return renderer.load_renderer(path, config, slim=folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import pytest
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.models import folder as model_folder
-from rl.models.folder import cache_root, resolve_model, sound_model
+from rl.models.folder import cache_root, longest_sequence, resolve_model, sound_model
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.digests import NEWEST
+from rl.run_dir.digests import HASH
 from rl.run_dir.safetensors import tensor_digests, weights_file
 from rl.system.errors import RunError
 
@@ -42,8 +42,8 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
 
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder, tmp_path):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
-    digests = {"hash": NEWEST, "tensors": tensor_digests(weights_file(folder))}
-    config = RLConfig(name="r", model={"name": str(folder)}, orchestrator={"environment": [{"id": "e"}]})
+    digests = {"hash": HASH, "tensors": tensor_digests(weights_file(folder))}
+    config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1024}, orchestrator={"environment": [{"id": "e"}]})
     assert sound_model(config) == str(folder)
     (folder / "digests.json").write_text(json.dumps(digests))
     assert sound_model(config) == str(folder)
@@ -51,6 +51,31 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder, tmp_path):
     (folder / "digests.json").write_text(json.dumps(digests | {"tensors": digests["tensors"] | {first: "00"}}))
     with pytest.raises(RunError, match=rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another model\.name"):
         sound_model(config)
+
+
+def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monkeypatch):
+    """vLLM would refuse it minutes later, and name a variable that allows it."""
+    config = RLConfig(name="r", model={"name": str(folder), "max_model_len": 1025}, orchestrator={"environment": [{"id": "e"}]})
+    with pytest.raises(
+        RunError, match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set model\.max_model_len to at most"
+    ):
+        sound_model(config)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert sound_model(config) == str(folder)
+
+
+@pytest.mark.parametrize(
+    "config, longest",
+    [
+        ({"max_position_embeddings": 8}, 8),
+        ({"text_config": {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}, 8),
+        ({"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+        ({"max_position_embeddings": 8, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, None),
+        ({}, None),
+    ],
+)
+def test_only_plain_positions_have_a_longest_sequence(config, longest):
+    assert longest_sequence(config) == longest
 
 
 @pytest.mark.parametrize(
@@ -82,7 +107,7 @@ def test_chat_template(folder, cache, tmp_path):
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(RunError, match=r"no chat template; name one: --model\.chat_template chatml"):
+    with pytest.raises(RunError, match=r"no chat template; set --model\.chat_template to chatml"):
         resolve_model(ModelConfig(name=str(folder)))
     template = tmp_path / "chatml.jinja"
     with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):

@@ -74,10 +74,10 @@ def test_a_model_that_is_there_is_replaced_whole_where_that_is_wanted(stub, tmp_
 def test_what_may_not_be_pushed(stub, tmp_path, monkeypatch):
     stub.files["me/open"], stub.private["me/open"] = {}, False
     for repo, said in (
-        ("me/open", "everybody sees this repository; give --public"),
+        ("me/open", "this repository is public; give --public"),
         ("alone", "give owner/name"),
-        ("a b/c", "no name of a repository"),
-        ("a/b/c", "no name of a repository"),
+        ("a b/c", "not a valid repository name"),
+        ("a/b/c", "not a valid repository name"),
     ):
         with pytest.raises(RunError, match=said):
             hub.check_push(repo, public=False, overwrite=False)

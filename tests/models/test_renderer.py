@@ -1,6 +1,5 @@
 """Rendering and parsing on SmolLM2's own tokenizer, and on a small trained one with a template in the manner of Qwen3."""
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from rl.envs.policy import Policy
 from rl.models.chat import RendererError, assistant_message
 from rl.models.renderer import published_names
 from rl.models.tiny import CHAT_TEMPLATE
-from rl.orchestrator.setups import policy_spec
+from rl.orchestrator.workers.setups import policy_spec
 from tests.models.conftest import load_renderer
 from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
 
@@ -57,7 +56,7 @@ def test_errors_name_the_remedy(tmp_path, plain_path, templated):
     tokenizer = AutoTokenizer.from_pretrained(plain_path)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
-    with pytest.raises(RendererError, match=r"model\.chat_template: chatml, or a file"):
+    with pytest.raises(RendererError, match=r"model\.chat_template to chatml or a file"):
         load_renderer(str(tmp_path / "bare"), RendererConfig())
     assert templated(tmp_path / "bare", CHAT_TEMPLATE).supports_tools
     for name in ("nonsense", "qwen3"):  # no such renderer; one whose tokens this model lacks
@@ -213,5 +212,5 @@ def test_a_tokenizer_that_brings_its_own_code_is_loaded_where_that_is_trusted(pl
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | own))
     settings = RLConfig.model_validate({"model": {"name": str(folder), "trust_remote_code": True}})
-    policy = Policy(asyncio.run(policy_spec(settings, str(folder))), 60.0)
+    policy = Policy(policy_spec(settings, str(folder)), 60.0)
     assert type(policy.renderer.tokenizer).__name__ == "Own"

@@ -1,4 +1,4 @@
-"""A worker process without an environment, up in a fraction of a second: what its orders say is how long they take and what they do."""
+"""A worker process without an environment that starts in a fraction of a second: orders say how long they take and what they do."""
 
 import asyncio
 import os
@@ -7,37 +7,36 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from rl.orchestrator.pool import WorkerPool
+from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Rollout, Turn
-from rl.wire.worker_messages import Close, EnvSpec, Heartbeat, Played, PlayGroup, PolicySpec, Ready, ToWorker, WorkerSetup
+from rl.wire.streams import MessageStream
+from rl.wire.worker_messages import Close, Describe, EnvSpec, Heartbeat, Played, PlayGroup, PolicySpec, Ready, ToWorker, WorkerSetup
 
 ROOT = Path(__file__).parents[2]
 BOOTSTRAP = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.orchestrator.light_worker import main; main(sys.argv[2])"
 
 
 def start(pool: WorkerPool, monkeypatch, name: str = "light", most: int = 0, **args) -> None:
-    """Starts one in `pool`, as a worker with an interpreter of its own. `args`: see `work`."""
-    monkeypatch.setattr("rl.orchestrator.nursery.BOOTSTRAP", BOOTSTRAP)
+    """Starts a light worker in `pool`, as a worker with its own interpreter. `args`: see `work`."""
+    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", BOOTSTRAP)
     spec, place = EnvSpec(name=name, args=args), {"orchestrator": pool.address, "worker_id": f"{name}-0", "python": sys.executable}
     pool.start(WorkerSetup(env=spec, policy=PolicySpec(), max_tokens=1, retries=0, most=most, **place))
 
 
 async def work(setup: WorkerSetup) -> None:
-    """Plays each episode in as many seconds as the order's sampling says, or `args.seconds` for each of a group, and sends it at once; with
-    `args.lies` it says that -1 are left.
+    """Plays each episode for the seconds given by the order's sampling, or by `args.seconds` for each of a group, and sends it at once;
+    with `args.lies` it reports -1 unfinished episodes.
 
-    `args.log` gets a line `task episode` for each that is finished; the file `args.busy` says how busy it is. With `args.address` the
-    reward is what that answers, 0 for nothing, and the message which variables there are.
+    It dies when asked for a description, or with `args.deaf` never answers. `args.log` gets a line `task episode` for each finished
+    episode; the file `args.busy` has its busy share. With `args.address` the reward is the answer of that address, 0 for none, and the
+    message lists the environment variables.
     """
     encode, args = msgspec.msgpack.Encoder().encode, setup.env.args
-    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
-    socket.connect(setup.orchestrator)
-    await socket.send(encode(Ready(100, len(repr(args)))))
+    pool = await MessageStream.connect(setup.orchestrator)
+    await pool.send(setup.worker_id.encode())
+    await pool.send(encode(Ready(100, len(repr(args)))))
     plays: set[asyncio.Task[None]] = set()
 
     async def play(order: PlayGroup) -> None:
@@ -55,28 +54,30 @@ async def work(setup: WorkerSetup) -> None:
             rollout = Rollout(turns=[turn], episode=i, reward=float(order.task + i))
             if "address" in args:
                 rollout.reward, rollout.messages = answer_of(args["address"]), [{"role": "user", "content": " ".join(sorted(os.environ))}]
-            await socket.send(encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left))))
+            await pool.send(encode(Played(order.play_id, [rollout], -1 if args.get("lies") else len(left))))
 
         await asyncio.gather(*map(episode, list(left)))
 
     async def say_how_busy() -> None:
         while True:
-            await socket.send(encode(Heartbeat(float(Path(args["busy"]).read_text() or 0.5))))
+            await pool.send(encode(Heartbeat(float(Path(args["busy"]).read_text() or 0.5))))
             await asyncio.sleep(0.05)
 
     if "busy" in args:
         plays.add(asyncio.create_task(say_how_busy()))
     while True:
-        await socket.send(encode(Heartbeat(0.5)))
-        match msgspec.msgpack.decode(await socket.recv(), type=ToWorker):
+        await pool.send(encode(Heartbeat(0.5)))
+        match msgspec.msgpack.decode(await pool.receive() or encode(Close()), type=ToWorker):
             case PlayGroup() as order:
                 plays.add(asyncio.create_task(play(order)))
+            case Describe() if "deaf" not in args:
+                os._exit(3)
             case Close():
                 os._exit(0)
 
 
 def answer_of(address: str) -> float:
-    """The number that an HTTP server answers; 0 where it cannot be reached."""
+    """Returns the number that an HTTP server answers; 0 if it cannot be reached."""
     try:
         with urllib.request.urlopen(address, timeout=5) as answer:
             return float(answer.read())

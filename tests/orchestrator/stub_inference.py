@@ -1,4 +1,4 @@
-"""An inference server for tests: our HTTP protocol, no model. It samples digits, the right one more often the newer the version."""
+"""An inference server for tests: our HTTP protocol, no model. It samples digits, and newer versions sample the right one more often."""
 
 import random
 import time
@@ -30,12 +30,12 @@ class StubInference(WebServer):
         self.log: list[tuple[str, dict]] = []
         self.fail_next = 0
         self.deaths: dict[tuple[str, int], int] = {}
-        """(route, how many-th request): dies of it, and comes back with this version."""
+        """(route, index of the request): the server dies at this request, and comes back with this version."""
         self.counts: Counter[str] = Counter()
         self.down_until = 0.0
 
     def dies(self, request: web.Request) -> bool:
-        """Whether it is down. Then the client sees a connection that breaks."""
+        """Whether the server is down. The client then sees broken connections."""
         self.counts[request.path] += 1
         if (version := self.deaths.get((request.path, self.counts[request.path]))) is not None:
             self.policy_version, self.down_until = version, time.monotonic() + 0.3

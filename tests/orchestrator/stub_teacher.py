@@ -1,4 +1,4 @@
-"""A teacher for tests: vLLM's OpenAI routes as far as they are asked, with a log-probability for a token that is easily foretold."""
+"""A teacher for tests: the used subset of vLLM's OpenAI routes, with log-probabilities that are easy to predict."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from tests.web import WebServer
 
 
 def logprob(ids: list[int], t: int) -> float:
-    """Depends on the place, the token and the one before it."""
+    """Returns a value that depends on the position, the token and the preceding token."""
     return -(t + 1) / 64 - ids[t] / 65536 - ids[t - 1] / 2**26
 
 
@@ -23,7 +23,7 @@ class StubTeacher(WebServer):
         self.key = key
         self.requests: list[list[int]] = []
         self.answers: list[web.Response | None] = []
-        """What the next scoring requests get instead of an answer; None: nothing for a long time."""
+        """What the next scoring requests get instead of an answer; None: no answer for a long time."""
 
     async def models(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":

@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -7,13 +8,14 @@ import pytest
 
 from rl.orchestrator import main
 from rl.orchestrator.main import exit_code
-from rl.orchestrator.pool import EnvLostError
+from rl.orchestrator.workers.pool import EnvLostError
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RESTART, RunError
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_the_exit_code_says_what_to_do_about_an_error(error, code):
 
 @pytest.mark.parametrize("role", ["orchestrator.main", "trainer.main", "inference.main", "envs.worker"])
 def test_a_role_is_imported_without_a_thread(role):
-    """One with a thread leaves no copy of itself behind, and starts from nothing when it has died. numpy starts one."""
+    """A worker with a thread leaves no copy of itself behind, and is restarted cold when it dies. numpy starts a thread."""
     code = f"import os, rl.{role}; print(len(os.listdir('/proc/self/task')))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"
 
@@ -55,3 +57,20 @@ def test_a_second_orchestrator_on_one_directory_ends_and_touches_nothing(tmp_pat
     assert f"orchestrator of this run is already running (pid {os.getpid()} on " in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in run_dir.root.rglob("*") if path.is_file()}
     lease.close()
+
+
+def test_sigterm_ends_an_orchestrator_that_makes_a_home(tmp_path):
+    """uv may take half an hour, but `rl` waits for at most 20 s."""
+    (tmp_path / "uv").write_text("#!/bin/sh\ntouch $HOME/asked\nexec sleep 60\n")
+    (tmp_path / "uv").chmod(0o755)
+    variables = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    program = "import sys; sys.modules['uv'] = None; from rl.orchestrator import main; main.resolve_model = str; main.main()"
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "pyproject.toml").write_text('[project]\nname = "pack"\nversion = "1"\ndependencies = ["verifiers"]\n')
+    (tmp_path / "pack" / "pack.py").write_text("import verifiers as vf\n\n\ndef load_environment():\n    return None\n")
+    flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", str(tmp_path / "pack")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", program, *flags], env=os.environ | variables, stdout=log, stderr=log)
+    until(lambda: (tmp_path / "asked").exists(), 60)
+    process.terminate()
+    assert process.wait(5) == -signal.SIGTERM, (tmp_path / "log").read_text()

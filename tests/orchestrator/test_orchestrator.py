@@ -1,4 +1,4 @@
-"""The orchestrator's loops with real workers, real environments and the real wire; only model and trainer are stubs."""
+"""The orchestrator's loops with real workers, real environments and the real transport; only model and trainer are stubs."""
 
 import asyncio
 import json
@@ -12,10 +12,12 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator import batches
-from rl.orchestrator.batch_builder import BatchBuilder
-from rl.orchestrator.evaluator import Evaluator
+from rl.homes.resolve import homes_of
+from rl.orchestrator.batches import batch_selection as batches
+from rl.orchestrator.batches.batch_builder import BatchBuilder
+from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.main import run
+from rl.orchestrator.tasks.task_source import UNPLAYED, unpacked
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
@@ -31,7 +33,7 @@ from tests.orchestrator.stub_teacher import StubTeacher, logprob
 @pytest.fixture(autouse=True)
 def environments(monkeypatch, tmp_path):
     tests = Path(__file__).parent.parent
-    monkeypatch.setenv("PYTHONPATH", f"{tests / 'environments'}:{tests / 'without_torch'}")
+    monkeypatch.setenv("PYTHONPATH", str(tests / "environments"))
     monkeypatch.setenv("EXIT_ONCE_MARK", str(tmp_path / "exited"))
 
 
@@ -43,7 +45,7 @@ def make_config(tmp_path, *flags):
 
 
 def train(config, steps, step_s=0.0):
-    """A trainer without a model: asks for batches, publishes empty versions. Returns what it was given."""
+    """A trainer without a model: asks for batches and publishes empty versions. Returns the batches it got."""
     client, wait = OrchestratorClient(config.run_dir), Wait(150.0, lambda *_: None)
     given = []
     for step in steps:
@@ -60,7 +62,7 @@ def train(config, steps, step_s=0.0):
 
 
 def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.0):
-    """Runs the orchestrator to its end beside the stubs. Returns (why it ended, batches, stub)."""
+    """Runs the orchestrator with the stubs to its end. Returns (why it ended, batches, stub)."""
 
     async def main():
         status = Status(config.run_dir.status("orchestrator"), "orchestrator")
@@ -70,7 +72,7 @@ def play(config, model, *, steps=None, stub_options=None, during=None, step_s=0.
         async with stub:
             steps_wanted = range(1, config.max_steps + 1) if steps is None else steps
             trainer = asyncio.create_task(asyncio.to_thread(train, config, steps_wanted, step_s))
-            runner = asyncio.create_task(run(config, status, str(model)))
+            runner = asyncio.create_task(run(config, status, str(model), homes_of(config, print, recorded=True)))
             if during:
                 await during(stub, runner)
             try:
@@ -96,22 +98,22 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
         return batch_head(path)
 
     def write_after_batch(builder, step, metrics):
-        """What follows from a batch is written behind: the trainer has it already."""
+        """Files derived from a batch are written later, when the trainer already has the batch."""
         had_it.append(answered.wait(2))
         answered.clear()
         write(builder, step, metrics)
 
-    async def evaluate(evaluator, entry, version, settle):
+    async def evaluate(evaluator, entry, version, resolve_interpreter):
         evaluated_after.append((version, config.run_dir.newest_batch()))
-        await play_eval(evaluator, entry, version, settle)
+        await play_eval(evaluator, entry, version, resolve_interpreter)
 
     write, play_eval, evaluated_after = BatchBuilder._write_after_batch, Evaluator.evaluate, []
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
-    monkeypatch.setattr("rl.orchestrator.trainer_requests.batch_head", answer)
+    monkeypatch.setattr("rl.orchestrator.policy.trainer_requests.batch_head", answer)
     monkeypatch.setattr(BatchBuilder, "_write_after_batch", write_after_batch)
     ended, given, stub = play(config, model)
     assert ended == "3 steps done" and had_it == [True] * 3
-    assert evaluated_after == [(0, 1), (2, 3), (3, 3)]  # beside the training of the version's batch, not in front of its sampling
+    assert evaluated_after == [(0, 1), (2, 3), (3, 3)]  # during the training of the version's batch, not before its sampling
     assert [batch.step for batch in given] == [1, 2, 3]
     for batch in given:
         assert {span.policy_version for sample in batch.samples for span in sample.policy_versions} == {batch.step - 1}
@@ -140,11 +142,11 @@ def test_lag_is_bounded(tmp_path, model):
     _, given, _ = play(config, model)
     lags = [batch.step - 1 - span.policy_version for batch in given for sample in batch.samples for span in sample.policy_versions]
     assert 0 < sum(lags) / len(lags) <= 2 and min(lags) >= 0
-    assert max(lags) <= 4  # a group that newer ones overtake lags more than max_lag
+    assert max(lags) <= 4  # a group overtaken by newer ones lags more than max_lag
 
 
 def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path, model):
-    """A slow rollout takes three steps. Batches do not wait for it, and its share comes nevertheless, only later."""
+    """A slow rollout takes three steps. Batches do not wait for it, and its environment still gets its share, only later."""
     envs = '[{id = "say-digit", name = "fast"}, {id = "say-digit", name = "slow", group_size = 2, args = {delay = 1.5}}]'
     config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1")
     _, given, _ = play(config, model, step_s=0.5)
@@ -162,7 +164,7 @@ def test_resume_plays_no_finished_group_again(tmp_path, model):
     config = make_config(tmp_path, "--max_lag", "1")
 
     async def stop_after_two(stub, runner):
-        while config.run_dir.newest_batch() < 2 or stub.policy_version < 1:  # else the trainer would wait for its acknowledgement
+        while config.run_dir.newest_batch() < 2 or stub.policy_version < 1:  # otherwise the trainer would wait for its acknowledgement
             await asyncio.sleep(0.02)
         runner.cancel()
 
@@ -206,7 +208,7 @@ def test_inference_dies_in_every_phase_and_comes_back_with_any_version(tmp_path,
     config = make_config(tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4")
 
     async def kill(stub, runner):
-        """In the eval of version 0, while groups play, before and after a load is done, and in the look at what is held."""
+        """During the eval of version 0, while groups are played, before and after a load, and while the versions are polled."""
         stub.deaths = {("/generate", 3): 7, ("/generate", 25): 0, ("/generate", 60): 1, ("/status", 9): 0}
         stub.deaths |= {("/load_weights", 1): 0, ("/load_weights", 3): 2, ("/load_weights", 5): 0}
 
@@ -232,7 +234,7 @@ def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
     assert len(given[0].samples) == 8
     assert not any("error" in line for line in lines(config.run_dir.rollouts(1)))
     assert fail != "exit_once" or os.path.exists(tmp_path / "exited")
-    assert [one.split(": ")[:2] for one in stub.warnings] == [["worker say-digit-0 is started anew", DEATH]] * (fail == "exit_once")
+    assert [one.split(": ")[:2] for one in stub.warnings] == [["worker say-digit-0 is restarted", DEATH]] * (fail == "exit_once")
 
 
 def test_a_group_stays_on_one_of_several_servers(tmp_path, model):
@@ -244,7 +246,7 @@ def test_a_group_stays_on_one_of_several_servers(tmp_path, model):
             status = Status(config.run_dir.status("orchestrator"), "orchestrator")
             trainer = asyncio.create_task(asyncio.to_thread(train, config, [1]))
             async with asyncio.timeout(120):
-                await run(config, status, str(model))
+                await run(config, status, str(model), homes_of(config, print, recorded=True))
             await trainer
             status.close()
             return [[body["token_ids"] for route, body in stub.log if route == "generate"] for stub in (first, second)]
@@ -281,10 +283,22 @@ def beside_teacher(teacher, tmp_path, model, *flags, steps=None):
             runner.run(teacher.__aexit__())
 
 
+NO_CREDIT = """
+def none(group, config):
+    with open(config.args["log"], "a") as file:
+        file.write(f"{group.group_id} ")
+    return [0.0] * len(group.rollouts)
+"""
+
+
 def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_too(tmp_path, model):
     flags = ["--orchestrator.environment.args.constant", "1.0", "--orchestrator.environment.args.turns", "2", "--max_steps", "2"]
     teacher = StubTeacher(tokenizer=Tokenizer.from_file(str(model / "tokenizer.json")))
-    config, (_, given, _) = beside_teacher(teacher, tmp_path, model, *flags, "--orchestrator.credit.type", "none")
+    (tmp_path / "own.py").write_text(NO_CREDIT)
+    credit = ["--orchestrator.credit.function", f"{tmp_path}/own.py:none", "--orchestrator.credit.args.log", f"{tmp_path}/log"]
+    config, (_, given, _) = beside_teacher(teacher, tmp_path, model, *flags, *credit)
+    judged = (tmp_path / "log").read_text().split()
+    assert len(judged) == len({*judged}) >= 4  # each group once, not before and after its teacher
     for batch in given:
         assert len(batch.samples) == 8
         for sample in batch.samples:
@@ -325,11 +339,11 @@ def test_difficulty_pools_live_in_the_batches_and_survive_a_kill(tmp_path, model
         groups: dict[int, list] = {}
         for line in lines(config.run_dir.rollouts(step)):
             groups.setdefault(line["group_id"], []).append(line)
-        for group in sorted(groups):  # on-policy and one after the other: two groups of a batch are never of one task
+        for group in sorted(groups):  # on-policy and sequential: no two groups of a batch have the same task
             task, rewards = groups[group][0]["task"], [line["reward"] for line in groups[group]]
             assert step == 1 or rates.get(task, 0.0) <= 0.75 or states[step - 1].skipped["say-digit"] > 0
             rates[task] = 0.5 * rates.get(task, sum(rewards) / 4) + 0.5 * sum(rewards) / 4
-        assert states[step - 1].rates["say-digit"] == rates
+        assert list(unpacked(states[step - 1].rates["say-digit"], 6)) == [rates.get(task, UNPLAYED) for task in range(6)]
     metrics = read_metrics(config.run_dir.metrics)
     known = [sum(metrics[step, "orchestrator"][f"tasks/say-digit/{name}"] for name in ("easy", "normal", "hard")) for step in range(1, 13)]
     assert known[0] == 2 and known[-1] == 6

@@ -1,7 +1,7 @@
-"""Two hosts over one run directory: one orchestrator is stopped, taken for dead by the other, and goes on.
+"""Two hosts share a run directory: one orchestrator is stopped, taken for dead by the other, and then continues.
 
-Whatever it was doing: every batch is of one of them, it learns what has happened and ends, no temporary file of a live process is deleted,
-and no line of numbers is torn, lost or doubled.
+Whatever it was doing, every batch is by exactly one of them, the stopped one learns what has happened and ends, no temporary file of a live
+process is deleted, and no line of numbers is torn, lost or duplicated.
 """
 
 import errno
@@ -15,8 +15,8 @@ from functools import partial
 import msgspec
 import pytest
 
-from rl.orchestrator import batches
-from rl.orchestrator.batch_metrics import SampleCounts
+from rl.orchestrator.batches import batch_selection as batches
+from rl.orchestrator.batches.batch_metrics import SampleCounts
 from rl.run_dir import lease, metrics
 from rl.run_dir.files import clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role
@@ -35,19 +35,19 @@ pytestmark = pytest.mark.skipif(not permitted(), reason="may not make pid namesp
 STEPS, STOPPED_AT = 6, 3
 ENVIRONMENT = {"no locks": 0.0, "late listings": 0.3}
 POINTS = ("rollouts.write", "rollouts.rename", "batch.torn", "batch.rename", "batch.linked", "batch.fsync_dir", "metrics.write")
-"""Not in the middle of a line of numbers: that is one system call, in which no process is stopped. And not between a merge's look at the
-lease and its append, which would leave lines twice in metrics.jsonl (the last one counts)."""
+"""Not in the middle of a line of numbers: that is one system call, in which no process is stopped. And not between a merge's check of the
+lease and its append, which would duplicate lines in metrics.jsonl (the last one counts)."""
 
 
 class Stops(faults.Plan):
-    """Stops the process, all its threads, where it would be killed."""
+    """Stops the process with all its threads instead of killing it."""
 
     def strike(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def set_up(root, environment: str) -> None:
-    """The file system that this process sees, and short times."""
+    """Sets up the file system that this process sees, and short timeouts."""
 
     def flock(_fd, _how):
         if environment == "no locks":
@@ -61,7 +61,7 @@ def set_up(root, environment: str) -> None:
 
 
 def orchestrate(root, environment: str, host: str, point: str = "") -> None:
-    """Commits batches, as the orchestrator does; at `point` it stops."""
+    """Commits batches as the orchestrator does; stops at `point`."""
     set_up(root, environment)
     run_dir = RunDir(root, root / "weights")
     hold_role(run_dir.lock("orchestrator"), 20)
@@ -110,7 +110,7 @@ def train(root, environment: str) -> None:
 
 
 def a_takeover(root, environment: str, point: str) -> list[str]:
-    """What is promised, with the first host's orchestrator stopped at `point` for the third time. Returns whose the batches are."""
+    """Checks the guarantees with the first host stopped when it reaches `point` for the third time. Returns whose the batches are."""
     run_dir = RunDir(root, root / "weights")
     for folder in run_dir.folders:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def test_wherever_it_was_stopped(tmp_path, environment):
 
 
 def commit_all(root, host: str) -> None:
-    """Commits batches without any role, at the same time as another host; tells which were its own."""
+    """Commits batches without a role, at the same time as another host; reports which were its own."""
     until(lambda: len([*root.glob("*.ready")]) == 2)
     os.fsync = lambda fd: None
     mine = []

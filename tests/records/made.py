@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
-from rl.orchestrator.batches import rollout_lines
-from rl.orchestrator.eval_metrics import write_eval
-from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.batches.batch_selection import rollout_lines
+from rl.orchestrator.evals.eval_metrics import write_eval
+from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch, write_rollouts
@@ -37,7 +37,7 @@ def rollout(reward: float, version: int = 0, text: str = "four", **more) -> Roll
 def group(group_id: int, rewards: list[float], env: str = "sums", task: int = 0, version: int = 0, **more) -> Group:
     """A judged group."""
     rollouts = [rollout(reward, version, episode=i, **more) for i, reward in enumerate(rewards)]
-    return judge(Group(group_id=group_id, env=env, task=task, rollouts=rollouts), RULES[env])
+    return credit_group(Group(group_id=group_id, env=env, task=task, rollouts=rollouts), RULES[env])
 
 
 def write_step(run_dir: RunDir, step: int, groups: list[Group]) -> None:

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from rl.orchestrator.judge import judge
-from rl.orchestrator.pending import PendingRollouts
+from rl.orchestrator.groups.group_credit import credit_group
+from rl.orchestrator.groups.pending import PendingRollouts
 from rl.records import cache, index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
@@ -37,7 +37,7 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     assert ids(found) == [(group, i) for group in range(4) for i in range(2)] and len(found) == 8
     assert ids(run.rollouts(why="trained")) == [(0, 0), (0, 1), (2, 0), (2, 1)]
     assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)]
-    with pytest.raises(RunError, match="env = nobody: no rollout is of it; there are: sums, words"):
+    with pytest.raises(RunError, match="env = nobody: has no rollouts; there are: sums, words"):
         run.rollouts(env=["sums", "nobody"])
     assert ids(run.rollouts(step=2, task={3})) == ids(run.rollouts(version=1, task=3)) == [(2, 0), (2, 1)]
     assert ids(run.rollouts(step=range(1, 2), reward=(0.5, None))) == [(0, 1), (1, 0), (1, 1)]
@@ -59,23 +59,23 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
         run.rollouts(length_mean=1)
     with pytest.raises(RunError, match="give several words as a list"):
         run.rollouts(why=("trained", "error"))
-    with pytest.raises(RunError, match="why = no-signal: no rollout of the run has that; there are: trained, no_signal"):
+    with pytest.raises(RunError, match="why = no-signal: no rollout of the run has it; there are: trained, no_signal"):
         run.rollouts(why="no-signal")
     assert len(run.rollouts(why="error")) == 0  # which is a word of the reader's own
     with pytest.raises(RunError, match="step = '1': give a number"):
         run.rollouts(step="1")
     for wanted, words in (
-        ({"step": slice(1, 2)}, "step = slice\\(1, 2, None\\): give a number, several as a list or a range, or a pair"),
+        ({"step": slice(1, 2)}, "step = slice\\(1, 2, None\\): give a number, several in a list or a range, or a pair"),
         ({"reward": float("nan")}, "reward = nan: give a number"),
-        ({"reward": (1, 0)}, "reward = \\(1, 0\\): give the least and the greatest number, in this order"),
-        ({"reward": ("a", None)}, "give the least and the greatest number"),
-        ({"env": 3}, "env = 3: no rollout is of it"),
+        ({"reward": (1, 0)}, "reward = \\(1, 0\\): give the minimum and the maximum, in this order"),
+        ({"reward": ("a", None)}, "give the minimum and the maximum"),
+        ({"env": 3}, "env = 3: has no rollouts"),
     ):
         with pytest.raises(RunError, match=words):
             run.rollouts(**wanted)
     for ask, words in (
-        (lambda: run.group(9), "group 9: no rollout of it"),
-        (lambda: run.task("sums", 99), "task 99 of sums: no rollout of it is there"),
+        (lambda: run.group(9), "group 9: has no rollouts"),
+        (lambda: run.task("sums", 99), "task 99 of sums: has no rollouts"),
         (lambda: run.tokens(step="10"), "step = '10': give a whole number from 1"),
         (lambda: run.timeline(begin="x"), "begin = 'x', end = None: give two numbers"),
         (lambda: run.timeline(begin=5, end=1), "begin = 5, end = 1: give two numbers in this order"),
@@ -93,7 +93,7 @@ def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
 
 def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):
     rollouts = [rollout(0.0), rollout(1.0, metrics={"num_turns": 7.0})]
-    write_step(run_dir, 3, [judge(Group(group_id=4, env="sums", task=1, rollouts=rollouts), RULES["sums"])])
+    write_step(run_dir, 3, [credit_group(Group(group_id=4, env="sums", task=1, rollouts=rollouts), RULES["sums"])])
     found = Run(run_dir.root).rollouts(step=3).sorted("metrics/num_turns")
     assert [one["num_turns"] for one in found] == [1, 1] and found[0].metrics == {"num_turns": 7.0}
     assert len(set(found.fields)) == len(found.fields)
@@ -117,7 +117,7 @@ def test_a_table_has_all_fields(run_dir):
     assert len(frame[~frame.failed]) == 4 and len(frame[frame.truncated]) == 0
     columns = Run(run_dir.root).rollouts().frame("columns")
     assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
-    with pytest.raises(RunError, match=r"arrow: is not installed; there are: pandas.*columns"):
+    with pytest.raises(RunError, match=r"arrow: is not installed; available: pandas.*columns"):
         Run(run_dir.root).rollouts().frame("arrow")
 
 
@@ -136,7 +136,7 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
     assert len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10 and read == ["000003.jsonl"]  # before it is made anew
     pending.rewrite([group(5, [1.0])])
     assert ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)] and len(run.rollouts("train")) == 10 and read == ["000003.jsonl"]
-    with pytest.raises(RunError, match="no longer where it stood"):
+    with pytest.raises(RunError, match="has moved: its file was rewritten"):
         _ = waiting[1].row
     write_step(run_dir, 3, [group(6, [0.0, 1.0, 0.0])])  # the orchestrator was killed before its commit
     assert ids(run.rollouts(step=3)) == [(6, 0), (6, 1), (6, 2)] and run.rollouts(step=3)[2].row["group_id"] == 6
@@ -153,7 +153,7 @@ def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
     assert first.messages and run.rollouts(step=2)[3].row["env"] == "words" and len(run.rollouts()) == 18
     run_dir.rollouts_dir.joinpath("000001.jsonl.gz").unlink()
     sum_path(run_dir.rollouts(1)).unlink()
-    with pytest.raises(RunError, match=r"000001.jsonl: is not there any more"):
+    with pytest.raises(RunError, match=r"000001.jsonl: no longer exists"):
         _ = first.messages
     assert len(run.rollouts()) == 14 and not run.damaged
     run_dir.discard_after(4)
@@ -161,9 +161,9 @@ def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
     write_step(run_dir, 5, [group(40, [0.0, 1.0])])
     assert ids(run.rollouts(step=5)) == [(40, 0), (40, 1)] and ids(run.rollouts())[-3:] == [(5, 1), (40, 0), (40, 1)]
     write_file(run_dir.rollouts(5), b"x")
-    assert not run.rollouts(step=5) and "its checksum does not fit" in run.damaged[run_dir.rollouts(5)]
+    assert not run.rollouts(step=5) and "its checksum does not match" in run.damaged[run_dir.rollouts(5)]
     write_file(run_dir.rollouts(6), b'{"reward": "high"}\n')
-    assert "000006.jsonl:1: no rollout of this version of rl" in run.damaged[run_dir.rollouts(6)] and len(run.rollouts()) == 8
+    assert "000006.jsonl:1: not a rollout of this version of rl" in run.damaged[run_dir.rollouts(6)] and len(run.rollouts()) == 8
 
 
 def test_evaluations_by_version_and_example(run_dir):

@@ -1,5 +1,6 @@
 """A run directory as an object: numbers, versions, events, logs, problems, and what `import rl` costs."""
 
+import json
 import subprocess
 import sys
 
@@ -7,10 +8,10 @@ import numpy as np
 import pytest
 
 import rl
-from rl.records.metrics import Metrics
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics
+from rl.run_dir.numbers import Numbers
 from rl.system.errors import ConfigError, RunError
 from tests.records.made import group, make_run, write_step
 
@@ -39,7 +40,7 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
     with run_dir.metrics.open("ab") as file:
         file.write(b'{"step": 3, "time": 1, "source": "trainer", "loss/me')
     assert run.step == 2 and not len(run.curve("lag/mean")[0]) and not len(run.curve("eval/held-out/reward_mean")[0])
-    with pytest.raises(RunError, match="reward/meen: there is no such metric; like it: reward/mean"):
+    with pytest.raises(RunError, match="reward/meen: there is no such metric; similar: reward/mean"):
         run.curve("reward/meen")
     with pytest.raises(RunError, match="source = 'trianer': give trainer, orchestrator, eval, or None for all"):
         run.metrics("trianer")
@@ -48,7 +49,7 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
 
 
 def test_many_rows_grow(tmp_path):
-    metrics, log = Metrics(tmp_path / "metrics.jsonl"), MetricsLog(tmp_path / "metrics.jsonl", "trainer")
+    metrics, log = Numbers(tmp_path / "metrics.jsonl"), MetricsLog(tmp_path / "metrics.jsonl", "trainer")
     for step in range(1, 700):
         log.write(step, {"a": step / 2, **({"b": 1.0} if step > 600 else {})})
     metrics.refresh()
@@ -93,12 +94,12 @@ def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert rl.open("x").root == rl.open("outputs/x").root == rl.open(run_dir.root).root == run_dir.root
     assert rl.open("x").config.max_steps == 9 and rl.open("outputs/x/config.toml").root == run_dir.root
-    with pytest.raises(ConfigError, match=r"is no run of rl|there is no such run"):
+    with pytest.raises(ConfigError, match=r"not a run of rl|no such run"):
         rl.open("outputs/y")
-    for name, words in (("outputs", "outputs: is no run of rl; in it there are the runs x"), ("", "the name of the run is empty")):
+    for name, words in (("outputs", "outputs: not a run of rl; it contains the runs x"), ("", "the name of the run is empty")):
         with pytest.raises(ConfigError, match=words):
             rl.open(name)
-    with pytest.raises(RunError, match="there is no run"):
+    with pytest.raises(RunError, match="not a run directory"):
         Run(tmp_path)
     run_dir.config.write_text("nonsense = 1\n")
     with pytest.raises(RunError, match=r"was not written by this version of rl"):
@@ -115,3 +116,15 @@ def test_reading_a_run_loads_neither_torch_nor_tables(run_dir):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 user 3 1\n"
+
+
+def test_numbers_that_fit_nowhere_are_of_no_rollout(tmp_path):
+    run_dir = make_run(tmp_path)
+    run_dir.rollouts_dir.mkdir()
+    line = {"messages": [], "reward": 1.0, "env": "a", "task": 1, "group_id": 1}
+    for step, more in enumerate(({"step": 10**30}, {"num_tokens": 2**62}, {"group_id": 2**63}, {"versions": [2**40]}), start=901):
+        run_dir.rollouts(step).write_text(json.dumps(line | more) + "\n")
+    run_dir.rollouts(905).write_text(json.dumps(line | {"step": 905, "metrics": {"m": 10**400}}) + "\n")
+    run = Run(run_dir.root)
+    assert len(run.rollouts(step=905)) == 1
+    assert sorted(path.name for path in run.damaged) == [f"{step:06d}.jsonl" for step in range(901, 905)]

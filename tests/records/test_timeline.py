@@ -11,7 +11,7 @@ from rl.records.timeline import Timeline, spread
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.spans import DECODER, Gauges, Span, Start
-from rl.run_dir.status import Phase, RoleStatus, bury, write_status
+from rl.run_dir.status import Phase, RoleStatus, archive_status, write_status
 from tests.records.made import make_run
 
 
@@ -106,10 +106,10 @@ def test_what_a_process_is_in_is_an_open_span_until_the_newest_heartbeat_or_its_
     assert phases(run, "trainer") == [("waiting_for_batch", 1001.0, 1005.001), ("training", 1005.001, 1061.5)]  # one behind the other
     assert phases(run, "orchestrator") == [("filling_batch", 1004.0, 1061.5)]
     assert phases(run, "inference") == [("serving", 1003.0, 1020.0)]  # it is silent for long
-    bury(run_dir.status("trainer"), run_dir.spans)
+    archive_status(run_dir.status("trainer"), run_dir.spans)
     assert not run_dir.status("trainer").exists()
     assert phases(run, "trainer") == [("waiting_for_batch", 1001.0, 1005.001), ("training", 1005.001, 1060.0)]  # it stays so
-    bury(run_dir.status("trainer"), run_dir.spans)  # of one without a status there is nothing to say
+    archive_status(run_dir.status("trainer"), run_dir.spans)  # of one without a status there is nothing to say
 
 
 def test_until_its_first_span_a_process_starts(tmp_path):

@@ -30,7 +30,7 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
     one, two = str(run_dir.weights(1)), str(run_dir.weights(2))
     assert [run.load_model(which)[0] for which in (None, 0, 1, "best", "best:held-out")] == [two, "none", one, one, one]
     assert run.load_model(1, dtype="float32")[1] == {"dtype": "float32"}
-    with pytest.raises(RunError, match=r"the tokenizer of none is not on this machine, nor in .*weights: copy it there"):
+    with pytest.raises(RunError, match=r"the tokenizer of none is neither on this machine nor in .*weights: copy it there"):
         _ = run.tokenizer
     (run_dir.weights(1) / "tokenizer.json").touch()
     assert run.tokenizer == (one, {})
@@ -50,10 +50,10 @@ def test_tokens_of_a_batch_without_a_log(tmp_path):
     first, second = run.tokens(1)
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5] and first.versions.tolist() == [-1, -1, 0, 0, 0]
     assert np.isnan(first.columns()["ratio"]).all() and not first.clipped.any()
-    assert not first.has_log and "000001.safetensors: is not there" in run.batch(1).fault
+    assert not first.has_log and "000001.safetensors: does not exist" in run.batch(1).fault
     assert run.tokens(1, group=0, rollout=1)[0].place == second.place == 1
     assert repr(run.batch(1)) == "<BatchTokens: step 1, 2 samples>"
     with pytest.raises(RunError, match="batch 1 has no sample of group 0, rollout 9"):
         run.tokens(1, group=0, rollout=9)
-    with pytest.raises(RunError, match="there is no such batch"):
+    with pytest.raises(RunError, match="no such batch"):
         run.tokens(2)

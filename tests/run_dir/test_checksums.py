@@ -1,11 +1,11 @@
-"""Checksums by a hash that only a newer rl knows are told from damage, and damage from them."""
+"""Checksums by a hash that only a newer rl knows are distinguished from damage."""
 
 import json
 
 import pytest
 
 from rl.run_dir.checksums import DIGESTS, MANIFEST, check_version, checksum, read_digests, verify_checkpoint
-from rl.run_dir.digests import NEWEST
+from rl.run_dir.digests import HASH
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 
@@ -18,12 +18,12 @@ def checkpoint(tmp_path):
 
 
 def write_manifest(folder, **renamed):
-    """The manifest; `renamed`: what the hash is called, of all files or by the begin of a file's name."""
+    """Writes the manifest; `renamed`: the hash's name, for all files or by the prefix of a file name."""
     files = {name: checksum(folder / name) for name in (".metadata", "__0_0.distcp")}
     for begin, word in renamed.items():
         for name, entry in files.items():
             if begin == "all" or name.startswith(begin):
-                files[name] = {"size": entry["size"], word: entry[NEWEST]}
+                files[name] = {"size": entry["size"], word: entry[HASH]}
     (folder / MANIFEST).write_text(json.dumps({"step": 1, "world_size": 1, "model": "m", "files": files}))
 
 
@@ -58,19 +58,13 @@ FILES = (["a"], "config.json", {"a": 1}, {"..": "00"}, {"": "00"}, {"a/b": "00"}
 @pytest.mark.parametrize(
     "content",
     [
-        *({"iash": NEWEST, "tensors": {}}, {"hash": 9, "tensors": {}}, {"hash": NEWEST}, [1], 1),
-        *({"hash": NEWEST, "tensors": {}, "files": files} for files in FILES),
-        *({"hash": NEWEST, "tensors": tensors} for tensors in (["a"], {"a": 1})),
+        *({"iash": HASH, "tensors": {}}, {"hash": 9, "tensors": {}}, {"hash": HASH}, [1], 1),
+        *({"hash": HASH, "tensors": {}, "files": files} for files in FILES),
+        *({"hash": HASH, "tensors": tensors} for tensors in (["a"], {"a": 1})),
     ],
 )
 def test_what_no_rl_writes_is_damage(tmp_path, content):
-    """As a flipped bit in the word `hash`: without that word it is of an older rl, whose words are known."""
+    """For example, a flipped bit in the word `hash`."""
     (tmp_path / DIGESTS).write_text(json.dumps(content))
     with pytest.raises(CorruptFileError, match=r"digests\.json: missing or damaged"):
         read_digests(tmp_path / DIGESTS)
-
-
-def test_digests_of_an_older_rl(tmp_path):
-    old = {"tensors": {"w": "00"}, "made_by": {}, "files": {}}
-    (tmp_path / DIGESTS).write_text(json.dumps(old))
-    assert read_digests(tmp_path / DIGESTS) == old | {"hash": "sha256"}

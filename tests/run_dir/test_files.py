@@ -1,10 +1,11 @@
-"""Records with checksums, and writes that happen whole or not at all."""
+"""Records with checksums, and writes that happen completely or not at all."""
 
 import errno
 import os
 
 import pytest
 
+from rl.run_dir import files
 from rl.run_dir.files import (
     CorruptFileError,
     decode_record,
@@ -52,7 +53,7 @@ def test_one_record_means_one():
 
 
 def test_files_of_a_directory_have_the_permissions_of_the_umask(tmp_path):
-    """safetensors makes its files for the owner alone; links to other files are left as they are."""
+    """safetensors makes its files for the owner alone; links to other files are not touched."""
     other = tmp_path / "other"
     other.touch(0o600)
 
@@ -150,3 +151,23 @@ def test_what_is_made_durable_later_is_whole_at_once_and_synced_then(tmp_path, m
     make_durable(record)
     make_durable(version)
     assert synced == [record, tmp_path / "weights", version / "sub", version / "sub" / "a", version, tmp_path / "weights"]
+
+
+def test_pipes_devices_and_endless_lines_end(tmp_path, monkeypatch):
+    """Of a stranger's run directory: a pipe is waited for, and a device read, for ever."""
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 25)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "device"):
+        with pytest.raises(OSError, match="not a file"):
+            files.LineReader(path).new()
+        with pytest.raises(CorruptFileError, match=r"is not a file; move it away"), files.reading(path):
+            pass
+    (tmp_path / "endless").touch()
+    os.truncate(tmp_path / "endless", 1 << 27)
+    with (tmp_path / "endless").open("ab") as file:
+        file.write(b"\nwhole\n")
+    reader, longest, found = files.LineReader(tmp_path / "endless"), 0, []
+    while lines := reader.new():
+        longest, found = max(longest, *map(len, lines)), [*found, *(line for line in lines if line and line[0])]
+    assert longest <= (1 << 25) + files.PIECE_BYTES and found == [b"whole"]

@@ -1,4 +1,4 @@
-"""The lease of a role: who holds it where the lock says nothing, and how one that was given up learns it."""
+"""The lease of a role: who holds it when the lock cannot tell, and how a holder declared dead notices that."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from rl.run_dir.status import read_json
 from rl.system.errors import GIVE_UP, RESTART, RunError
 
 FAR = LockOwner(os.getpid(), "far", "0123abcd-4026531836", "1")
-"""A process on another host, whose pid is that of a live one here."""
+"""A process on another host with the pid of a live process here."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, None], ids=["ENOSYS", "ENOLCK", "EOPNOTSUPP", "this host alone"])
 def no_locks(request, monkeypatch):
-    """flock fails, or tells nothing of other hosts."""
+    """flock fails, or does not see other hosts."""
 
     def flock(_fd, _how):
         if request.param:
@@ -60,17 +60,17 @@ def test_a_file_system_without_locks_has_one_holder_all_the_same(lock, no_locks)
     again.close()
 
 
-def test_a_dead_process_of_this_host_is_followed_at_once(lock, no_locks):
+def test_a_dead_process_of_this_host_is_followed_at_once(lock, no_locks, monkeypatch):
     dead = msgspec.structs.replace(this_process(), started="1")  # another process has its pid now
     write_lease(lock, 7, dead)
-    before = time.monotonic()
+    monkeypatch.setattr(lease.time, "sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
     held = hold_role(lock)
-    assert held.number == 8 and time.monotonic() - before < 0.2
+    assert held.number == 8
     held.close()
 
 
 def test_another_hosts_lease_counts_as_long_as_it_changes(lock, no_locks):
-    """Whatever its times say: they may lie in the future, or long ago."""
+    """The values of its timestamps do not matter: they may be in the future or long ago."""
     write_lease(lock, 3, FAR)
     stop, changes = time.monotonic() + 1.0, 0
     attempt = lease.Attempt(lock)
@@ -81,7 +81,7 @@ def test_another_hosts_lease_counts_as_long_as_it_changes(lock, no_locks):
         time.sleep(0.05)
     os.close(attempt.fd)
     before = time.monotonic()
-    held = hold_role(lock)  # it is waited for in any case
+    held = hold_role(lock)  # waits for it in any case
     assert held.number == 4 and 0.3 <= time.monotonic() - before < 2
     held.close()
 
@@ -123,7 +123,7 @@ def test_who_was_given_up_learns_it_before_its_next_commit(lock, how):
     check_fence(lock)
     if how == "next":
         write_lease(lock, 2, FAR)
-    elif how == "emptied":  # and the next one's name is not seen yet
+    elif how == "emptied":  # and the next name is not visible yet
         held.path.write_bytes(b"")
         write_lease(lock, 9, FAR)
     else:
@@ -134,7 +134,7 @@ def test_who_was_given_up_learns_it_before_its_next_commit(lock, how):
     assert caught.value.exit_code == GIVE_UP
     held.close()
     assert newest_lease(lock) and read_json(lease_path(lock, newest_lease(lock)), LockOwner) == FAR
-    check_fence(lock)  # what holds no role, a tool, is not asked
+    check_fence(lock)  # a process without a role, such as a tool, is not checked
 
 
 def test_the_holder_renews_its_lease(lock):
@@ -163,7 +163,7 @@ def test_a_server_that_starts_while_its_files_are_deleted_locks_the_file_that_ot
 
 
 def test_what_dead_servers_left_goes_and_a_live_one_stays(tmp_path, monkeypatch):
-    """Those on other hosts, which only time can judge, are watched together."""
+    """Servers on other hosts, where only time shows whether they are alive, are watched together."""
     monkeypatch.setattr(lease, "LEASE_S", 1.0)
     live = hold_role(tmp_path / "inference-a.example.org-1.lock")
     for name in ("inference-a.example.org-2", "inference-b.example.org-1", "inference-b.example.org-2", "inference-b.example.org-3"):

@@ -1,4 +1,4 @@
-"""A log keeps its beginning and its end, whatever its process says."""
+"""A log keeps its beginning and its end, whatever its process writes."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_one_line_without_end(tmp_path):
 
 
 def test_its_process_goes_on(tmp_path):
-    """A real one that writes as fast as it can."""
+    """A real process that writes as fast as it can."""
     log = tmp_path / "worker-1.log"
     with log.open("ab") as file:
         writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=file)
@@ -65,5 +65,5 @@ def test_its_process_goes_on(tmp_path):
         writer.wait()
     numbers = [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("line ") and len(line) == 14]
     assert numbers[:500] == list(range(500)) and numbers[-1] > 4_000
-    assert sum(after < before for before, after in pairwise(numbers)) <= len(cuts)  # what came in the moment of a cut
+    assert sum(after < before for before, after in pairwise(numbers)) <= len(cuts)  # lines written at the moment of a cut
     assert b"bytes were cut out here" in log.read_bytes() and b"\0" not in log.read_bytes()

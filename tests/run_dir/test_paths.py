@@ -21,6 +21,7 @@ def test_names(tmp_path):
 def test_only_complete_things_are_numbered(tmp_path):
     for name in ("000002", "000010", ".000011.tmp", ".000012.old", "latest", "13", "0000014"):
         (tmp_path / name).mkdir()
+    (tmp_path / "999999").touch()  # a file, which no process of a run writes under a folder's name
     assert list(numbered(tmp_path).items()) == [(2, tmp_path / "000002"), (10, tmp_path / "000010")]
     for name in ("000003.batch", ".000004.batch.77.tmp", "pending.log"):
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""The one rule for what stays."""
+"""The rule for which entries stay."""
 
 import os
 
@@ -30,7 +30,7 @@ def test_files_and_directories_are_deleted(tmp_path, keep_last, keep_every, need
 
 
 def stays(there: set[int], keep_last: int, keep_every: int | None, needed: set[int], needed_from: int) -> set[int]:
-    """The rule itself, over everything that there is."""
+    """Applies the rule itself to all entries."""
     newest = set(sorted(there)[max(0, len(there) - keep_last) :])
     return {n for n in there if n in newest or n in needed or n >= needed_from or (keep_every and n % keep_every == 0)}
 
@@ -49,7 +49,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(1, 12), max_s
 
 @given(st.sets(st.integers(1, 8)), st.integers(0, 4), st.none() | st.integers(1, 4), STEPS)
 def test_what_is_kept_in_mind_is_what_the_rule_says(tmp_path_factory, before, keep_last, keep_every, steps):
-    """Whatever is added, an older number again included: the same as looking at all that is there each time."""
+    """Whatever is added, even an older number again, the result equals that of checking all entries each time."""
     retention = InMemory(tmp_path_factory.getbasetemp(), ("",), keep_last, keep_every)
     retention.there, expected = set(before), set(before)
     retention.newest = []
@@ -65,8 +65,8 @@ def test_what_is_kept_in_mind_is_what_the_rule_says(tmp_path_factory, before, ke
 
 def test_a_directory_is_listed_once(tmp_path, monkeypatch):
     listed = []
-    list_directory = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or list_directory(path))
+    list_directory = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or list_directory(path))
     retention = Retention(tmp_path, (".batch",), 2, None)
     for number in range(1, 8):
         (tmp_path / f"{number:06d}.batch").touch()

@@ -1,4 +1,4 @@
-"""What a process notes of its time: one bounded file, whatever the disk does."""
+"""Spans of a process: one bounded file, whatever the disk does."""
 
 import threading
 import time
@@ -88,7 +88,7 @@ def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):
 
 
 def test_what_was_done_is_written_within_a_second(folder, tmp_path):
-    """A process that is killed loses what it had not written: of the two seconds between heartbeats that would be too much."""
+    """A killed process loses unwritten spans; the two seconds between heartbeats would be too much to lose."""
     spans.start(folder, "p")
     status = Status(tmp_path / "status" / "p.json", "p")
     spans.note("done", 1.0, 2.0)
@@ -101,15 +101,15 @@ def test_several_requests_at_once_are_one_span(folder, monkeypatch):
     clock = iter([10.0, 10.5, 11.0, 12.0, 12.05, 13.0, 20.0, 21.0, 40.0, 55.0, 55.5])
     monkeypatch.setattr(spans.time, "monotonic", lambda: next(clock, 60.0))
     busy = Busy("sampling", "requests")
-    spans.start(folder, "p")  # takes the first
-    with busy(), busy():  # 10.5 and 11 to 12 and 12.05
+    spans.start(folder, "p")  # consumes the first time
+    with busy(), busy():  # from 10.5 and 11 to 12 and 12.05
         pass
-    with busy():  # 13 to 20: a span of its own
+    with busy():  # 13 to 20: a separate span
         pass
     spans.flush()
     noted = [(10.5, 12.05), (13.0, 20.0)]
     assert [(line.begin, line.end) for line in lines(folder)[1:]] == noted, "what is over is not kept back until the next begins"
-    with busy():  # 21 to 55, and at 40 it is told so far
+    with busy():  # 21 to 55, and recorded so far at 40
         spans.flush()
         assert [(line.begin, line.end) for line in lines(folder)[1:]] == [*noted, (21.0, 40.0)]
         spans.stop()

@@ -14,8 +14,9 @@ import pytest
 
 from rl.run_dir.lease import LockOwner, hold_role, this_process
 from rl.run_dir.status import Phase, RoleStatus, Status, describe, read_json, read_status, write_status
+from rl.system import process_table
 from rl.system.errors import RESTART, RunError
-from rl.system.linux import place
+from rl.system.linux import pid_scope
 from tests.waiting import until
 
 
@@ -52,7 +53,8 @@ def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
         "process": "orchestrator",
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "place": place(),
+        "place": pid_scope(),
+        "start_ticks": process_table.entry(os.getpid()).start,
         "phase": "filling_batch",
         "step": 13,
         "waiting_for": "inference",
@@ -113,7 +115,7 @@ def test_progress_is_counted_by_all_threads_and_written_with_the_beat(tmp_path, 
 
 
 def test_closing_is_final(tmp_path, monkeypatch):
-    """A beat that was under way must not bring the file back."""
+    """A concurrent heartbeat must not bring the file back."""
     monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.001)
     for i in range(30):
         path = tmp_path / f"{i}.json"
@@ -165,7 +167,7 @@ def test_a_role_has_one_owner(tmp_path):
     hold_role(path).close()
 
 
-def test_a_lock_of_the_version_before_has_no_owner_and_is_taken(tmp_path):
+def test_a_lock_that_names_nobody_is_taken(tmp_path):
     path = tmp_path / "trainer.lock"
     path.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
     assert read_json(path, LockOwner) is None
@@ -174,7 +176,7 @@ def test_a_lock_of_the_version_before_has_no_owner_and_is_taken(tmp_path):
 
 
 def test_only_the_sentence_takes_the_detail():
-    """Nobody else reads it, so nobody can depend on it."""
+    """No other code reads the detail, so none can depend on it."""
     root = Path(__file__).parents[2] / "src" / "rl"
     names = {
         path.relative_to(root).as_posix()

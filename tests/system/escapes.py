@@ -1,4 +1,4 @@
-"""What code in a sandbox may try. As a program within one it makes each system call in a JSON file and prints the errors, 0 for none."""
+"""Escape attempts from a sandbox. Run as a program inside, it makes each system call of a JSON file and prints errors, 0 for none."""
 
 import ctypes
 import json
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 SHOT = ["x86_64", "aarch64"].index(platform.machine())
-"""Which of two numbers a system call has here."""
+"""Index of this machine's number among the two numbers of a system call."""
 ESCAPES: dict[str, tuple[tuple[int, int], tuple]] = {
-    # What code asks the kernel for that has got around everything in Python: the call's number on x86_64 and aarch64, and arguments.
+    # System calls of code that has bypassed all checks in Python: numbers on x86_64 and aarch64, and arguments.
     "open a file": ((257, 56), (-100, b"/etc/passwd", 0, 0)),
     "open a file another way": ((437, 437), (-100, b"/etc/passwd", bytes(24), 24)),
     "create a file": ((257, 56), (-100, b"/pwned", 0o101, 0o644)),

@@ -1,4 +1,4 @@
-"""Supervision with real processes: whatever happens to a child or to the parent, nobody is left."""
+"""Supervision with real processes: whatever happens to a child or to the parent, no process is left."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ import pytest
 from rl.launch.children import Children
 from rl.run_dir.logs import last_lines, next_log
 from rl.system import process_table
-from rl.system.children import RestartPolicy, start
+from rl.system.children import STOP_DEADLINE_S, RestartPolicy, start
 from tests.waiting import alive, until
 
 SLEEP = "import time; time.sleep(60)"
@@ -76,7 +76,7 @@ def test_the_pid_of_a_child_stays_its_own_until_it_is_reaped(tmp_path, monkeypat
 
 
 def test_a_pid_that_went_to_another_process_is_not_signalled():
-    """A session's number, too: the guard and a child's tree know the leader by its start."""
+    """The same for a session's number: the guard and a child's tree identify the leader by its start."""
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         line = until(lambda: process_table.entry(stranger.pid))
@@ -108,7 +108,7 @@ def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
     child = start("x", python(far + "os._exit(0)"), dict(os.environ), tmp_path / "x-1.log", new_session=False, marker="1:2:x:1")
     child.wait(20.0)
     pid = int(child.log.read_text())
-    until(lambda: process_table.markers(pid))  # there are none while it is being executed
+    until(lambda: process_table.markers(pid))  # there are none during exec
     assert alive(pid) and os.getsid(pid) == pid and process_table.markers(pid)[-1] == "1:2:x:1"
     child.kill_tree()
     until(lambda: not alive(pid))
@@ -125,7 +125,7 @@ def test_too_many_deaths_are_the_end():
     policy = RestartPolicy(1.0, 30.0, max_restarts=2, window_s=60.0)
     assert policy.delay_s(0, [0.0, 10.0]) == 0.0
     assert policy.delay_s(0, [0.0, 10.0, 60.0]) is None
-    assert policy.delay_s(1, [0.0, 10.0, 60.1]) == 1.0  # the first is out of the window
+    assert policy.delay_s(1, [0.0, 10.0, 60.1]) == 1.0  # the first is outside the window
     assert RestartPolicy(1.0, 30.0, max_restarts=0).delay_s(1, [5.0]) is None
     barren = RestartPolicy(1.0, 30.0, barren_limit=3)
     assert [barren.delay_s(number) for number in (1, 2, 3, 4)] == [1.0, 2.0, None, None]
@@ -145,7 +145,7 @@ def test_last_lines_end_before_torchruns_own_account(tmp_path):
 
 @pytest.fixture
 def driver(tmp_path):
-    """Runs code in a parent process of its own: being a subreaper and its signal handlers stay out of pytest."""
+    """Runs code in a separate parent process, which keeps its signal handlers and subreaper state out of pytest."""
     started = []
 
     def run(code: str) -> subprocess.Popen:
@@ -168,7 +168,7 @@ STUBBORN = (
 
 
 def test_stop_kills_what_ignores_sigterm_and_what_left_its_group(driver, tmp_path):
-    """A child that ignores SIGTERM, with a grandchild in its own session, as torchrun's workers are, that ignores it too."""
+    """A child ignores SIGTERM, and so does its grandchild in its own session, like torchrun's workers."""
     pids = tmp_path / "pids"
     stubborn = STUBBORN.format(path=str(pids))
     code = f"""
@@ -201,7 +201,7 @@ helper.kill()
 
 
 def test_sigkill_of_the_parent_ends_children_and_their_workers(driver, tmp_path):
-    """The children are bound by start(), a worker in its own session below them by die_with_parent()."""
+    """start() binds the children to the parent, die_with_parent() binds a worker in its own session below them."""
     pids = tmp_path / "pids"
     note = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True);"
     worker = "from rl.system.linux import die_with_parent; die_with_parent();" + note + SLEEP
@@ -221,7 +221,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("phase", ["alone", "second guard"])
 def test_the_guard_ends_what_outlives_a_killed_parent(driver, tmp_path, phase):
-    """A child that ignores SIGTERM, one that is stopped, and an orphan with a session of its own: all gone soon after `rl`."""
+    """A child that ignores SIGTERM, a stopped one, and an orphan in its own session all end soon after `rl`."""
     pids = tmp_path / "pids"
     stopped = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True); os.kill(os.getpid(), 19)"
     stubborn = STUBBORN.format(path=str(pids))
@@ -249,11 +249,11 @@ time.sleep(60)
 
 
 def test_semaphores_and_shared_memory_of_a_killed_child_go_with_it(driver, tmp_path):
-    """Its resource tracker is given the time to delete them."""
+    """Its resource tracker gets time to delete them."""
     mess = "import os, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory;"
     mess += "s = m.get_context('spawn').Lock(); h = SharedMemory(create=True, size=64);"
     mess += "names = f'{h.name} sem.{s._semlock.name[1:]}'; print(names, flush=True)\n"
-    mess += "tracker = m.resource_tracker._resource_tracker._pid\n"  # before its exec nothing tells it from the child itself
+    mess += "tracker = m.resource_tracker._resource_tracker._pid\n"  # before exec it cannot be told from the child itself
     mess += "while 'resource_tracker' not in open(f'/proc/{tracker}/cmdline').read(): pass\nos.kill(os.getpid(), 9)"
     code = f"""
 children = Children()
@@ -334,4 +334,4 @@ except Stopped as stop:
 def test_nothing_to_stop_is_quick():
     began = time.monotonic()
     children = Children()
-    assert children.stop() == [] and time.monotonic() - began < 0.2
+    assert children.stop() == [] and time.monotonic() - began < STOP_DEADLINE_S / 2

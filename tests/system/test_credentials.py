@@ -1,4 +1,4 @@
-"""Secrets: refused where they would be written down, looked up where they are used, and hidden in what is said."""
+"""Secrets are refused where they would be written to disk, looked up where they are used, and redacted in messages."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Fault points: the right process dies at the right place, once; what stands under a final name is whole, and the rest is cleared away."""
+"""Fault points: the right process dies at the right place, once; files under final names are complete, and the rest is removed."""
 
 import errno
 import itertools
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from rl.run_dir import files
 from rl.run_dir.files import CorruptFileError, append_file, clean_leftovers, decode_records, encode_record, write_directory, write_file
 from rl.system import faults
 from rl.system.faults import Plan, kind_of, parse
-from rl.system.linux import place
+from rl.system.linux import pid_scope
+from tests.bounds import calls_s
 
 
 def write_things(root: Path) -> None:
-    """Each kind of durable write, new and over something older."""
+    """Does each kind of durable write, both new and replacing something older."""
     write_file(root / "batches" / "000001.batch", b"one")
     write_file(root / "batches" / "000001.batch", b"other")
     for record in (b"first", b"second"):
@@ -29,7 +31,7 @@ def write_things(root: Path) -> None:
 
 
 def check_whole(root: Path) -> None:
-    """Nothing half stands under a final name."""
+    """Checks that nothing incomplete has a final name."""
     batch, log, version = root / "batches" / "000001.batch", root / "batches" / "pending.log", root / "weights" / "000001"
     assert not batch.exists() or batch.read_bytes() in (b"one", b"other")
     found = []
@@ -84,7 +86,7 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, monkeypatch, trace, 
 
 
 def test_an_error_at_any_point_leaves_nothing_half_and_names_the_file(tmp_path, monkeypatch, trace):
-    """A full disk at every call, the middle of a write included."""
+    """The disk is full at every call, including in the middle of a write."""
 
     class Full(Plan):
         def strike(self):
@@ -117,8 +119,8 @@ def test_only_the_named_process_dies_and_only_once(tmp_path):
     assert run("orchestrator:config.rename:1") == 0
     assert run("trainer:config.rename:2") == 0
     assert run("trainer:config.rename:1") == -signal.SIGKILL
-    assert run("trainer:config.rename:1") == 0  # the restarted one lives
-    assert run("trainer:config.rename:1,trainer:config.fsync:1") == -signal.SIGKILL  # or takes the next
+    assert run("trainer:config.rename:1") == 0  # the restarted process lives
+    assert run("trainer:config.rename:1,trainer:config.fsync:1") == -signal.SIGKILL  # or takes the next fault
     assert (tmp_path / "mark").read_text().split() == ["trainer:config.rename:1", "trainer:config.fsync:1"]
     assert "trainer config.torn 1" in (tmp_path / "trace").read_text().splitlines()
     assert run("trainer") == 1
@@ -147,34 +149,30 @@ def test_names():
 
 def test_points_cost_next_to_nothing():
     assert faults.plan is None
-    import time
-
-    since = time.perf_counter()
+    since = time.process_time()
     for _ in itertools.repeat(None, 100_000):
         faults.point("batch.write")
-    assert time.perf_counter() - since < 0.1  # a microsecond each
+    assert time.process_time() - since < 5 * calls_s(100_000)
 
 
 def test_leftovers_of_others_stay(tmp_path):
     for name in (".hidden.tmp", ".000001.partial", "000001", ".rl.lock"):
         (tmp_path / name).touch()
-    for name in (".000001.tmp", ".data.old", ".000002.replaced"):
+    for name in (".data.old", ".000002.replaced"):
         (tmp_path / name).mkdir()
-    (tmp_path / ".000003.batch.99999999-1.tmp").touch()
-    (tmp_path / f".000004.quarantined.{os.getpid()}-1.tmp").touch()
-    (tmp_path / f".000005.batch.{place()}-99999999-1.tmp").touch()
-    (tmp_path / f".000006.batch.{place()}-{os.getpid()}-1.tmp").touch()
+    (tmp_path / f".000005.batch.{pid_scope()}-99999999-1.tmp").touch()
+    (tmp_path / f".000006.batch.{pid_scope()}-{os.getpid()}-1.tmp").touch()
     (tmp_path / f".000007.batch.0123abcd-4026531836-{os.getpid()}-1.tmp").touch()
     elsewhere = ".000008.batch.0123abcd-4026531836-99999999-1.tmp"
     (tmp_path / elsewhere).touch()
-    assert [path.name for path in clean_leftovers(tmp_path)] == [f".000005.batch.{place()}-99999999-1.tmp"]
+    assert [path.name for path in clean_leftovers(tmp_path)] == [f".000005.batch.{pid_scope()}-99999999-1.tmp"]
     assert [path.name for path in clean_leftovers(tmp_path, ours="000008.batch")] == [elsewhere]
-    assert len(clean_leftovers(tmp_path, ours="")) == 6
+    assert len(clean_leftovers(tmp_path, ours="")) == 3
     assert names_below(tmp_path) == {
         ".hidden.tmp",
         ".000001.partial",
         "000001",
         ".rl.lock",
         "000002",
-        f".000006.batch.{place()}-{os.getpid()}-1.tmp",
+        f".000006.batch.{pid_scope()}-{os.getpid()}-1.tmp",
     }

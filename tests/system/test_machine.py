@@ -4,12 +4,16 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rl.system.linux import place
-from rl.system.machine import cpu_quota, visible_gpus
+from rl.config.run import ModelConfig
+from rl.system import machine, memory
+from rl.system.linux import pid_scope
+from rl.system.machine import control_groups, multiplies_bfloat16, visible_gpus
 
 
 def test_visible_gpus(tmp_path):
@@ -21,20 +25,58 @@ def test_visible_gpus(tmp_path):
     assert visible_gpus({}, tmp_path / "none") == []
 
 
-def test_a_containers_quota(tmp_path):
-    path = tmp_path / "cpu.max"
-    path.write_text("250000 100000\n")
-    assert cpu_quota(path) == 2.5
-    path.write_text("max 100000\n")
-    assert cpu_quota(path) == math.inf == cpu_quota(tmp_path / "none")
+GROUPS = {
+    "a container, version 2": ("0::/", {"cpu.max": "250000 100000", "memory.max": "2000", "memory.current": "500"}),
+    "a job below its system's groups, version 2": (
+        "0::/slurm/job/step",
+        {
+            "slurm/job/step/cpu.max": "max 100000",
+            "slurm/job/cpu.max": "250000 100000",
+            "slurm/cpu.max": "800000 100000",
+            **{f"slurm/job/{name}": value for name, value in (("memory.max", "2000"), ("memory.current", "500"))},
+            **{f"slurm/job/step/{name}": value for name, value in (("memory.max", "max"), ("memory.current", "300"))},
+        },
+    ),
+    "a container, version 1, which sees its groups as the outermost": (
+        "9:name=systemd:/docker/ab\n4:memory:/docker/ab\n1:cpu,cpuacct:/docker/ab\n0::/",
+        {
+            **{"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"},
+            **{"memory/memory.limit_in_bytes": "2000", "memory/memory.usage_in_bytes": "500"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_limits_of_containers_and_jobs(kind, tmp_path, monkeypatch):
+    own, files = GROUPS[kind]
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in files.items():
+        path = tmp_path / "mounted" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    for module in (machine, memory):
+        monkeypatch.setattr(module, "control_groups", partial(control_groups, own=tmp_path / "own", mounted=tmp_path / "mounted"))
+    assert machine.cpu_quota() == 2.5 and memory.memory_bytes() == (2000, 1500)
+
+
+@pytest.mark.parametrize("files", [{"cpu.max": "max 100000", "memory.max": "max"}, {"cpu/cpu.cfs_quota_us": "-1"}, {}])
+def test_without_limits_there_is_what_the_machine_has(files, tmp_path, monkeypatch):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    for module in (machine, memory):
+        monkeypatch.setattr(module, "control_groups", lambda controller: [tmp_path / controller, tmp_path])
+    assert machine.cpu_quota() == math.inf and memory.memory_bytes()[0] == psutil.virtual_memory().total
+    assert control_groups("cpu", own=tmp_path / "none") == []
 
 
 def test_where_a_process_is_is_looked_up_once_and_again_in_a_child(monkeypatch):
-    here, looked, read_bytes = place(), [], Path.read_bytes
+    here, looked, read_bytes = pid_scope(), [], Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: looked.append(path) or read_bytes(path))
-    assert place() == here and not looked
+    assert pid_scope() == here and not looked
     if (pid := os.fork()) == 0:
-        os._exit(0 if place() == here and looked else 1)
+        os._exit(0 if pid_scope() == here and looked else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -42,7 +84,31 @@ def test_where_a_process_is_is_looked_up_once_and_again_in_a_child(monkeypatch):
     ("platform", "said"), [("win32", "rl runs on Linux; on Windows, install WSL2"), ("darwin", "rl runs on Linux; this is darwin")]
 )
 def test_another_system_is_told_before_anything_is_imported(platform, said):
-    """Whichever of the commands it is; without the standard library's modules that Linux alone has, and without ours."""
+    """This holds for every command, without importing Linux-only modules of the standard library or our own."""
     code = f"import sys; sys.platform = '{platform}'; sys.modules['fcntl'] = None; import rl.trainer.main"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx avx2 fma\n", False),
+        ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),  # multiplies bfloat16 as float32, in pieces
+        ("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n", True),
+        ("processor : 0\nflags\t\t: fpu amx_bf16\n", True),
+        ("processor : 0\nFeatures\t: fp asimd bf16\n", True),
+        ("processor : 0\n", False),
+    ],
+)
+def test_bfloat16_is_chosen_where_the_processor_multiplies_it(tmp_path, monkeypatch, cpuinfo, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert multiplies_bfloat16(tmp_path / "cpuinfo") is expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    multiplies_bfloat16.cache_clear()
+    assert multiplies_bfloat16(tmp_path / "cpuinfo")
+
+
+def test_a_number_format_that_is_not_given_is_that_of_the_machine():
+    assert ModelConfig().dtype == ("bfloat16" if multiplies_bfloat16() else "float32")

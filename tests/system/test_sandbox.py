@@ -1,4 +1,4 @@
-"""Bubblewrap's sandbox from inside, attempt by attempt, and what is said where there is none."""
+"""The bubblewrap sandbox seen from inside, attempt by attempt, and the message if there is none."""
 
 import json
 import os
@@ -26,7 +26,7 @@ APPLY = (
     *("mount", "change the root", "pivot the root", "a new user namespace", "another's namespace", "become root"),
     *("become root in every sense", "take capabilities", "load a module", "name the machine", "reboot"),
 )
-"""Those of write_function's attempts that a sandbox refuses in which programs may be run, threads started and sockets opened."""
+"""Those of write_function's attempts that are refused by a sandbox that allows programs, threads and sockets."""
 HERE = frozenset({Path(sys.prefix), Path(sys.base_prefix), Path(escapes.__file__)})
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
@@ -53,7 +53,7 @@ def test_what_a_process_asks_of_the_kernel_is_refused(tmp_path):
 
 @needs_bwrap
 def test_what_is_seen_of_the_file_system(tmp_path):
-    """What lies deeper wins: a hidden directory in one that is seen, a file that is seen in a hidden one."""
+    """The inner path wins: a hidden directory in a visible one, a visible file in a hidden directory."""
     for name in ("seen/hidden/kept", "seen/a", "seen/hidden/secret", "other"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -1,4 +1,4 @@
-"""Text from elsewhere, made harmless and short."""
+"""Untrusted text is made harmless and short."""
 
 import pytest
 

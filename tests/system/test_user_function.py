@@ -1,4 +1,4 @@
-"""The user's functions: what is found before anything is imported, what when it is, and who is named when they fail."""
+"""The user's functions: faults found before and during import, and the code that is blamed when they fail."""
 
 import math
 import shutil
@@ -33,7 +33,7 @@ ALIKE = """def advantages(group, config): ...
 def _hidden(group, config): ...
 """
 SEEN = {
-    "two": "", "made": "", "join": "", "wrapped": "", "inside": "",  # for the last three only an import tells
+    "two": "", "made": "", "join": "", "wrapped": "", "inside": "",  # the last three are only known after an import
     "one": "takes (group) ({file}:5), but is called with (group, config); correct it",
     "keyword": "takes (group, config, *, verbose) ({file}:7), but is called with (group, config); correct it",
     "later": "is async ({file}:8); write a plain def",
@@ -84,8 +84,8 @@ def test_a_file_that_cannot_be_read_is_left_to_the_process_that_loads_it(mine, m
     ("name", "fault"),
     [
         ("f", "names no function; write file.py:function or module:function"),
-        ("nowhere.py:f", "names no file: there is no file /"),
-        ("no_such.module:f", "names no module that is installed: install no_such.module"),
+        ("nowhere.py:f", "names a file that does not exist: /"),
+        ("no_such.module:f", "names a module that is not installed: install no_such.module"),
         ("/etc/passwd:f", "names neither a Python file nor a module; write file.py:function or module:function"),
         ("rl.system.errors:RunErrors", "names no function: "),
         ("rl.system.functions:place", ""),
@@ -107,7 +107,7 @@ def test_what_an_import_shows(mine):
 
 
 def test_its_own_line_is_named_whatever_it_raises(mine):
-    """Also where the file lies beside libraries, and where it wants to end the process, which would look like a good end."""
+    """Even if the file lies beside libraries, or tries to exit the process, which would look like a good end."""
     for name, said in (("two", "NameError: name 'undefined' is not defined (at {file}:6)"), ("leaves", "SystemExit: 0 (at {file}:17)")):
         with pytest.raises(RunError) as error:
             UserFunction("filter", f"{mine}:{name}", "group, config")(1, 2)
@@ -125,7 +125,7 @@ def test_functions_of_one_file_share_their_module_and_a_broken_file_is_imported_
 
 
 def test_files_of_one_name_are_modules_of_their_own(tmp_path):
-    """What looks a class up by its module, as copy and pickle do, finds that of the right file; each file is imported once."""
+    """Looking up a class by its module, as copy and pickle do, finds that of the right file; each file is imported once."""
     functions = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -155,7 +155,7 @@ def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path):
 def test_results():
     assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(np.arange(2), 2) == [0.0, 1.0]
     for value in (None, 1.0, [1.0], [1.0, math.nan], [1.0, "2"], "12", {1: 1, 2: 2}, {1.0, 2.0}, np.array(1.0), (1 / n for n in (1, 0))):
-        assert as_numbers(value, 2) is None  # a set has no order, and what an iterator raises is raised outside of the function
+        assert as_numbers(value, 2) is None  # a set has no order, and an iterator would raise outside of the function
     assert as_bools(False, 2) == [False, False] and as_bools([True, False], 2) == as_bools(np.array([1, 0]) > 0, 2) == [True, False]
     assert as_bools(np.mean([0.5, 1.0]) < 0.9, 2) == as_bools(np.array(True), 2) == [True, True]
     for value in (None, 1, [True], [1, 0], [True, None], "ab", {1: True, 2: False}, {True, False}, np.array(1), [np.array([True])] * 2):

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from rl.config.run import RLConfig
 from rl.system.errors import RunError
+from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model import load_policy, score
+from rl.trainer.model.policy import load_policy, score
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel import world as world_module
 from rl.trainer.parallel.sharding import RowGather
 from rl.trainer.parallel.world import World, check_nodes, start_world
-from rl.trainer.prefetch import prepare
-from rl.trainer.start import Learner
+from rl.trainer.start import TrainContext
 from rl.trainer.store import checkpoint
 from rl.trainer.train import train_step
 from rl.wire.messages import TrainBatch, VersionSpan
@@ -143,7 +143,7 @@ def train(layout: Layout, config: RLConfig, world: World) -> tuple[list[dict[str
     metrics, first, kept = [], {}, Kept()
     for batch in make_batches(layout.alone):
         packed = prepare(batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches)
-        metrics.append(train_step(Learner(model, optimizer, config.trainer, world, token_files=kept), packed, 1e-3, Timer()))
+        metrics.append(train_step(TrainContext(model, optimizer, config.trainer, world, token_files=kept), packed, 1e-3, Timer()))
         first = first or state(model, optimizer)
     gradients = {name: value for name, value in first.items() if name.startswith("moment.")}
     return metrics, kept.tensors | gradients | {
@@ -160,7 +160,7 @@ def pass_on(config: RLConfig, world: World, source: Path | None, target: Path) -
     else:
         batch = make_batches(False)[0]
         packed = prepare(batch, config, world, 64)
-        train_step(Learner(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
+        train_step(TrainContext(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
     save_checkpoint(target / "000001", 1, model, optimizer, world)
     return state(model, optimizer)
 

@@ -1,6 +1,6 @@
 """The losses once more, from the papers: float64 NumPy, one sequence after another, each with the gradient derived by hand.
 
-Written without looking at rl/trainer/loss.py: sequences are separate arrays, ratios are plain quotients, nothing is clamped.
+Written without looking at rl/trainer/loss/common.py: sequences are separate arrays, ratios are plain quotients, nothing is clamped.
 """
 
 from collections.abc import Callable

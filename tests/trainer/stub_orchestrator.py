@@ -4,20 +4,17 @@ import asyncio
 import threading
 import time
 
+from rl.run_dir.access_token import run_token
 from rl.run_dir.files import HEADER
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
-from rl.run_dir.token import run_token
 from rl.wire.batch_file import encode_batch
 from rl.wire.messages import (
-    PART_BYTES,
     Acknowledged,
-    BatchPart,
     BatchReady,
-    Coming,
-    GetBatchPart,
     GetProbe,
     NotReady,
+    PrepareHint,
     Probe,
     Published,
     RunEnded,
@@ -66,12 +63,10 @@ class StubOrchestrator:
             if not request.version.memory:  # it is announced again when its folder is there
                 self.published.append((request.version.policy_version, request.version.path))
             return Acknowledged(self.oldest_needed)
-        if isinstance(request, Coming):
+        if isinstance(request, PrepareHint):
             return Acknowledged(self.oldest_needed)
         if isinstance(request, GetProbe):
             return Probe([])  # there is no inference to sample from
-        if isinstance(request, GetBatchPart):
-            return BatchPart(self.batches[request.step][request.offset :][:PART_BYTES])
         self.asked.append(request.step)
         if self.asked.count(request.step) == 1 and request.step == 1:
             return NotReady(RoleStatus(phase=Phase.STARTING))
@@ -81,4 +76,6 @@ class StubOrchestrator:
             return NotReady(RoleStatus(phase=Phase.WAITING_FOR_VERSION, step=request.step - 1))
         if not (data := self.batches.get(request.step)):
             return RunEnded("no more batches")
+        self.run_dir.batch(request.step).parent.mkdir(exist_ok=True)
+        self.run_dir.batch(request.step).write_bytes(data)
         return BatchReady(len(data), HEADER.unpack_from(data)[-1])

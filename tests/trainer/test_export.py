@@ -17,7 +17,7 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.main import subcommand
 from rl.run_dir.files import write_file
-from rl.trainer.model import DTYPES, load_policy
+from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.models.hub_stub import TOKEN, HubStub
@@ -131,8 +131,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_version_or_refused(adapted,
         export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step), code=0 if step == 2 else 1)
         file.write_bytes(whole)
     said = capsys.readouterr().err
-    assert "WARNING: the checkpoint is damaged" in said and f"the version {run_dir.weights(2)} is taken instead" in said
-    assert "000004/__0_0.distcp: damaged; no version of this step was kept, either: give another step" in said
+    assert "WARNING: the checkpoint is damaged" in said and f"the version {run_dir.weights(2)} is used instead" in said
+    assert "000004/__0_0.distcp: damaged; no version of this step was kept either; give another step" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
 
 

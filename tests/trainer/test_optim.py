@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -8,11 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RunError
-from rl.trainer.model import score
+from rl.trainer import optim
+from rl.trainer.model.policy import score
 from rl.trainer.optim import MOMENTS, OffloadedAdamW, clip_gradients, gradient_norm, local, lr_at, make_optimizer, require_host_memory
 from rl.trainer.store import checkpoint
+from tests.trainer.model.test_policy import policy, rows_of
 from tests.trainer.samples import branching_batch
-from tests.trainer.test_model import policy, rows_of
 
 
 def rates(max_steps=4, **settings):
@@ -31,10 +30,10 @@ def test_schedules():
 
 def test_moments_that_do_not_fit_into_the_hosts_memory_are_refused(monkeypatch):
     weights = [torch.empty(1 << 28, device="meta"), torch.empty(3 << 28, device="meta")]  # 2^30 weights, whose moments take 8 GiB
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=15 << 30))
+    monkeypatch.setattr(optim, "memory_bytes", lambda: (15 << 30, 15 << 30))
     require_host_memory(weights)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(RunError, match=r"takes 16\.0 GiB for the moments of 2 rank\(s\), and this machine has 15\.0 GiB"):
+    with pytest.raises(RunError, match=r"takes 16\.0 GiB for the moments of 2 rank\(s\), but this machine has 15\.0 GiB"):
         require_host_memory(weights)
 
 

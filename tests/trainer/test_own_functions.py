@@ -8,12 +8,12 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.run_dir.metrics import read_metrics
+from rl.trainer.data.minibatches import sample_weights
+from rl.trainer.data.packing import Layout, pack
 from rl.trainer.measure.performance import Timer
-from rl.trainer.minibatches import sample_weights
-from rl.trainer.model import load_policy
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.packing import Layout, pack
-from rl.trainer.start import Learner
+from rl.trainer.start import TrainContext
 from rl.trainer.train import train_step
 from tests.orchestrator.test_orchestrator import lines, play
 
@@ -30,7 +30,6 @@ def folder(tmp_path, monkeypatch):
     rows = [{"prompt": f"say {digit}", "answer": str(digit)} for digit in range(8)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "without_torch"))
     return tmp_path
 
 
@@ -70,4 +69,4 @@ def train_here(config, batch, model, world):
     """One step on a batch, by the loss of the page."""
     policy = load_policy(str(model), config.model, config.trainer, world)
     packed = pack(batch, sample_weights(batch.samples, config.trainer.loss, 1), Layout(0, 1, 4096, 64))
-    return train_step(Learner(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world), packed, 1e-3, Timer())
+    return train_step(TrainContext(policy, make_optimizer(policy, config.trainer.optim), config.trainer, world), packed, 1e-3, Timer())

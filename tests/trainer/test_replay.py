@@ -12,16 +12,15 @@ from safetensors.torch import load_file
 from rl.commands.branch import make
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
-from rl.run_dir.checksums import MANIFEST, checksum, first_difference, newest_sound_checkpoint, read_digests, verify_version
-from rl.run_dir.digests import NEWEST, OLDEST, digest_of_file
+from rl.run_dir.checksums import first_difference, read_digests, verify_version
+from rl.run_dir.digests import HASH
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.origin import Origin
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.safetensors import tensor_digests, weights_file
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
-from rl.trainer.determinism import ARITHMETIC, UNRECORDED, differing_conditions
+from rl.trainer.determinism import ARITHMETIC, differing_conditions
 from rl.trainer.replay import FOUND, compare, open_log
 from rl.trainer.start import start
 from rl.trainer.train import train
@@ -93,8 +92,8 @@ def test_a_quarantined_step_changes_nothing(recorded):
     assert verify_version(run_dir.weights(3))["tensors"] == of[2]
     lines = read_metrics(run_dir.metrics)
     assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [None, None, 1.0, None]
-    steps = {int(values["step"]) for values in trainer.learner.optimizer.state.values()}
-    each = trainer.learner.settings.minibatches * trainer.learner.settings.epochs
+    steps = {int(values["step"]) for values in trainer.context.optimizer.state.values()}
+    each = trainer.context.settings.minibatches * trainer.context.settings.epochs
     assert steps == {(STEPS - 1) * each} and lines[STEPS, "trainer"]["optim/steps"] == each
 
 
@@ -102,7 +101,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(recorded):
     folder = recorded[0].run_dir.weights(STEPS)
     tensors = load_file(next(folder.glob("*.safetensors")))
     content = read_digests(folder / "digests.json")
-    assert content["hash"] == NEWEST == "blake3"
+    assert content["hash"] == HASH == "blake3"
     assert content["tensors"] == {name: blake3(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
     assert content["made_by"] | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__} == content["made_by"]
     assert content["made_by"] | {"attention": "blocks", "compiled": False} == content["made_by"]
@@ -120,39 +119,13 @@ def test_a_replay_is_equal_and_writes_nothing_into_the_run(recorded, world, tmp_
     assert before == {path: path.stat().st_mtime_ns for path in config.run_dir.root.rglob("*")}
 
 
-def test_a_run_with_the_hashes_of_an_older_rl_is_equal_too(recorded, world, tmp_path):
-    config, *_ = recorded
-    run_dir = copy_of(config.run_dir, tmp_path / "older")
-    for folder in numbered(run_dir.weights_dir).values():
-        content = read_digests(folder / "digests.json")
-        files = {name: digest_of_file(folder / name, OLDEST) for name in content["files"]}
-        older = {"tensors": tensor_digests(weights_file(folder), OLDEST), "made_by": content["made_by"]}
-        for path, text in ((folder / "digests.json", older | {"files": files}), (run_dir.digests(int(folder.name)), older)):
-            path.unlink()  # a copy may share the original's file
-            path.write_text(json.dumps(text))
-    for folder in numbered(run_dir.checkpoints).values():
-        manifest = json.loads((folder / MANIFEST).read_text())
-        manifest["files"] = {name: checksum(folder / name, OLDEST) for name in manifest["files"]}
-        (folder / MANIFEST).unlink()
-        (folder / MANIFEST).write_text(json.dumps(manifest))
-    _, versions, checkpoints = replay(run_dir, config, tmp_path / "replay", world)
-    assert [(line["tensor"], line["fault"], line["kept"][-1]) for line in versions[1:]] == [(None, None, "weights")] * 3
-    assert [(line["ranks"], line["fault"]) for line in checkpoints] == [([], None)] * 2
-    part = next(run_dir.checkpoint(2).glob("*.distcp"))
-    data = bytearray(part.read_bytes())
-    data[-1] ^= 1
-    part.unlink()
-    part.write_bytes(data)
-    assert newest_sound_checkpoint(run_dir.checkpoints, at_most=2) == (0, {2: f"{part}: damaged"})
-
-
-def test_a_run_of_before_the_arithmetic_was_recorded_is_told_apart(recorded):
+def test_conditions_that_differ_are_named(recorded):
     made_by = read_digests(recorded[0].run_dir.digests(STEPS))["made_by"]
     assert not differing_conditions(made_by, made_by)
     assert differing_conditions(made_by | {"bfloat16": "avx9_bf16"}, made_by) == f"bfloat16 avx9_bf16 there and {made_by['bfloat16']} here"
-    older = {name: value for name, value in made_by.items() if name not in ("arithmetic", "bfloat16", "compiled")} | {"threads": 64}
-    expected = f"arithmetic {UNRECORDED['arithmetic']} there and {ARITHMETIC} here, threads 64 there and {made_by['threads']} here"
-    assert differing_conditions(older, made_by) == expected
+    other = made_by | {"arithmetic": "1 (block by block)", "threads": 64}
+    expected = f"threads 64 there and {made_by['threads']} here, arithmetic 1 (block by block) there and {ARITHMETIC} here"
+    assert differing_conditions(other, made_by) == expected
 
 
 def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_it_begins(recorded, batches, world, tmp_path):
@@ -169,8 +142,8 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
         with StubOrchestrator(config.run_dir, batches) as orchestrator:
             trainer = train_here(config, world)
         assert [version for version, _ in orchestrator.published] == [2, 3, 4] and orchestrator.asked == [4]
-        each = trainer.learner.settings.minibatches * trainer.learner.settings.epochs
-        assert {int(values["step"]) for values in trainer.learner.optimizer.state.values()} == {(STEPS - 1) * each}
+        each = trainer.context.settings.minibatches * trainer.context.settings.epochs
+        assert {int(values["step"]) for values in trainer.context.optimizer.state.values()} == {(STEPS - 1) * each}
         assert list(numbered(config.run_dir.checkpoints)) == [2, 3, 4]  # keep_last = 2, and where it begins
         versions[name] = [read_digests(config.run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
         found, checkpoints = replay(config.run_dir, config, tmp_path / "again", world, start=2)[1:]
@@ -179,7 +152,7 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
     of_parent = [read_digests(parent.run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
     assert versions["same"] == of_parent and versions["other"][:2] == of_parent[:2] and versions["other"][2] != of_parent[2]
     shutil.rmtree(config.run_dir.checkpoints)
-    with pytest.raises(RunError, match=r"is empty, and the run begins at step 2, as a branch of .* at step 2: branch it again"):
+    with pytest.raises(RunError, match=r"is empty, but this run starts at step 2 \(branch of .* at step 2\): branch it again"):
         train_here(config, world)
 
 
@@ -212,7 +185,7 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
     """A flipped bit of the weights, of their digests, and of the record."""
     config, *_ = recorded
     digests = read_digests(config.run_dir.digests(STEPS))["tensors"]
-    version = SimpleNamespace(named={}, made_by={}, digests_by=lambda _: digests)
+    version = SimpleNamespace(named={}, made_by={}, digests=digests)
     first = next(iter(digests))
 
     def found(name, change):
@@ -259,8 +232,8 @@ def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tm
         train_here(config, world)
     assert [version for version, _ in orchestrator.published] == [2, 3, 4] and run_dir.weights(3).stat().st_ino == before
     assert verify_version(run_dir.weights(4))["tensors"] == read_digests(recorded[0].run_dir.digests(4))["tensors"]
-    assert "000004/digests.json: missing or damaged; version 4 is written anew" in capsys.readouterr().err
-    assert warned == [("damaged", f"{run_dir.weights(4) / 'digests.json'}: missing or damaged; version 4 is written anew")]
+    assert "000004/digests.json: missing or damaged; version 4 is written again" in capsys.readouterr().err
+    assert warned == [("damaged", f"{run_dir.weights(4) / 'digests.json'}: missing or damaged; version 4 is written again")]
     for name in ("checkpoints/000004", "weights"):
         shutil.rmtree(run_dir.root / name)
     content = read_digests(run_dir.digests(3))
@@ -269,7 +242,9 @@ def test_what_is_trained_again_is_not_written_again(recorded, batches, world, tm
     with StubOrchestrator(run_dir, batches):
         train_here(config, world)
     said = capsys.readouterr().err
-    assert f"WARNING: trained again, version 3 is another than before, first in {next(iter(content['tensors']))} (threads 7 there" in said
+    assert (
+        f"WARNING: version 3 was trained again and differs from before, first in {next(iter(content['tensors']))} (threads 7 there" in said
+    )
     assert [about for about, _ in warned] == ["damaged", "inexact"] and f"WARNING: {warned[1][1]}\n" in said
     assert said.count("WARNING") == 1 and read_digests(run_dir.digests(3))["tensors"] == verify_version(run_dir.weights(3))["tensors"]
 
@@ -286,6 +261,6 @@ def test_a_record_that_is_damaged_is_no_other_version(recorded, batches, world, 
     run_dir.digests(4).write_text(json.dumps(content | {"tensors": content["tensors"] | {first: "0" * 64}}))
     with StubOrchestrator(run_dir, batches):
         train_here(config, world)
-    said = f"{run_dir.digests(4)}: is not what {run_dir.weights(4) / 'digests.json'} says of tensor {first}; version 4 is written anew"
+    said = f"{run_dir.digests(4)}: differs from {run_dir.weights(4) / 'digests.json'} in tensor {first}; version 4 is written again"
     assert f"WARNING: {said}\n" in (err := capsys.readouterr().err) and err.count("WARNING") == 1
     assert read_digests(run_dir.digests(4)) == content

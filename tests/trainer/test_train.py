@@ -11,19 +11,19 @@ from transformers import AttentionInterface
 
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.trainer import logprobs
-from rl.trainer.attention import attention
-from rl.trainer.loss import compute_loss
-from rl.trainer.losses import loss_function
+from rl.trainer.data.micro_batch import fill_blocks
+from rl.trainer.loss.common import compute_loss
+from rl.trainer.loss.losses import loss_function
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model import score
-from rl.trainer.packing import fill_blocks
+from rl.trainer.model import logprobs
+from rl.trainer.model.attention import attention
+from rl.trainer.model.policy import score
 from rl.trainer.train import loss_inputs
 from tests.families import CONFIGS
 from tests.trainer.device import on_cpu
+from tests.trainer.model.test_policy import policy, rows_of
 from tests.trainer.samples import branching_batch
-from tests.trainer.test_model import policy, rows_of
 
 ATEN = torch.ops.aten
 WAITING = {
@@ -68,8 +68,7 @@ def dense(query, key, value, tree, window, scale, cap=None, sinks=None):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("loss", ["policy_gradient", "gspo"])
 def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_path, monkeypatch):
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 4000)  # several chunks of the logits
-    monkeypatch.setattr(logprobs, "needs_division", lambda _: True)  # asked on CPUs alone
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4000)  # several chunks of the logits
     AttentionInterface.register("rl_watched", partial(attention, attend=dense))
     settings = TrainerConfig.model_validate({"loss": {"type": loss, "entropy_coefficient": 0.01}})
     model = policy(make_tiny_model(tmp_path / family, CONFIGS[family]), world)

@@ -23,13 +23,15 @@ def browser() -> Iterator["api.Browser"]:
 class Tab:
     """A tab of a browser that was let in, and what went wrong in it."""
 
-    def __init__(self, browser: "api.Browser", address: str, **options: object):
+    def __init__(self, browser: "api.Browser", links: list[str], **options: object):
+        """links: those that the server has printed; the last one lets this browser in."""
         self.context, self.faults = browser.new_context(**options), list[str]()
         self.context.on("page", self.watch)
-        self.page, self.base = self.context.new_page(), address.split("/?")[0]
+        self.page = self.context.new_page()
         self.page.set_default_timeout(10_000)
-        self.page.goto(address)
+        self.page.goto(links[-1])
         self.page.wait_for_selector(".runs tbody tr")
+        self.base = self.page.url.partition("#")[0].rstrip("/")
 
     def watch(self, page: "api.Page") -> None:
         page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
@@ -46,9 +48,13 @@ class Tab:
             assert time.monotonic() < deadline, f"{expression} is not true at {self.page.url}: {self.page.inner_text('main')[:500]}"
             self.page.wait_for_timeout(20)
 
-    def text(self, selector: str) -> str:
+    def text(self, selector: str, seconds: float = 5.0) -> str:
+        """The text of the first such element, as soon as it has any: an element is there before its data."""
         self.page.wait_for_selector(selector)
-        return self.page.locator(selector).first.inner_text()
+        deadline = time.monotonic() + seconds
+        while not (text := self.page.locator(selector).first.inner_text()) and time.monotonic() < deadline:
+            self.page.wait_for_timeout(20)
+        return text
 
     def count(self, selector: str) -> int:
         return self.page.locator(selector).count()

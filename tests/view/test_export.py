@@ -2,18 +2,24 @@
 
 import json
 import re
+import socket
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rl.launch.children import Children
+from rl.run_dir.events import Event, append_event
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.system.errors import RunError
 from rl.view import tasks
 from rl.view.bundle import digest
 from rl.view.export import add_tasks, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
+from tests.records.made import group, write_step
 from tests.view.made import make_runs
 
 
@@ -27,7 +33,7 @@ def test_a_page_keeps_its_size_and_says_what_is_left_out(place, tmp_path):
     assert len(write_page(library, whole, 20 << 20)) == 1
     said = write_page(library, part, 500_000)
     assert part.stat().st_size < 600_000 < whole.stat().st_size
-    kept = int(re.match(r"(\d+) of 30 rollouts are in this file, those of the newest steps first", said[1])[1])
+    kept = int(re.match(r"(\d+) of 30 rollouts are in this file, the newest steps first", said[1])[1])
     content = recorded(part)
     assert 6 <= kept < 30 and len(content["rollouts"]) == kept and content["left_out"] == said[1]
     assert {"40/0", "40/1", "42/1"} <= content["rollouts"].keys()
@@ -44,7 +50,7 @@ def test_tasks_that_have_no_room_are_counted(place):
     every = tasks.without_rollouts(run, "train")
     first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
     used, said = add_tasks(content, run, 2 * first + 60)
-    assert first < used <= 2 * first + 60 and said == "2 of 7 tasks are in this file, those that changed most; --max-mib takes more"
+    assert first < used <= 2 * first + 60 and said == "2 of 7 tasks are in this file, those that changed most; raise --max-mib for more"
     assert content["tasks"]["train"] == rows[:1] and [*content["task"]["train"]] == [f"sums/{rows[0].task}"]
     assert len(content["tasks"]["eval"]) == len(content["task"]["eval"]) == 1
 
@@ -58,6 +64,31 @@ def test_no_secret_is_in_it_and_no_text_ends_an_element(place, tmp_path, monkeyp
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', text)
     assert f"script-src {digest(script)};" in policy and "unsafe" not in policy and "connect-src" not in policy
+
+
+def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
+    home, output_dir = tmp_path / "home" / "ada lovelace", tmp_path / "disk" / "runs"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(socket, "gethostname", lambda: "lab-pc")
+    run_dir = RunDir(make_runs(output_dir) / "first", output_dir / "first" / "weights")
+    elsewhere = f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc and node17, see https://example.org/a/b/c, 3/4/5"
+    (run_dir.logs / "inference-node17-8000-1.log").write_text(f"{elsewhere}\n")
+    status = RoleStatus(process="inference-node17-8000", pid=1, host="node17", heartbeat=time.time(), phase=Phase.SERVING)
+    write_status(run_dir.status("inference-node17-8000"), status)
+    append_event(run_dir.events, Event(time=time.time(), event="death", process="trainer", step=3, reason=f"in {elsewhere}"))
+    said = group(99, [0.0, 1.0], text=f"node17 is a word, /usr/lib/x.so a file, {home}/x is not")
+    said.rollouts[0].error = f"OSError: {elsewhere}"
+    write_step(run_dir, 5, [said])
+    for name in ("x.html", "x.json"):
+        assert view([str(run_dir.root), "--export", str(tmp_path / name)], Children()) == 0
+        text = (tmp_path / name).read_text().replace("node17 is a word", "")
+        for place in (str(tmp_path), "lovelace", "/scratch", "bob", "lab-pc", "node17"):
+            assert place not in text, (name, place)
+        assert "first/a.py ~/b.py .../c.py on HOST and HOST, see https://example.org/a/b/c, 3/4/5" in text
+    content = recorded(tmp_path / "x.html")
+    assert "first/logs/trainer-1.log" in content["health"]["bottleneck"] + str(content["health"]["findings"])
+    assert content["logs"].keys() == {one["name"] for one in content["health"]["processes"] if one["attempts"]}
+    assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in str(content["rollouts"]["99/1"]["messages"])
 
 
 def recorded(path: Path) -> dict:
@@ -80,7 +111,7 @@ def test_what_is_not_understood_names_the_remedy(place, tmp_path, monkeypatch):
         ([], "start one, or name a folder"),
         (["nothing"], "nothing: there is no such folder"),
         ([str(place), "--export", "x.html"], "give one run; there are 2: first, second"),
-        ([str(place / "first"), "--export", str(place / "first" / "x.html")], "outside of the run's directory"),
+        ([str(place / "first"), "--export", str(place / "first" / "x.html")], "outside the run's directory"),
         ([str(place / "first"), "--export", "metrics.jsonl"], "ends in .html or .json"),
         ([str(place), "--port", "99999"], "a port is a number from 1 to 65535"),
     ):

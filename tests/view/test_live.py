@@ -57,8 +57,8 @@ def test_a_run_is_watched_while_it_is_killed_and_resumed(browser, run, tmp_path)
     while not (run.root / "done-2").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    with serving(tmp_path / "outputs") as address:
-        tab = Tab(browser, address)
+    with serving(tmp_path / "outputs") as links:
+        tab = Tab(browser, links)
         curve = tab.context.new_page()
         curve.goto(f"{tab.base}/#/curves?run=r&q=loss/mean")
 

@@ -7,13 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl.models.tiny import byte_tokenizer
 from rl.records.run import Run
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
-from rl.view.answers import RunRow
 from rl.view.library import Library
-from rl.view.routes import CurveParameters, Desk, NoParameters, OfRun, RolloutsParameters, TimelineParameters
+from rl.view.responses import RunRow
+from rl.view.rollouts import Wanted
+from rl.view.routes import CurveParameters, Handlers, NoParameters, OfRun, TimelineParameters
+from rl.view.tokens import piece
 from tests.records.made import group, make_run, write_step
 from tests.view.made import write_numbers
 from tests.view.privileges import denied
@@ -27,19 +30,19 @@ def made(root: Path, steps: int = 4) -> RunDir:
     return run_dir
 
 
-def rows(desk: Desk) -> dict[str, RunRow]:
-    return {row.key: row for row in desk.runs(NoParameters()).runs}
+def rows(handlers: Handlers) -> dict[str, RunRow]:
+    return {row.key: row for row in handlers.runs(NoParameters()).runs}
 
 
 @pytest.mark.parametrize("line", ['"loss/mean": ' + "9" * 400, '"loss/mean": 0.5, "time": 1e300', '"loss/mean": -1e999'])
 def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
-    files, desk = made(tmp_path / "x"), Desk(Library([tmp_path]))
+    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
     with files.metrics.open("a") as file:
         file.write(f'{{"step": 5, "source": "trainer", {line}}}\n{{"step": {"9" * 20}, "source": "trainer", "loss/mean": 2}}\n')
         file.write('{"step": 6, "source": "trainer", "loss/mean": 0.25}\n')
-    row = rows(desk)["x"]
+    row = rows(handlers)["x"]
     assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
-    (series,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"])).series
+    (series,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series
     assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(kind="columns")["step"].max() == 6
 
 
@@ -51,11 +54,11 @@ def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rl.view.runs.run_row", faulty)
     with pytest.raises(TypeError, match="a fault"):
-        rows(Desk(Library([tmp_path])))
+        rows(Handlers(Library([tmp_path])))
 
 
 def test_times_that_no_clock_shows_are_passed_over(tmp_path):
-    files, desk = made(tmp_path / "x"), Desk(Library([tmp_path]))
+    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
     for time in (1e300, -1e300):
         append_event(files.events, Event(time=time, event="death", process="trainer"))
     files.spans.mkdir()
@@ -65,17 +68,17 @@ def test_times_that_no_clock_shows_are_passed_over(tmp_path):
     files.status("trainer").write_text('{"process": "trainer", "pid": 1, "phase": "training", "since": 1e300, "heartbeat": 1e300}')
     files.evals.mkdir()
     (files.evals / "best.json").write_text("{")
-    assert rows(desk)["x"].seconds < 60 and rows(desk)["x"].state == "stopped"  # nobody has a heartbeat
-    found = desk.timeline(TimelineParameters(run="x"))
+    assert rows(handlers)["x"].seconds < 60 and rows(handlers)["x"].state == "stopped"  # nobody has a heartbeat
+    found = handlers.timeline(TimelineParameters(run="x"))
     assert found.last < 1e11 and not [moment for moment in found.moments if moment.kind == "death"]
-    assert len(desk.curves(CurveParameters(run=["x"], name=["loss/mean"])).series) == 1
+    assert len(handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series) == 1
 
 
 def test_names_are_harmless_and_no_folder_is_passed_over(tmp_path):
     for name in (b"bad\xff", "turns\u202eround".encode(), b"evals", b"status", b"weights"):
         made(tmp_path / "new").root.rename(tmp_path / os.fsdecode(name))
     made(tmp_path / "batches" / "x")
-    found = rows(Desk(Library([tmp_path])))
+    found = rows(Handlers(Library([tmp_path])))
     assert found.keys() == {"bad\\udcff", "turns\\u202eround", "evals", "status", "weights", "batches/x"}
     assert found["bad\\udcff"].name == "bad\\udcff"
     assert {row.key: row.why for row in found.values() if row.step != 4} == {}
@@ -89,27 +92,31 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
         append_event(files.events, Event(time=1000.0, event="start", process="rl"))
         files.evals.mkdir()
         files.metrics.write_bytes((files.metrics.with_suffix("") / "trainer.jsonl").read_bytes())
-    desk, of = Desk(Library([tmp_path])), lambda name: OfRun(run=name)
-    rows(desk)
+    handlers, of = Handlers(Library([tmp_path])), lambda name: OfRun(run=name)
+    rows(handlers)
     shut = {
         "folder": runs["folder"].root, "config": runs["config"].config, "status": runs["status"].status_dir,
         "metrics": runs["metrics"].metrics, "sources": runs["sources"].metrics.with_suffix(""), "events": runs["events"].events,
         "rollouts": runs["rollouts"].rollouts_dir, "evals": runs["evals"].evals,
     }  # fmt: skip
     with denied(*shut.values()):
-        desk = Desk(Library([tmp_path]))
-        answer = desk.runs(NoParameters())
+        handlers = Handlers(Library([tmp_path]))
+        answer = handlers.runs(NoParameters())
         found = {row.key: row for row in answer.runs}
-        assert found.keys() == {"good", *names} - {"folder"} and answer.place == f"{tmp_path} (not to be looked into: {shut['folder']})"
+        assert found.keys() == {"good", *names} - {"folder"} and answer.place == f"{tmp_path} (no permission to read: {shut['folder']})"
         assert found["good"].step == 4
         for name in ("config", "status", "metrics", "sources", "events", "evals"):
             assert (found[name].state, "Permission denied" in found[name].why) == ("unreadable", True), name
-            health = desk.health(of(name))
+            health = handlers.health(of(name))
             assert (health.state, "Permission denied" in health.bottleneck) == ("unreadable", True), name
         assert (found["rollouts"].state, found["rollouts"].step, found["evals"].step) == ("stopped", 4, 4)
-        assert any("Permission denied" in finding.text for finding in desk.health(of("rollouts")).findings)
+        assert any("Permission denied" in finding.text for finding in handlers.health(of("rollouts")).findings)
         for name in ("rollouts", "evals"):
-            assert "Permission denied" in "".join(desk.rollouts(RolloutsParameters(run=name)).damaged)
-        assert desk.rollouts(RolloutsParameters(run="evals")).total == 2
-    assert desk.rollouts(RolloutsParameters(run="rollouts")).total == 2  # it may be read again
-    assert not desk.health(of("rollouts")).findings[1:]
+            assert "Permission denied" in "".join(handlers.rollouts(Wanted(run=name)).damaged)
+        assert handlers.rollouts(Wanted(run="evals")).total == 2
+    assert handlers.rollouts(Wanted(run="rollouts")).total == 2  # it may be read again
+    assert not handlers.health(of("rollouts")).findings[1:]
+
+
+def test_a_token_that_no_vocabulary_has_is_shown_as_its_number():
+    assert [piece(byte_tokenizer(), number) for number in (1 << 62, -1)] == [f"{1 << 62} ", "-1 "]

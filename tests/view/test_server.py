@@ -18,37 +18,38 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rl.orchestrator.judge import Rules, judge
+from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.records.run import Run
+from rl.run_dir.access_token import link
 from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
+from rl.system import linux, process_table
 from rl.system.errors import RunError
-from rl.view import answers, runs, tokens
+from rl.view import responses as responses
+from rl.view import runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import Library
+from rl.view.rollouts import Wanted, Which
 from rl.view.routes import (
     ROUTES,
     CurveParameters,
-    Desk,
+    Handlers,
     NoParameters,
     OfRun,
-    RolloutParameters,
-    RolloutsParameters,
     TaskParameters,
     TasksParameters,
     TimelineParameters,
 )
-from rl.view.schema import openapi
 from rl.view.server import PAGE, make_app
 from rl.wire.rollouts import Group
 from tests.records.made import group, make_run, rollout, write_eval_of, write_step
 from tests.view.made import HOSTILE, make_runs
-from tests.view.serving import serving
+from tests.view.serving import enter, serving
 
-TOKEN = "a-token-for-this-page"
+SECRET = "a-secret-of-this-page"
 HOST = "127.0.0.1:8411"
 
 
@@ -57,22 +58,33 @@ def place(tmp_path_factory) -> Path:
     return make_runs(tmp_path_factory.mktemp("view"))
 
 
+def guarded(library: Library) -> tuple[TestClient, list[str]]:
+    """A browser that was not let in yet, and the links that were printed so far."""
+    links = list[str]()
+    gate = PageGate(make_app(library), SECRET, "127.0.0.1", lambda number: links.append(link(SECRET, f"http://{HOST}/", number)))
+    return TestClient(gate, base_url=f"http://{HOST}"), links
+
+
+def let_in(library: Library) -> TestClient:
+    found, links = guarded(library)
+    enter(found, links[0])
+    return found
+
+
 @pytest.fixture(scope="module")
 def client(place) -> TestClient:
     """A browser that was let in."""
-    found = TestClient(PageGate(make_app(Library([place])), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
-    assert found.get(f"/?token={TOKEN}").status_code == 200
-    return found
+    return let_in(Library([place]))
 
 
 @pytest.fixture(scope="module")
 def ask(place):
     """Asks for an answer as the page does."""
-    desk, routes = Desk(Library([place])), {route.name: route for route in ROUTES}
+    handlers, routes = Handlers(Library([place])), {route.name: route for route in ROUTES}
 
     def asking(route: str, **values: object):
         pairs = [(name, str(one)) for name, value in values.items() for one in (value if isinstance(value, list) else [value])]
-        return routes[route].ask(desk, pairs)
+        return routes[route].ask(handlers, pairs)
 
     return asking
 
@@ -80,17 +92,33 @@ def ask(place):
 # Who is let in ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_printed_address_lets_in_and_a_cookie_keeps_that_no_script_reads(place):
-    client = TestClient(PageGate(make_app(Library([place])), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
-    assert client.get("/").status_code == 401 and client.get("/api/runs").status_code == 401
-    assert client.get("/?token=wrong").status_code == 401 and not client.cookies
-    answer = client.get(f"/?token={TOKEN}")
+def test_a_link_lets_one_browser_in_and_the_next_one_another(place):
+    (first, links), (second, _) = guarded(Library([place])), guarded(Library([place]))
+    second._transport = first._transport  # another browser at the same server
+    for path in ("/", "/api/runs", "/?link=wrong", "/?link=", f"/{'0' * 32}/", f"/{'0' * 32}/api/runs"):
+        answer = first.get(path)
+        assert answer.status_code == 401 and "set-cookie" not in answer.headers and "has no access" in answer.text, path
+    assert first.head(links[0]).status_code == 401 and len(links) == 1  # who only looks whether it is there does not use it
+    answer = enter(first, links[0])
+    assert first.get("/api/runs").status_code == first.get("/").status_code == 200 and len(links) == 2
+    assert second.get(links[0]).status_code == 401 and not second.cookies and len(links) == 2
+    enter(second, links[1])
+    assert second.get("/api/runs").status_code == 200 and len({*links}) == 3
     cookie = answer.headers["set-cookie"]
-    assert answer.status_code == 200 and "rl_view_8411=" in cookie and "HttpOnly" in cookie and "SameSite=strict" in cookie
-    assert TOKEN not in answer.text and client.get("/api/runs").status_code == 200
-    client.cookies.clear()
-    client.cookies.set("rl_view_8411", TOKEN[:-1])
-    assert client.get("/api/runs").status_code == 401
+    name, value, folder = re.match(r"(rl_view_\w{8})=(\w{32}); HttpOnly; Path=(/\w{32}/); SameSite=strict$", cookie).groups()
+    assert folder == first.base_url.path and value not in folder and SECRET not in answer.text + cookie
+    first.cookies.clear()
+    first.cookies.set(name, value[:-1] + "x")
+    assert first.get("/api/runs").status_code == 401
+
+
+def test_a_server_that_was_started_again_knows_the_cookie_and_no_link_of_before(place):
+    (browser, links), (again, _) = guarded(Library([place])), guarded(Library([place]))
+    unused = links[0]
+    enter(browser, unused)
+    browser._transport = again._transport
+    assert browser.get("/api/runs").status_code == 200
+    assert browser.get(unused).status_code == browser.get(links[1]).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -107,7 +135,7 @@ def test_the_printed_address_lets_in_and_a_cookie_keeps_that_no_script_reads(pla
     ],
 )
 def test_other_pages_and_other_names_are_refused(client, headers, status):
-    assert client.get("/api/runs", headers=headers | {"cookie": f"rl_view_8411={TOKEN}"}).status_code == status
+    assert client.get("/api/runs", headers=headers).status_code == status
 
 
 def test_nothing_can_be_changed_and_every_answer_has_the_policy(client):
@@ -121,6 +149,13 @@ def test_nothing_can_be_changed_and_every_answer_has_the_policy(client):
     assert "<script>" not in client.get("/").text and " on" not in client.get("/").text  # no script within the page, no handler
 
 
+def test_a_metric_that_is_none_is_told_and_one_that_is_not_there_yet_is_not(client):
+    """The answer was no curve, and no word."""
+    answer = client.get("/api/curves?run=first&name=rewrd/mean")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "rewrd/mean: no such metric; did you mean reward/mean?")
+    assert client.get("/api/curves?run=first&name=validation/loss").json()["series"] == []
+
+
 @pytest.mark.parametrize("key", ["../second", "/etc", "nothing", "first/../../x", ""])
 def test_only_runs_that_are_shown_are_opened(client, key):
     answer = client.get("/api/health", params={"run": key})
@@ -130,10 +165,9 @@ def test_only_runs_that_are_shown_are_opened(client, key):
 
 def test_it_serves_over_a_socket_and_the_same_answer_twice_is_sent_once(place):
     """As the command does it, with uvicorn and a port of the kernel's choice."""
-    with serving(place) as address, httpx.Client() as browser:
-        base = address.split("/?")[0]
-        assert browser.get(address).status_code == 200
-        answer = browser.get(f"{base}/api/curves", params={"run": "first", "name": "reward/mean"})
+    with serving(place) as links, httpx.Client() as browser:
+        enter(browser, links[0])
+        answer = browser.get("/api/curves", params={"run": "first", "name": "reward/mean"})
         assert answer.json()["series"][0]["values"] == [0.1, 0.3, 0.4, 0.7]
         again = browser.get(answer.url, headers={"if-none-match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
@@ -230,7 +264,7 @@ def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fe
     files = make_run(tmp_path / "x", model={"name": "owner/big"})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found, note = tokens.tokenizer_of(Run(files.root))
-    assert found is None and note.startswith("tokens are shown by their ids: the tokenizer of owner/big is not on this machine, nor in ")
+    assert found is None and note.startswith("tokens are shown by their ids: the tokenizer of owner/big is neither on this machine nor in ")
     assert note.endswith("weights: `hf download owner/big tokenizer.json` gets it")
     folder = tmp_path / "cache/rl/models/owner--big"
     folder.mkdir(parents=True)
@@ -255,13 +289,13 @@ def test_time_health_logs_and_differences(ask):
     assert ask("health", run="first").state == "died" and "trainer" in ask("health", run="first").bottleneck
     assert ask("log", run="first", process="trainer").lines == ["<script>window.hacked = 1</script>", "ValueError: \\x1b[31mred"]
     compared = ask("compare", run=["first", "second"])
-    assert [(row.key, row.values) for row in compared.settings] == [("trainer.optim.lr", [1e-6, 5e-6])]
+    assert [(row.key, row.values) for row in compared.settings] == [("trainer.optim.lr", ["1e-06", "5e-06"])]
     assert [(point.version, point.means[1]) for point in compared.evals] == [(0, None), (4, None)]
 
 
 def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
     """What is under way is in no span yet: the trainer's phase, requests in flight, a process that starts."""
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path]))
     now = time.time()
     for process, lines in {
         "inference": [Span(name="sampling", begin=20.0, end=30.0, lane="requests"), Gauges(at=30.5, values={"requests": 0})],
@@ -276,7 +310,7 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
     def status(phase: Phase, since: float) -> list[tuple[float, float]]:
         fields = {"pid": 1, "host": "elsewhere", "waiting_for": phase.waits_for, "since": now + since - 100, "heartbeat": now}
         write_status(files.status("trainer"), RoleStatus(process="trainer", phase=phase, step=1, **fields))
-        quiet = desk.timeline(TimelineParameters(run="x")).quiet
+        quiet = handlers.timeline(TimelineParameters(run="x")).quiet
         return [(round(one.begin - now + 100, 1), round(one.end - now + 100, 1)) for one in quiet]
 
     assert status(Phase.TRAINING, 30.0) == []
@@ -289,31 +323,31 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(tmp_path):
     append_event(files.events, Event(time=now - 35, event="death", process="inference"))
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (65.0, 98.0)]
     with pytest.raises(RunError, match=r"^begin = 1795402589.404 is after end = 1$"):
-        desk.timeline(TimelineParameters(run="x", begin=1795402589.404, end=1.0))
+        handlers.timeline(TimelineParameters(run="x", begin=1795402589.404, end=1.0))
 
 
 def test_numbers_of_a_process_end_with_it(tmp_path):
     """Also where all were killed at once and nobody noted a death: its phases say until when it lived."""
-    files, desk = made_of_spans(tmp_path / "x"), Desk(Library([tmp_path]))
+    files, handlers = made_of_spans(tmp_path / "x"), Handlers(Library([tmp_path]))
     append_event(files.events, Event(time=1000.0, event="start", process="rl"))
     clock = Start(process="inference", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
     life = [Span(name="serving", begin=1.0, end=9.5, lane="phase"), Span(name="serving", begin=9.6, end=11.0, lane="phase")]
     more = [Gauges(at=8.0, values={"requests": 3}), Gauges(at=10.0, values={"requests": 5})]
     again = [Span(name="serving", begin=13.0, end=40.0, lane="phase"), Gauges(at=20.0, values={"requests": 2}), Gauges(at=26.0, values={})]
     (files.spans / "inference.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *life, *more, *again)))
-    (lane,) = (lane for lane in desk.timeline(TimelineParameters(run="x")).lanes if lane.name == "in flight")
+    (lane,) = (lane for lane in handlers.timeline(TimelineParameters(run="x")).lanes if lane.name == "in flight")
     assert [(span.begin - 1000, span.end - 1000, span.text[0]) for span in lane.spans] == [(8, 10, "3"), (10, 11, "5"), (20, 24, "2")]
 
 
 def test_of_many_equal_spans_as_many_are_shown_as_may_be(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.view.timeline.MOST_SPANS", 6)
-    files, desk = made_of_spans(tmp_path / "x"), Desk(Library([tmp_path]))
+    files, handlers = made_of_spans(tmp_path / "x"), Handlers(Library([tmp_path]))
     clock = Start(process="trainer", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
     lines = [Span(name="step", begin=2.0 * i, end=2.0 * i + (1.5 if i == 8 else 0.5), lane="step") for i in range(10)]
     (files.spans / "trainer.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *lines)))
-    found = desk.timeline(TimelineParameters(run="x"))
+    found = handlers.timeline(TimelineParameters(run="x"))
     assert [span.begin - 1000 for lane in found.lanes for span in lane.spans] == [0, 2, 4, 6, 8, 16]
-    assert found.note.startswith("the 6 longest of 10 spans: of those of 0.5 s or less not all are here")
+    assert found.note.startswith("the 6 longest of 10 spans: some of 0.5 s or less are missing here")
 
 
 def made_of_spans(root: Path) -> RunDir:
@@ -344,27 +378,29 @@ def test_reading_a_run_leaves_it_as_it_is(ask, place):
 def test_a_run_of_another_version_of_rl_is_shown_as_far_as_it_can_be(tmp_path):
     run = make_runs(tmp_path) / "first"
     (run / "config.toml").write_text("bogus = [1]\n")
-    desk, routes = Desk(Library([run])), {route.name: route for route in ROUTES}
-    (row,) = routes["runs"].ask(desk, []).runs
+    handlers, routes = Handlers(Library([run])), {route.name: route for route in ROUTES}
+    (row,) = routes["runs"].ask(handlers, []).runs
     assert (row.key, row.state, row.step) == ("first", "unreadable", 4) and "was not written by this version" in row.why
-    assert routes["rollouts"].ask(desk, [("run", "first")]).total == 24
-    assert routes["rollout"].ask(desk, [("run", "first"), ("group", "10"), ("rollout", "1")]).explanation.startswith("Trained in step 1")
-    assert routes["tokens"].ask(desk, [("run", "first"), ("step", "2"), ("group", "20"), ("rollout", "0")]).total == 5
-    found = routes["health"].ask(desk, [("run", "first")])
+    assert routes["rollouts"].ask(handlers, [("run", "first")]).total == 24
+    assert (
+        routes["rollout"].ask(handlers, [("run", "first"), ("group", "10"), ("rollout", "1")]).explanation.startswith("Trained in step 1")
+    )
+    assert routes["tokens"].ask(handlers, [("run", "first"), ("step", "2"), ("group", "20"), ("rollout", "0")]).total == 5
+    found = routes["health"].ask(handlers, [("run", "first")])
     assert found.state == "unreadable" and found.processes[0].name == "trainer"
-    assert routes["timeline"].ask(desk, [("run", "first")]).lanes and routes["compare"].ask(desk, [("run", "first")]).faults
+    assert routes["timeline"].ask(handlers, [("run", "first")]).lanes and routes["compare"].ask(handlers, [("run", "first")]).faults
 
 
 def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
     """Live, killed, live again, ended, as its files and processes say it."""
     monkeypatch.setattr(runs, "LIVE_S", 0.0)
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path]))
     files.status_dir.mkdir()
     said = []
 
     def state() -> None:
-        (row,) = desk.runs(NoParameters()).runs
-        assert row.state == desk.health(OfRun(run="x")).state
+        (row,) = handlers.runs(NoParameters()).runs
+        assert row.state == handlers.health(OfRun(run="x")).state
         said.append((row.state, row.why))
 
     for _ in range(2):
@@ -372,7 +408,8 @@ def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
         fields = {
             "pid": process.pid,
             "host": socket.gethostname(),
-            "started": time.time(),
+            "place": linux.pid_scope(),
+            "start_ticks": process_table.entry(process.pid).start,
             "heartbeat": time.time(),
             "phase": Phase.TRAINING,
         }
@@ -392,23 +429,23 @@ def test_the_state_of_a_run_is_followed(tmp_path, monkeypatch):
 
 def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(tmp_path):
     """A failed one has a reward of 0 in its file that says nothing, and no version if no token was sampled."""
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     for step in (1, 2, 3):
         failed = {"error": "boom", "cause": "environment"}
         rollouts = [rollout(1.0, step, episode=0), rollout(0.0, turns=[], episode=1, **failed), rollout(0.5, step, episode=2)]
         one = Group(group_id=step, env="sums", task=1, rollouts=rollouts)
-        write_step(files, step, [judge(one, Rules(keep_partial=True)), group(10 + step, [1.0, 1.0], task=2, version=step - 1)])
+        write_step(files, step, [credit_group(one, Rules(keep_partial=True)), group(10 + step, [1.0, 1.0], task=2, version=step - 1)])
     files.status_dir.mkdir()
     write_eval_of(files, 0, [0.0, 1.0])
     write_eval_of(files, 8, [0.0, 1.0])
-    rows = desk.tasks(TasksParameters(run="x", number=1)).rows
+    rows = handlers.tasks(TasksParameters(run="x", number=1)).rows
     assert [(row.rollouts, row.first, row.last, row.change) for row in rows] == [(6, 0.75, 0.75, 0.0)]
-    assert [row.change for row in desk.tasks(TasksParameters(run="x", kind="eval")).rows] == [0.0, 0.0]
-    one = desk.task(TaskParameters(run="x", env="sums", task=1))
+    assert [row.change for row in handlers.tasks(TasksParameters(run="x", kind="eval")).rows] == [0.0, 0.0]
+    one = handlers.task(TaskParameters(run="x", env="sums", task=1))
     assert [(version.version, version.mean) for version in one.versions] == [(1, 0.75), (2, 0.75), (3, 0.75)] and one.without_version == 3
-    found = desk.rollouts(RolloutsParameters(run="x", why="error"))
+    found = handlers.rollouts(Wanted(run="x", why="error"))
     assert (found.total, found.facets["why"]["error"], {row.reward for row in found.rows}) == (3, 3, {None})
-    assert desk.rollouts(RolloutsParameters(run="x", lowest=-1.0)).total == 12  # of 15
+    assert handlers.rollouts(Wanted(run="x", lowest=-1.0)).total == 12  # of 15
 
 
 def test_a_change_of_an_evaluation_is_clear_beyond_twice_its_error(tmp_path):
@@ -417,55 +454,55 @@ def test_a_change_of_an_evaluation_is_clear_beyond_twice_its_error(tmp_path):
     for version, noise, gain in ((0, 0.1332, 0.5), (8, 0.1333, 0.75)):
         means = {"eval/noise/reward_mean": noise, "eval/gain/reward_mean": gain, "eval/alone/reward_mean": gain}
         log.write(version, means | {"eval/noise/reward_mean_stderr": 0.003, "eval/gain/reward_mean_stderr": 0.0625})
-    (row,) = Desk(Library([tmp_path / "x"])).runs(NoParameters()).runs
+    (row,) = Handlers(Library([tmp_path / "x"])).runs(NoParameters()).runs
     assert {one.name: one.clear for one in row.evals} == {"noise": False, "gain": True, "alone": True}
 
 
 def test_worked_examples_belong_to_the_prompt(tmp_path):
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
     talk = [{"role": role, "content": role[0] + str(i)} for i in range(2) for role in ("user", "assistant")]
     write_step(files, 1, [group(1, [0.0, 1.0], task=1, messages=talk, num_prompt_messages=3), group(2, [0.0, 1.0], task=2, messages=talk)])
     for task, prompt, shown in ((1, 3, ["u0", "a0", "u1"]), (2, 0, ["u0"])):
-        detail = desk.rollout(RolloutParameters(run="x", group=task, rollout=1))
+        detail = handlers.rollout(Which(run="x", group=task, rollout=1))
         assert detail.prompt == prompt and [message.text for message in detail.messages] == ["u0", "a0", "u1", "a1"]
-        assert [message.text for message in desk.task(TaskParameters(run="x", env="sums", task=task)).prompt] == shown
+        assert [message.text for message in handlers.task(TaskParameters(run="x", env="sums", task=task)).prompt] == shown
 
 
 def test_a_bar_of_the_histogram_finds_what_it_counts(tmp_path):
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
     write_step(files, 1, [group(i, [i / 6, 2 / 3]) for i in range(7)])
-    histogram = desk.rollouts(RolloutsParameters(run="x")).histogram
+    histogram = handlers.rollouts(Wanted(run="x")).histogram
     for count, ends in zip(histogram.counts, histogram.ranges, strict=True):
         if count:
             lowest, highest = (float(json.loads(json.dumps(end))) for end in ends)
-            assert desk.rollouts(RolloutsParameters(run="x", lowest=lowest, highest=highest)).total == count
+            assert handlers.rollouts(Wanted(run="x", lowest=lowest, highest=highest)).total == count
     assert sum(histogram.counts) == 14 and histogram.ranges.count([]) == histogram.counts.count(0) > 0
 
 
 def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed(tmp_path):
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
     lines = [{"step": step, "time": 1000.0 + step, "source": "orchestrator", "reward/mean": step % 2} for step in range(1, 3001)]
     lines.append({"step": 0, "time": 1.0, "source": "eval", "eval/e/reward_mean": 0.0})
     files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
-    (whole,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
-    (part,) = desk.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
+    (whole,) = handlers.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
+    (part,) = handlers.curves(CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)).series
     assert (len(whole.steps), whole.each, whole.values[0], part.lows, part.firsts) == (1500, 2, 0.5, [], [])
     assert (whole.firsts[0], whole.steps[0], {*whole.lows}, {*whole.highs}) == (1, 2, {0.0}, {1.0})
     assert (part.steps, part.values, part.each) == ([2499, 2500, 2501, 2502, 2503], [1, 0, 1, 0, 1], 1)
     for seconds in (1000.0, 1005.5):
         append_event(files.events, Event(time=seconds, event="start", process="rl"))
-    death, again = [mark for mark in desk.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind in ("death", "restart")]
+    death, again = [mark for mark in handlers.curves(CurveParameters(run=["x"], axis="time")).marks if mark.kind in ("death", "restart")]
     assert (again.step, again.x, again.text) == (5, 1004.5, "rl: restart")  # a run that was killed and resumed
     assert (death.step, death.x) == (3, 1002.5)  # a quarter of an hour behind the evaluation of the base model, with which the run began
 
 
 def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(tmp_path):
     """A trainer that comes back from a checkpoint trains the batches since then again. A batch that was made anew is another one."""
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
     batch = {"source": "orchestrator", "reward/mean": 0.5}
     step = {"source": "trainer", "loss/mean": 0.1}
@@ -475,22 +512,26 @@ def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(tmp
     append_event(files.events, Event(time=1000.0, event="start", process="rl"))
     append_event(files.events, Event(time=1036.0, event="death", process="trainer", step=4))
     append_event(files.events, Event(time=1037.0, event="restart", process="trainer"))
-    (loss,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    (loss,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
     assert loss.x == [15, 25, 35]
-    marks = [(mark.kind, mark.step, mark.x) for mark in desk.curves(CurveParameters(run=["x"])).marks if mark.kind in ("death", "restart")]
+    marks = [
+        (mark.kind, mark.step, mark.x) for mark in handlers.curves(CurveParameters(run=["x"])).marks if mark.kind in ("death", "restart")
+    ]
     assert marks == [("death", 4, 4), ("restart", 4, 4)]
     with files.metrics.open("a") as file:
         file.writelines(json.dumps({"step": 3, "time": 1200.0 + late, **what}) + "\n" for late, what in ((0, batch), (5, step)))
     append_event(files.events, Event(time=1190.0, event="start", process="rl"))
-    (loss,) = desk.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    (loss,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
     assert loss.x == [15, 25, 205]
-    happened = [(moment.process, moment.kind) for moment in desk.timeline(TimelineParameters(run="x")).moments if moment.process == "rl"]
+    happened = [
+        (moment.process, moment.kind) for moment in handlers.timeline(TimelineParameters(run="x")).moments if moment.process == "rl"
+    ]
     assert happened == [("rl", "start"), ("rl", "restart")]
 
 
 def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
     """A batch is committed long before it is trained, and the step's first line is the commit's."""
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
     append_event(files.events, Event(time=1000.0, event="start", process="rl"))
     times = {"orchestrator": (1010.0, 1030.0), "trainer": (1025.0, 1110.0), "eval": (1005.0, 1120.0)}
@@ -499,21 +540,21 @@ def test_over_time_a_metric_stands_where_its_own_line_was_written(tmp_path):
         for step, second in enumerate(two, start=source != "eval"):
             with files.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, "time": second, "source": source, names[source]: 0.5}) + "\n")
-    found = desk.curves(CurveParameters(run=["x"], name=[*names.values()], axis="time"))
+    found = handlers.curves(CurveParameters(run=["x"], name=[*names.values()], axis="time"))
     places = {one.name: one.x for one in found.series}
     assert places == {"reward/mean": [10, 30], "loss/mean": [25, 110], "eval/e/reward_mean": [5, 120]}
     assert [mark.x for mark in found.marks if mark.kind == "eval"] == [5, 120]
 
 
 def test_a_run_lasted_until_its_end_record(tmp_path):
-    files, desk = make_run(tmp_path / "x"), Desk(Library([tmp_path / "x"]))
+    files, handlers = make_run(tmp_path / "x"), Handlers(Library([tmp_path / "x"]))
     files.status_dir.mkdir()
     for at in (1000.0, 1080.0):
         append_event(files.events, Event(time=at, event="start", process="rl"))
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
-    assert (desk.runs(NoParameters()).runs[0].seconds, desk.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
+    assert (handlers.runs(NoParameters()).runs[0].seconds, handlers.timeline(TimelineParameters(run="x")).last) == (90.0, 1090.0)
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1e300)))
-    assert desk.timeline(TimelineParameters(run="x")).last == 1080.0
+    assert handlers.timeline(TimelineParameters(run="x")).last == 1080.0
 
 
 def test_two_runs_of_one_name_are_both_shown(tmp_path):
@@ -539,7 +580,7 @@ def test_wrong_questions_are_answered_with_what_is_wrong(client):
         ("log?run=first&process=trainer&lines=-5", 409, "lines = -5: give a number from 1 to 2000"),
         ("log?run=first&process=trainer&lines=2001", 409, "lines = 2001: give a number from 1 to 2000"),
         ("rollouts?run=first&lowest=nan", 400, "lowest = nan: give a number"),
-        ("rollouts?run=first&lowest=1&highest=0", 409, "reward = (1.0, 0.0): give the least and the greatest number, in this order"),
+        ("rollouts?run=first&lowest=1&highest=0", 409, "reward = (1.0, 0.0): give the minimum and the maximum, in this order"),
         ("timeline?run=first&begin=inf", 400, "begin = inf: give a number"),
         ("tokens?run=first&step=-1&group=10&rollout=0", 409, "step = -1: give a whole number from 1"),
     ):
@@ -563,9 +604,8 @@ def test_a_run_with_an_odd_file_hides_no_other(tmp_path):
     denied = make_run(tmp_path / "denied")
     denied.status_dir.mkdir()
     denied.metrics.mkdir()  # it cannot be read, as one of another user; but for root every file can be
-    desk = Desk(Library([tmp_path]))
-    client = TestClient(PageGate(make_app(desk.library), TOKEN, "127.0.0.1", 8411), base_url=f"http://{HOST}")
-    client.get(f"/?token={TOKEN}")
+    handlers = Handlers(Library([tmp_path]))
+    client = let_in(handlers.library)
     rows = {row["key"]: row for row in client.get("/api/runs").json()["runs"]}
     assert rows.keys() == {"huge", "late", "bad\\udcff", "turns\\u202eround", "evals", "status", "denied"}
     assert (rows["denied"]["state"], "Error" in rows["denied"]["why"]) == ("unreadable", True)
@@ -573,17 +613,16 @@ def test_a_run_with_an_odd_file_hides_no_other(tmp_path):
     for key in rows.keys() - {"denied"}:
         assert client.get("/api/curves", params={"run": key, "name": "loss/mean"}).status_code == 200
         assert client.get("/api/timeline", params={"run": key}).json()["last"] < 1e11
-    assert desk.curves(CurveParameters(run=["late"], name=["loss/mean"])).series[0].values == [0.5]
+    assert handlers.curves(CurveParameters(run=["late"], name=["loss/mean"])).series[0].values == [0.5]
 
 
 # What the page uses -----------------------------------------------------------------------------------------------------
 
 
-def test_the_page_asks_for_what_the_schema_has_and_the_answers_fit_it(client, ask):
+def test_the_page_asks_for_what_there_is_and_the_answers_fit_it(client, ask):
     used = {name for path in PAGE.glob("*.js") for name in re.findall(r'(?:useAnswer|ask)\(\s*"(\w+)"', path.read_text())}
-    assert used == {route.name for route in ROUTES} == {path.removeprefix("/api/") for path in openapi()["paths"]}
-    assert client.get("/api/schema").json() == json.loads(msgspec.json.encode(openapi()))
-    assert msgspec.json.decode(client.get("/api/runs").content, type=answers.Runs).runs
+    assert used == {route.name for route in ROUTES}
+    assert msgspec.json.decode(client.get("/api/runs").content, type=responses.Runs).runs
     lists = {"runs": "runs", "rollouts": "rows", "tasks": "rows"}
     for route in ROUTES:
         if route.name in lists:

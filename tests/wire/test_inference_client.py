@@ -1,4 +1,4 @@
-"""What the client does about a server that is there and never answers, or not what it should, or not to everyone."""
+"""How the client handles a server that is up but never answers, answers wrongly, or does not answer everyone."""
 
 import asyncio
 import errno
@@ -41,7 +41,7 @@ def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
 
 
 async def asked(tmp_path, answer, work):
-    """`work(servers)` with a server that answers every request with `answer(request)`."""
+    """Runs `work(servers)` with a server that answers every request with `answer(request)`."""
     async with WebServer(web.route("*", "/{path}", answer)) as server, asyncio.timeout(20):
         servers = InferenceServers([server.url], tmp_path / "status" / "inference.json", 0.6)
         try:
@@ -59,7 +59,7 @@ def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
         return web.Response(body=content)
 
     for work in (lambda servers: servers.generate(0, [1], {}), lambda servers: servers.loaded_version()):
-        with pytest.raises(InferenceLostError, match=r"answers what is no answer \(.*Is orchestrator.inference_urls"):
+        with pytest.raises(InferenceLostError, match=r"sent an invalid answer \(.*Is orchestrator.inference_urls"):
             asyncio.run(asked(tmp_path, answer, work))
 
 
@@ -68,7 +68,7 @@ def test_a_refusal_of_another_shape_too(tmp_path, content):
     async def answer(_request: web.Request) -> web.Response:
         return web.Response(status=400, body=content)
 
-    with pytest.raises(InferenceLostError, match="answers what is no answer"):
+    with pytest.raises(InferenceLostError, match="sent an invalid answer"):
         asyncio.run(asked(tmp_path, answer, lambda servers: servers.generate(0, [1], {})))
 
 
@@ -82,7 +82,7 @@ def test_an_endless_answer_is_cut_off(tmp_path, monkeypatch):
             await response.write(b"x" * (1 << 16))
         return response
 
-    with pytest.raises(InferenceLostError, match="an answer of more than 1 MiB"):
+    with pytest.raises(InferenceLostError, match="the answer is larger than 1 MiB"):
         asyncio.run(asked(tmp_path, answer, lambda servers: servers.loaded_version()))
 
 
@@ -99,7 +99,7 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
         return servers.loaded_version()
 
     with pytest.raises(
-        InferenceLostError, match=r"answers 401: it wants its run's token. Set RL_TOKEN to the one in its run directory"
+        InferenceLostError, match=r"answers 401: it requires its run's token. Set RL_TOKEN to the one in its run directory"
     ) as refused:
         asyncio.run(asked(tmp_path, answer, version))
     assert refused.value.exit_code == GIVE_UP
@@ -107,7 +107,7 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
     (tmp_path / "status" / "token").write_text(token)
     assert asyncio.run(asked(tmp_path, answer, version)) == 3
     (tmp_path / "status" / "token").write_text("damaged")
-    with pytest.raises(InferenceLostError, match="status/token: holds no token") as refused:
+    with pytest.raises(InferenceLostError, match="status/token: does not hold a token") as refused:
         asyncio.run(asked(tmp_path, answer, version))
     assert refused.value.exit_code == GIVE_UP
     monkeypatch.setenv("RL_TOKEN", token)
@@ -115,7 +115,7 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
 
 
 def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
-    """Every request in flight has a connection: those that find none left wait, and none fails."""
+    """Every request in flight has a connection; further requests are queued, and none fails."""
     monkeypatch.setattr("rl.wire.http.resource.getrlimit", lambda _kind: (32, 32))
     open_now, most = 0, 0
 
@@ -137,7 +137,7 @@ def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
 
 
 def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(tmp_path, monkeypatch):
-    """A stale handle, or no file descriptor left: the next attempt may read it. A token that was made anew is read again."""
+    """With a stale handle, or no file descriptor left, the next attempt may succeed. A token that was replaced is read again."""
     monkeypatch.delenv("RL_TOKEN", raising=False)
     (tmp_path / "status").mkdir()
     (file := tmp_path / "status" / "token").write_text(first := "a-token-of-the-test-0123456789")
@@ -165,4 +165,4 @@ def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(tm
         return [*versions, await servers.loaded_version()]
 
     assert asyncio.run(asked(tmp_path, answer, ask)) == [3] * 21
-    assert len(reads) == 4  # two faults, one reading for twenty requests, one after the refusal
+    assert len(reads) == 4  # two faults, one read for twenty requests, one after the refusal

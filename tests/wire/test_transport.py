@@ -11,18 +11,16 @@ import msgspec
 import pytest
 import zmq
 
+from rl.run_dir.access_token import run_token
 from rl.run_dir.files import CorruptFileError, encode_record
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
-from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, RESTART, RunError
-from rl.wire.batch_file import batch_head, batch_part, encode_batch
+from rl.wire.batch_file import batch_head, encode_batch
 from rl.wire.messages import (
     Acknowledged,
-    BatchPart,
     BatchReady,
     GetBatch,
-    GetBatchPart,
     NotReady,
     Published,
     Reply,
@@ -36,7 +34,7 @@ from tests.waiting import until
 
 
 class Server:
-    """An orchestrator's end in a thread; `answer` makes the replies, None is silence."""
+    """The orchestrator's end in a thread; `answer` makes the replies, None means no reply."""
 
     def __init__(self, status: Path, answer: Callable[[Request], Reply | None], token: str | None = None):
         self.status, self.answer, self.token, self.seen = status, answer, token or run_token(status.parent), []
@@ -71,7 +69,7 @@ class Server:
 
 
 def connect(socket: zmq.Socket, server: Server) -> None:
-    """Connects as one who has the token."""
+    """Connects as a client with the token."""
     socket.curve_publickey, socket.curve_secretkey = curve_keys(server.token, "client")
     socket.curve_serverkey, _ = curve_keys(server.token, "server")
     socket.connect(server.address.replace("curve://", "tcp://"))
@@ -91,7 +89,7 @@ def serve(tmp_path):
 
 
 class Client(OrchestratorClient):
-    """A client that is held up from its first question on, and keeps what it reports of its waits: (phase, step, detail)."""
+    """A client that blocks from its first request on, and records the waits it reports: (phase, step, detail)."""
 
     def __init__(self, status: Path, timeout_s: float):
         super().__init__(RunDir(status.parent.parent, status.parent.parent / "weights"))
@@ -111,7 +109,7 @@ BATCH = encode_record(b"a batch")
 
 
 def ready(tmp_path, step: int = 1, data: bytes = BATCH) -> BatchReady:
-    """The orchestrator's word of a batch that lies where the trainer sees it."""
+    """The orchestrator announces a batch that the trainer can see."""
     path = tmp_path / "batches" / f"{step:06d}.batch"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
@@ -132,96 +130,59 @@ def test_not_ready_then_the_batch(serve, tmp_path):
     assert said == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
 
 
-class Elsewhere:
-    """An orchestrator whose files the trainer does not see; `parts` are the offsets that it was asked for."""
-
-    def __init__(self, path: Path, data: bytes):
-        self.path, self.parts = path, []
-        path.parent.mkdir(parents=True)
-        path.write_bytes(data)
-
-    def answer(self, request: Request) -> Reply:
-        if isinstance(request, GetBatchPart):
-            self.parts.append(request.offset)
-            return BatchPart(batch_part(self.path, request.offset))
-        return batch_head(self.path)
-
-
-PART = 1000
-
-
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch) -> Elsewhere:
-    monkeypatch.setattr("rl.wire.batch_file.PART_BYTES", PART)
-    return Elsewhere(tmp_path / "elsewhere" / "000001.batch", encode_record(bytes(range(250)) * 20))
+def written(tmp_path) -> Path:
+    """A batch file that the orchestrator sees but the trainer does not."""
+    path = tmp_path / "elsewhere" / "000001.batch"
+    path.parent.mkdir()
+    path.write_bytes(encode_record(bytes(range(250)) * 20))
+    return path
 
 
 def test_a_batch_is_read_from_its_file_and_does_not_cross_the_wire(serve, tmp_path):
-    """100 MiB: more than a message may have, and than one attempt could wait for."""
+    """100 MiB: more than a message may have, and than one attempt could transfer."""
     data = encode_batch(TrainBatch(step=1, samples=[]), "x" * (100 << 20))
     server = serve(lambda _request: ready(tmp_path, 1, data))
     trainer, _ = client(tmp_path)
     assert trainer.get_batch(1) == data and server.seen == [GetBatch(1)]
 
 
-def test_where_the_file_is_not_seen_it_comes_in_parts_and_the_deadline_is_for_silence(serve, tmp_path, elsewhere):
-    slow: list[Request] = []
-
-    def answer(request: Request) -> Reply:
-        slow.append(request)
-        time.sleep(0.15)
-        return elsewhere.answer(request)
-
-    serve(answer)
-    trainer, said = client(tmp_path, timeout_s=0.5)  # the whole takes twice as long
-    assert trainer.get_batch(1) == elsewhere.path.read_bytes() and elsewhere.parts == [0, 1000, 2000, 3000, 4000, 5000]
-    assert len(slow) == 7 and said[-1][2] == "batch 1 in parts, 0 of 0 MiB received"
-    assert trainer.get_batch(1) == elsewhere.path.read_bytes()
-
-
-def test_a_part_that_never_comes_is_a_deadline_that_says_so(serve, tmp_path, elsewhere, monkeypatch):
-    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.2)
-    serve(lambda request: None if request == GetBatchPart(1, 2000) else elsewhere.answer(request))
-    trainer, _ = client(tmp_path, timeout_s=0.5)
-    with pytest.raises(RunError, match="waited 0 s for batch 1 in parts, 0 of 0 MiB received"):
-        trainer.get_batch(1)
-
-
-@pytest.mark.parametrize("there", [b"", BATCH, b"another of the same length"])
-def test_another_file_of_that_name_is_not_believed(serve, tmp_path, elsewhere, monkeypatch, caplog, there):
-    """An old one, half of it, or another run's: it is waited for a little, once, and then comes in parts."""
+@pytest.mark.parametrize("there", [None, b"", BATCH])
+def test_a_file_that_is_not_seen_is_a_deadline_that_names_the_remedy(serve, tmp_path, written, monkeypatch, there):
+    """No file, half of it, or an old one. It is requested again: a repair may have replaced the batch meanwhile."""
     monkeypatch.setattr("rl.wire.transport.SEEN_WITHIN_S", 0.3)
-    ready(tmp_path)
-    same_length = there[:1] == b"a"
-    (tmp_path / "batches" / "000001.batch").write_bytes(encode_record(bytes(5000)) if same_length else there)
-    serve(elsewhere.answer)
-    trainer, said = client(tmp_path)
-    assert [trainer.get_batch(1) for _ in range(2)] == [elsewhere.path.read_bytes()] * 2 and len(elsewhere.parts) == 12
-    assert [detail for _, _, detail in said].count(f"{tmp_path}/batches/000001.batch to come into view") in (1, 2)
-    assert caplog.text.count("is not what the orchestrator wrote, as seen from here: batches come through the network") == 1
-
-
-def test_a_file_that_comes_into_view_later_is_read(serve, tmp_path, elsewhere):
     (tmp_path / "batches").mkdir()
-    serve(elsewhere.answer)
+    if there is not None:
+        (tmp_path / "batches" / "000001.batch").write_bytes(there)
+    server = serve(lambda _request: batch_head(written))
+    trainer, said = client(tmp_path, timeout_s=1.0)
+    with pytest.raises(RunError, match=r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all nodes share"):
+        trainer.get_batch(1)
+    assert len(server.seen) >= 2 and said[-1][2] == f"{tmp_path}/batches/000001.batch to become visible"
+
+
+def test_a_file_that_comes_into_view_later_is_read(serve, tmp_path, written):
+    (tmp_path / "batches").mkdir()
+    serve(lambda _request: batch_head(written))
     trainer, said = client(tmp_path)
-    threading.Timer(0.3, lambda: (tmp_path / "batches" / "000001.batch").write_bytes(elsewhere.path.read_bytes())).start()
-    assert trainer.get_batch(1) == elsewhere.path.read_bytes() and elsewhere.parts == []
-    assert said[-1][2].endswith("000001.batch to come into view")
+    threading.Timer(0.3, lambda: (tmp_path / "batches" / "000001.batch").write_bytes(written.read_bytes())).start()
+    assert trainer.get_batch(1) == written.read_bytes()
+    assert said[-1][2].endswith("000001.batch to become visible")
 
 
-def test_a_batch_that_is_damaged_where_it_was_written_is_named(serve, tmp_path, elsewhere):
-    data = bytearray(elsewhere.path.read_bytes())
-    data[-1] ^= 1
-    elsewhere.path.write_bytes(data)
-    serve(elsewhere.answer)
+def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.wire.transport.SEEN_WITHIN_S", 0.3)
+    reply = ready(tmp_path)
+    path = tmp_path / "batches" / "000001.batch"
+    path.write_bytes(BATCH[:-1] + b"?")
+    serve(lambda _request: reply)
     trainer, _ = client(tmp_path)
-    with pytest.raises(CorruptFileError, match=r"000001\.batch: damaged, its checksum does not fit") as error:
+    with pytest.raises(CorruptFileError, match=r"000001\.batch: damaged, its checksum does not match") as error:
         trainer.get_batch(1)
     assert error.value.exit_code == DAMAGED  # `rl` repairs the run
-    elsewhere.path.write_bytes(data[:100])
-    with pytest.raises(CorruptFileError, match=r"000001\.batch: has 100 bytes, its head says 5028"):
-        batch_head(elsewhere.path)
+    path.write_bytes(BATCH[:-1])
+    with pytest.raises(CorruptFileError, match=rf"000001\.batch: has {len(BATCH) - 1} bytes, its header says {len(BATCH)}"):
+        batch_head(path)
 
 
 def test_an_orchestrator_of_an_older_version_is_named(tmp_path, monkeypatch):
@@ -256,7 +217,7 @@ def test_published_and_the_end_of_the_run(serve, tmp_path):
 
 def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
     monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.3)
-    first = serve(lambda _request: None)  # takes the question and dies with it
+    first = serve(lambda _request: None)  # receives the request and dies
     trainer, _ = client(tmp_path)
     result: list[bytes] = []
     asking = threading.Thread(target=lambda: result.append(trainer.get_batch(1)))
@@ -280,7 +241,7 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     assert error.value.exit_code == RESTART
     said = re.sub(r"\d\d:\d\d:\d\d", "TIME", str(error.value)).replace("1 s ago", "0 s ago")
     assert said.splitlines() == [
-        "waited 0 s for batch 7 (filling batch 7), asked first at TIME. The orchestrator: last heartbeat 0 s ago: filling batch 1; "
+        "waited 0 s for batch 7 (filling batch 7), first asked at TIME. The orchestrator: last heartbeat 0 s ago: filling batch 1; "
         f"the end of {tmp_path}/logs/orchestrator-10.log:",
         "  | attempt 10",
         "  | its last line",
@@ -346,12 +307,12 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
 
 
 def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
-    """Whatever answers in the orchestrator's place: the trainer goes on asking."""
+    """Whatever answers in place of the orchestrator, the trainer keeps asking."""
     monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.5)
     acknowledged = msgspec.msgpack.encode(Acknowledged(1))
     answers = [[b"garbage"], [b""], [b"a", b"b"], [b"\x91" * 100_000], [acknowledged], [acknowledged, b""], [b"x" * 2000]]
     answers.append([msgspec.msgpack.encode(ready(tmp_path))])
-    monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last but one is cut off with its connection
+    monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)  # the last reply but one closes the connection
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger, socket.curve_server = 0, True
         _, socket.curve_secretkey = curve_keys(run_token(tmp_path / "status"), "server")
@@ -369,12 +330,12 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
         assert trainer.get_batch(1) == BATCH
         answering.join()
     assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
-    assert all(any(text in detail for _, _, detail in said) for text in ("a Acknowledged to a GetBatch", "2 frames"))
+    assert all(any(text in detail for _, _, detail in said) for text in ("a Acknowledged in reply to a GetBatch", "2 frames"))
 
 
 @pytest.mark.parametrize(
     ("address", "why"),
-    [("nonsense", "is none: Invalid argument"), ("curve://nowhere:x", "is none: Invalid argument"), (["x"], "to come up")],
+    [("nonsense", "is invalid: Invalid argument"), ("curve://nowhere:x", "is invalid: Invalid argument"), (["x"], "to come up")],
 )
 def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
     write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
@@ -392,10 +353,10 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     server = serve(lambda _request: ready(tmp_path), TOKEN)
     assert server.address.startswith("curve://127.0.0.1:")
     trainer, _ = client(tmp_path, timeout_s=0.6)
-    with pytest.raises(RunError, match=r"curve://\S+ wants the run's token and this process has none: set RL_TOKEN to the same"):
+    with pytest.raises(RunError, match=r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to the same"):
         trainer.get_batch(1)
     monkeypatch.setenv("RL_TOKEN", TOKEN.upper())
-    with pytest.raises(RunError, match=r"curve://\S+ refuses the token that this process has: set RL_TOKEN to the same value"):
+    with pytest.raises(RunError, match=r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"):
         trainer.get_batch(1)
     monkeypatch.setenv("RL_TOKEN", "too short")
     with pytest.raises(RunError, match="RL_TOKEN must be 16 to 256 printable characters"):
@@ -407,7 +368,7 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
 
 
 def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
-    """Who knows where, and the server's public key, but not the token: has another key of its own, or none."""
+    """Clients that know the address and the server's public key, but not the token: with another key, or without one."""
     server = serve(lambda _request: ready(tmp_path), TOKEN)
     address = server.address.replace("curve://", "tcp://")
     with zmq.Context() as context:

@@ -1,1 +1,1 @@
-"""The subcommands of `rl`. They may use every other room; none of those uses them."""
+"""The subcommands of `rl`. They may import every other room; no other room imports them."""

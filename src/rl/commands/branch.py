@@ -1,4 +1,4 @@
-"""`rl branch RUN[@STEP] --name NEW`: a new run that goes on from a checkpoint of another with other settings."""
+"""`rl branch RUN[@STEP] --name NEW`: starts a new run from another run's checkpoint, with other settings."""
 
 import fnmatch
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rl.commands.policy_spec import find_run, version_number
-from rl.config.command_line import CommandLine, fail, load_config, to_toml, write_config
+from rl.config.command_line import CommandLine, fail, load_config_or_exit, to_toml, write_config
 from rl.config.differences import changed_keys
 from rl.config.options import take
 from rl.config.run import RLConfig
@@ -19,9 +19,9 @@ from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, clean_run, is_run_or_free, moved, ranges
 from rl.launch.run import launch
-from rl.orchestrator.batches import decode_state
-from rl.orchestrator.ending import RewardHistory
-from rl.orchestrator.tasks import TaskState
+from rl.orchestrator.batches.batch_selection import decode_state
+from rl.orchestrator.batches.early_stop import RewardHistory
+from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.checksums import verify_checkpoint
 from rl.run_dir.files import link_tree, write_directory, write_file
 from rl.run_dir.lease import hold_role
@@ -33,31 +33,31 @@ from rl.wire.batch_file import decode_batch, sound_batch, write_batch
 
 HELP = """usage: rl branch RUN[@STEP] --name NEW [@ FILE] [--KEY VALUE] ...
 
-Starts a new run from a checkpoint of another one, with its optimizer state and with other settings: outputs/x@40 is its checkpoint of step
-40, outputs/x its newest, outputs/x@best the best in its evaluations. Steps are counted on, so the first one of the branch is 41. What it
-does not set itself is as in RUN, which stays as it is: files are linked, not moved, and copied only to another file system. The directory
-keeps a note of its origin; `rl doctor` shows it, and `rl replay` begins there. It is resumed like any run: rl @ outputs/NEW/config.toml
---resume. With unchanged settings a branch trains the same bits as RUN would have on the same batches.
+Starts a new run from a checkpoint of another run, with its optimizer state and with other settings: outputs/x@40 is the checkpoint of
+step 40, outputs/x the newest, outputs/x@best the best in the run's evaluations. Step numbers continue, so the branch's first step is 41.
+Settings default to those of RUN, which is not changed: files are linked, or copied to another file system. The branch records its origin,
+which `rl doctor` shows and where `rl replay` begins. Resume it like any run: rl @ outputs/NEW/config.toml --resume. With unchanged
+settings a branch trains the same bits as RUN would have on the same batches.
 
-Not to be changed are the model (model.name, model.dtype, trainer.lora), whose weights the checkpoint holds, and whether it is `rl sft`.
-If what is played changes, tasks start anew; else they go on where they were.
+A branch cannot change the model (model.name, model.dtype, trainer.lora), whose weights the checkpoint holds, nor switch to or from
+`rl sft`. If the environments' tasks change, they start from the first again; otherwise they continue.
 
   --name NEW                  the new run's name; --output_dir DIR: where, by default beside RUN
-  --max_steps N               the last step, those of RUN included
+  --max_steps N               the last step, counting those of RUN
   --KEY VALUE, @ FILE         any other setting; rl --help SECTION shows them
   --dry-run                   print the resolved configuration, and exit
-  --clean                     delete a run NEW that is there
+  --clean                     delete an existing run NEW first
 """
 FIXED = {
-    "model.name": "the checkpoint holds the weights of that model; start a run with the other one",
-    "model.dtype": "version {step} was published in it, and would be another policy",
-    "trainer.lora*": "the checkpoint holds what was trained, the whole model or adapters of one shape; start a run from the exported model",
+    "model.name": "the checkpoint holds the weights of that model; start a new run with the other model",
+    "model.dtype": "version {step} was published in that dtype and would be another policy in another one",
+    "trainer.lora*": "the checkpoint holds the whole model, or adapters of one shape; start a new run from the exported model",
 }
-"""Settings that make a checkpoint what it is, and why a branch cannot have another value."""
+"""Settings that a branch cannot change -> the reason."""
 TASKS = ("id", "dataset", "args.*", "set_kwargs.*", "head_server", "reward", "name", "weight", "max_samples", "difficulty*")
 """Settings of an environment that decide which tasks it has, or how often each is played."""
 DATA = ("sft.*", "model.*", "renderer.*")
-"""Settings that the examples of supervised fine-tuning are made with."""
+"""Settings that determine the examples of supervised fine-tuning."""
 
 
 def main(args: list[str], children: Children) -> int:
@@ -68,24 +68,24 @@ def main(args: list[str], children: Children) -> int:
 
 
 def run(spec: str, flags: list[str], children: Children) -> int:
-    """Makes the branch and trains it. Everything is checked before anything is written."""
+    """Creates the branch and trains it. Checks everything before writing anything."""
     root, version = find_run(spec)
     root = root.resolve()
     parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()
-    wet = [flag for flag in flags if flag != "--dry-run"]  # which ends with the configuration alone
-    config, line = load_config(wet, "rl branch", variables=os.environ, usage=HELP, base=parent_config)
+    wet = [flag for flag in flags if flag != "--dry-run"]  # a dry run would exit in load_config, before the checks below
+    config, line = load_config_or_exit(wet, "rl branch", variables=os.environ, usage=HELP, base=parent_config)
     config = config.with_absolute_paths()
     if line.resume is not None:
-        fail("rl branch", "--resume goes on with a run as it is: rl @ RUN/config.toml --resume; a branch is a new one")
+        fail("rl branch", "--resume continues a run unchanged: rl @ RUN/config.toml --resume; a branch is a new run")
     if config.run_dir.root.resolve() == root:
-        fail("rl branch", f"{root.name} is the run itself; name the new one: --name NEW")
+        fail("rl branch", f"{root.name} is the run itself; name the new run: --name NEW")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
     changed = [change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")]
     check_changes(stored, config, changed, step)
     if "--dry-run" in flags:
         print(to_toml(config), end="")
-        raise SystemExit(0)  # as every command's dry run
+        raise SystemExit(0)  # like the dry run of every command
     changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
     config = devices.write_into(config, devices.split(config, machine()))
     make(config, parent, Origin(str(root), step, round(time.time(), 3), changes), clean="clean" in line.switches)
@@ -95,12 +95,12 @@ def run(spec: str, flags: list[str], children: Children) -> int:
 
 
 def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
-    """The step of the checkpoint that the text after the @ means. Raises RunError for one that the run has not."""
+    """Returns the step of the checkpoint named after the @. Raises RunError if the run does not have it."""
     there = numbered(parent.checkpoints)
     step = version_number(parent.root, version, there, tuple(evals))
     if step == 0:
         what = f"{parent.root}@0: is the base model" if version else f"{parent.root}: has no checkpoint yet"
-        raise RunError(f"{what}; a run that begins there is no branch: rl @ {parent.config} --name NEW")
+        raise RunError(f"{what}; start a new run there instead: rl @ {parent.config} --name NEW")
     if step not in there:
         raise RunError(
             f"{parent.root}@{version}: there is no checkpoint of step {step}, only of {ranges(there)}. Which ones a run keeps is set by "
@@ -110,7 +110,7 @@ def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
 
 
 def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int) -> None:
-    """Raises RunError with every setting that cannot be another one from this step on."""
+    """Raises RunError that lists every changed setting that a branch at this step cannot change."""
     refused = []
     for key, old, new in changed:
         why = next((text for pattern, text in FIXED.items() if fnmatch.fnmatchcase(key, pattern)), "")
@@ -119,15 +119,15 @@ def check_changes(stored: RLConfig, config: RLConfig, changed: list[tuple[str, A
     if bool(stored.sft) != bool(config.sft):
         kinds = ("supervised fine-tuning", "reinforcement learning")
         before, after = kinds if stored.sft else reversed(kinds)
-        refused.append(f"  {before} -> {after}\n    give the version to train on as model.name: its optimizer state is of the other loss")
+        refused.append(f"  {before} -> {after}\n    set model.name to the version instead: its optimizer state belongs to the other loss")
     elif config.max_steps <= step and not (config.sft and config.sft.epochs):
-        refused.append(f"  max_steps = {config.max_steps}\n    is reached at step {step}; raise it")
+        refused.append(f"  max_steps = {config.max_steps}\n    is already reached at step {step}; raise it")
     if refused:
-        raise RunError("\n".join([f"what a branch at step {step} cannot have:", *refused]))
+        raise RunError("\n".join([f"a branch at step {step} cannot have these settings:", *refused]))
 
 
 def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> None:
-    """Makes the directory of the branch, complete by rename. Raises RunError."""
+    """Creates the directory of the branch atomically, by rename. Raises RunError."""
     run_dir, step = config.run_dir, origin.step
     verify_checkpoint(parent.checkpoint(step))
     batch = None if config.sft else sound_batch(parent.batch(step))
@@ -159,11 +159,11 @@ def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> No
             write_directory(run_dir.weights(step), lambda folder: link_tree(parent.weights(step), folder))
         write_directory(run_dir.root, fill)
     except FileNotFoundError as error:
-        raise RunError(f"{error.filename}: went away while it was linked, for the run goes on and keeps its newest; try again") from None
+        raise RunError(f"{error.filename}: was deleted by the running run while being linked; try again") from None
 
 
 def take_place(run_dir: RunDir, *, clean: bool) -> None:
-    """Makes room for a new run. A branch that has trained nothing is replaced, as after a failed start. Raises RunError."""
+    """Makes room for a new run. Replaces a branch that has trained nothing, as after a failed start. Raises RunError."""
     if is_run_or_free(run_dir.root):
         lease = hold_role(run_dir.lock("rl"))
         try:
@@ -177,7 +177,7 @@ def take_place(run_dir: RunDir, *, clean: bool) -> None:
 
 
 def write_with_new_tasks(run_dir: RunDir, step: int, data: bytes) -> None:
-    """Writes the batch with the state of an orchestrator that has issued no task of these environments yet. Groups are counted on."""
+    """Writes the batch with the state of an orchestrator that has issued none of the environments' tasks. Group numbers continue."""
     content = decode_batch(data, str(run_dir.batch(step)))
     state = decode_state(content.state)
     tasks = TaskState(next_group=state.tasks.next_group, issued={}, in_flight=[])

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from rl.commands.arena import Arena, Job, arena, run, say, task_count
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
+from rl.commands.play_session import Job, PlaySession, play_session, run, say, task_count
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
 from rl.config.quick import EXAMPLES
 from rl.config.run import RLConfig
-from rl.homes.settle import homes_of
+from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import append_file
 from rl.system.errors import RunError
@@ -26,22 +26,22 @@ from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
 
 OPTIONS = (
-    Option("output", "FILE", "JSONL file that is appended to; what is in it is not played again"),
+    Option("output", "FILE", "JSONL file to append to; rollouts already in it are not played again"),
     POLICY,
     *ENDPOINT,
-    Option("limit", "N", "tasks in all, taken from the environments in turn; default: every task once"),
-    Option("samples", "N", "rollouts a task; default: 1"),
-    Option("tokens", "", "keep token ids, log-probabilities and versions of every turn, too"),
+    Option("limit", "N", "total number of tasks, taken from the environments in turn; default: every task once"),
+    Option("samples", "N", "rollouts per task; default: 1"),
+    Option("tokens", "", "also save token ids, log-probabilities and versions of every turn"),
     CONCURRENCY,
 )
 HELP = usage(
     "usage: rl collect [@ FILE] --output FILE.jsonl [--policy SPEC] [--KEY VALUE] ...\n\n"
-    "Plays training tasks of the environments and writes a line for each finished rollout. Started again it goes on.",
+    "Plays training tasks of the environments and writes one line per finished rollout. A second start continues the file.",
     OPTIONS,
     POLICY_SPECS,
 )
 Samples = dict[tuple[str, int], set[int]]
-"""(environment, task) -> numbers of its samples in the file."""
+"""(environment, task) -> sample numbers in the file."""
 
 
 def main(args: list[str], children: Children) -> int:
@@ -51,11 +51,12 @@ def main(args: list[str], children: Children) -> int:
     if "quick" in line.switches:
         values["limit"] = min(values["limit"] or EXAMPLES, EXAMPLES)
     config.orchestrator.eval = []
-    return run("rl collect", children, collect(config, line, values, children))
+    homes = homes_of(config, say, recorded=bool(line.files))  # before the policy is contacted, and where a signal stops it
+    return run("rl collect", children, collect(config, homes, line, values, children))
 
 
 def task_order(sizes: dict[str, int | None]) -> Iterator[tuple[str, int]]:
-    """(environment, task): the tasks of the environments in turn, each once. A size of None means endless."""
+    """Yields (environment, task) once per task, from the environments in turn. A size of None means endless."""
     for task in count():
         there = [env for env, size in sizes.items() if size is None or task < size]
         if not there:
@@ -64,7 +65,7 @@ def task_order(sizes: dict[str, int | None]) -> Iterator[tuple[str, int]]:
 
 
 def missing(order: Iterator[tuple[str, int]], present: Samples, samples: int) -> Iterator[tuple[str, int, int]]:
-    """(environment, task, number of samples to play) for every task with fewer than `samples`."""
+    """Yields (environment, task, number of samples to play) for every task with fewer than `samples`."""
     for env, task in order:
         lacking = samples - len(present.get((env, task), ()))
         if lacking > 0:
@@ -72,12 +73,12 @@ def missing(order: Iterator[tuple[str, int]], present: Samples, samples: int) ->
 
 
 def read_present(path: Path) -> Samples:
-    """The samples that earlier starts wrote. Cuts off what the last one did not finish: half a line, or an episode without the lines of
-    all its agents. Raises RunError for a file of another kind."""
+    """Returns the samples already in the file. Truncates an incomplete end: half a line, or an episode without the lines of all its
+    agents. Raises RunError if the file is not from `rl collect`."""
     present: Samples = {}
     if not path.exists():
         return present
-    end = whole = lacking = 0  # the end of the last whole episode, and of the last whole line; lines that its episode lacks
+    end = whole = lacking = 0  # end of the last complete episode and of the last complete line; lines its episode lacks
     with path.open("rb+") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -96,21 +97,20 @@ def read_present(path: Path) -> Samples:
     return present
 
 
-async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
-    """Plays the tasks and samples that the file lacks and appends them to it."""
-    homes = homes_of(config, say, recorded=bool(line.files))  # before anything is asked of the policy
+async def collect(config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children) -> int:
+    """Plays the tasks and samples that the file lacks, and appends them."""
     path = Path(values["output"]).expanduser()
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise RunError(f"--output {path}: {there} cannot be written to")
+        raise RunError(f"--output {path}: {there} is not writable")
     present = read_present(path)
     source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
 
     def left(ready: dict[str, Ready]) -> list[tuple[str, int, int]]:
-        """What is to be played of environments of these sizes, as `missing` has it. Raises RunError."""
+        """Returns what is left to play in environments of these sizes, in the form of `missing`. Raises RunError."""
         sizes = {env.label: task_count(env.max_samples, ready[env.label].num_train) for env in config.orchestrator.environment}
         if None in sizes.values() and not values["limit"]:
-            raise RunError("tasks are endless: say how many with --limit")
+            raise RunError("the tasks are endless; give a number with --limit")
         order = list(islice(task_order(sizes), values["limit"]))
         if not order:
             raise RunError("the environments have no training tasks; check their arguments (args, dataset) and max_samples")
@@ -118,11 +118,11 @@ async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], c
 
     name = name_of_play(config, line, [env.label for env in config.orchestrator.environment], source, values["policy"])
     work = Path(config.output_dir) / f"collect-{name}"
-    wanted = (lambda ready: bool(left(ready))) if present else None  # of what was begun nothing may be left
-    async with arena(config, homes, source, work, children, wanted=wanted) as place:
+    wanted = (lambda ready: bool(left(ready))) if present else None  # an existing file may already be complete
+    async with play_session(config, homes, source, work, children, wanted=wanted) as place:
         todo = left(place.ready)
         if not todo:
-            print(f"all {sum(map(len, present.values()))} rollouts are in {path}: nothing is left to play")
+            print(f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing is left to play")
             return 0
         path.parent.mkdir(parents=True, exist_ok=True)
         await Collection(config, source.label, present, path, tokens=bool(values["tokens"])).play(place, todo, values["concurrency"])
@@ -130,21 +130,21 @@ async def collect(config: RLConfig, line: CommandLine, values: dict[str, Any], c
 
 
 class Collection:
-    """The file of rollouts, and the counts of what was written to it."""
+    """The output file of rollouts, and counts of what was written."""
 
     def __init__(self, config: RLConfig, policy: str, present: Samples, path: Path, *, tokens: bool):
         self.config, self.policy, self.present, self.path, self.tokens = config, policy, present, path, tokens
         self.outcomes: Counter[str] = Counter()
         self.rewards: list[float] = []
         self.lost = 0
-        """Episodes that failed through the server or a worker: they say nothing about the policy and are not written."""
+        """Episodes lost to a failure of the server or a worker; they say nothing about the policy and are not written."""
 
-    async def play(self, place: Arena, todo: list[tuple[str, int, int]], concurrency: int | None) -> None:
-        """Plays `todo` and appends each task when it is finished."""
+    async def play(self, place: PlaySession, todo: list[tuple[str, int, int]], concurrency: int | None) -> None:
+        """Plays `todo` and appends each task as it finishes."""
         entries = {env.label: env for env in self.config.orchestrator.environment}
         jobs = [Job(env, "train", task, number, self.config.sampling_of(entries[env])) for env, task, number in todo]
         had = sum(map(len, self.present.values()))
-        say(f"{had} rollouts are in {self.path}; {sum(number for *_, number in todo)} are to be played by {self.policy}")
+        say(f"{had} rollouts are in {self.path}; {self.policy} will play {sum(number for *_, number in todo)} more")
         try:
             async with aclosing(place.play(self.policy, jobs, concurrency)) as played:
                 async for job, rollouts in played:
@@ -153,7 +153,7 @@ class Collection:
             self.report()
 
     def write(self, env: str, task: int, rollouts: list[Rollout]) -> None:
-        """Appends the rollouts of a task. An episode is a sample, with a line for each agent, and gets the lowest number that is free."""
+        """Appends the rollouts of a task. An episode is a sample with one line per agent, and gets the lowest free number."""
         there = self.present.setdefault((env, task), set())
         episodes: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
@@ -171,13 +171,14 @@ class Collection:
                     self.rewards.append(rollout.reward)
                 line = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": self.policy, **rollout.as_record()}
                 del line["versions"]
+                line |= {} if rollout.trainable else {"why": "not_trainable"}  # as in a run's rollouts
                 lines += msgspec.json.encode(line | ({"turns": list(rollout.turns)} if self.tokens else {})) + b"\n"
         append_file(self.path, lines)
 
     def report(self) -> None:
-        """Prints how many rollouts were written and their outcomes."""
+        """Prints the number of rollouts written, by outcome."""
         outcomes = ", ".join(f"{number} {outcome}" for outcome, number in self.outcomes.most_common()) or "none"
         reward = f"; mean reward {sum(self.rewards) / len(self.rewards):.3f}" if self.rewards else ""
         print(f"rollouts written to {self.path}: {outcomes}{reward}")
         if self.lost:
-            print(f"{self.lost} were lost with the server or a worker and not written: start again to play them")
+            print(f"{self.lost} were lost to a failed server or worker and not written; run the command again to play them")

@@ -1,4 +1,4 @@
-"""The report of an evaluation: report.json for programs, report.md and a table for people. One policy, or two side by side."""
+"""Reports an evaluation of one policy or two side by side: report.json for programs, report.md and a table for people."""
 
 import json
 import sys
@@ -6,21 +6,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.commands.arena import say
+from rl.commands.play_session import say
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
-from rl.orchestrator.eval_metrics import Difference, Results, difference, episodes, eval_metrics, example_rewards, pass_at_k
+from rl.orchestrator.evals.eval_metrics import Difference, Results, difference, episodes, eval_metrics, example_rewards, pass_at_k
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.wire.rollouts import Split
 
 Part = dict[str, Any]
 WIDTH = 160
-"""Columns of the table where the output is no terminal."""
+"""Width of the table in columns if the output is not a terminal."""
 
 
 def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results: Results) -> Part:
-    """The report of one policy on one evaluation. `examples` holds all that a later comparison needs."""
+    """Returns the report of one policy on one evaluation. `examples` holds all that a later comparison needs."""
     metrics = eval_metrics(entry.label, results)
     rewards = example_rewards(results)
     examples = {}
@@ -39,7 +39,7 @@ def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results
 
 
 def finished_report(spec: str) -> dict[str, Any] | None:
-    """The first policy of an earlier report, or None if `spec` is neither a report.json nor its directory.
+    """Returns the first policy of an earlier report, or None if `spec` is neither a report.json nor its directory.
 
     Raises RunError for a report that cannot be read.
     """
@@ -55,9 +55,9 @@ def finished_report(spec: str) -> dict[str, Any] | None:
 
 
 def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
-    """Paired differences of the mean reward and of each pass@k that both measured, over the examples that both played.
+    """Returns paired differences of the mean reward and of each pass@k that both measured, over the examples that both played.
 
-    seed: of the bootstrap.
+    `seed` is the seed of the bootstrap.
     """
     mine, other = ours["examples"], theirs["examples"]
     common = sorted(set(mine) & set(other), key=int)
@@ -83,7 +83,7 @@ def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[s
             comparison[label] = {name: gap._asdict() for name, gap in compare(ours[label], theirs[label], config.seed).items()}
             warn_of_differences(label, ours[label], theirs[label])
         if not any(comparison.values()):
-            raise RunError(f"the two policies have no example in common: {', '.join(ours)} and {', '.join(theirs)} were evaluated")
+            raise RunError(f"the two policies have no examples in common: the evaluations are {', '.join(ours)} and {', '.join(theirs)}")
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     report = {"name": config.name, "time": now, "seed": config.seed, "policies": policies, "comparison": comparison}
     write_file(output / "report.json", (json.dumps(report, indent=1) + "\n").encode())
@@ -94,18 +94,18 @@ def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[s
 def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
     """Warns when an earlier report evaluated something else under the same label."""
     for key in ("environment", "split", "sampling", "samples"):
-        if ours[key] != theirs.get(key, ours[key]):  # a report of an older rl does not name the split
-            say(f"warning: eval {label}: the two differ in {key}: {ours[key]} and {theirs[key]}")
+        if ours[key] != theirs[key]:
+            say(f"warning: eval {label}: the two policies differ in {key}: {ours[key]} and {theirs[key]}")
     if set(ours["examples"]) != set(theirs["examples"]):
         common = len(set(ours["examples"]) & set(theirs["examples"]))
-        say(f"warning: eval {label}: {ours['num_examples']} and {theirs['num_examples']} examples; the difference is over {common}")
+        say(f"warning: eval {label}: {ours['num_examples']} and {theirs['num_examples']} examples; the {common} common ones are compared")
 
 
 # Tables -----------------------------------------------------------------------------------------------------------------
 
 
 def value_text(part: Part | None, name: str) -> str:
-    """`0.512 ± 0.021`: a metric with its standard error; `-` for a policy without it."""
+    """Formats a metric with its standard error, as `0.512 ± 0.021`; `-` for a policy without it."""
     if part is None or name not in part["metrics"]:
         return "-"
     value, error = part["metrics"][name], part["metrics"].get(f"{name}_stderr")
@@ -118,7 +118,7 @@ def headings(report: dict[str, Any]) -> list[str]:
 
 
 def rows(report: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table: a row for each metric of each evaluation, a column for each policy."""
+    """Returns the cells of the table: one row per metric of each evaluation, one column per policy."""
     policies = report["policies"]
     lines = []
     for label, part in policies[0]["evals"].items():
@@ -135,10 +135,10 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
 
 
 def note(report: dict[str, Any]) -> str:
-    """The line below the table that explains its numbers."""
+    """Returns the line below the table that explains its numbers."""
     text = "(examples x samples); ± is the standard error over examples"
     if report["comparison"]:
-        text += "; the interval of the difference is a paired bootstrap over examples: where it does not hold 0, the two differ"
+        text += "; the interval of the difference is a paired bootstrap over examples; if it excludes 0, the two policies differ"
     return text
 
 

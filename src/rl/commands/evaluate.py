@@ -1,48 +1,48 @@
-"""`rl eval`: how good a policy is on the configured evaluations, and whether it is better than another."""
+"""`rl eval`: measures a policy on the configured evaluations, and compares it with another."""
 
 import time
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from rl.commands.arena import Job, arena, run, say, task_count
 from rl.commands.eval_report import eval_part, finished_report, show, write_report
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, name_of_play, usage
+from rl.commands.play_session import Job, play_session, run, say, task_count
 from rl.commands.policy_spec import Source, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
 from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.quick import shrink
 from rl.config.run import RLConfig
-from rl.homes.settle import Homes, homes_of
+from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
-from rl.orchestrator.eval_metrics import Results, write_eval
-from rl.orchestrator.setups import eval_workers
+from rl.orchestrator.evals.eval_metrics import Results, write_eval
+from rl.orchestrator.workers.setups import eval_workers
 from rl.system.errors import RunError
 from rl.wire.rollouts import Split
-from rl.wire.worker_messages import Ready
+from rl.wire.worker_messages import Ready, derived_seed
 
 OPTIONS = (
     POLICY,
-    Option("compare", "SPEC", "a second policy, or the report.json of an earlier evaluation: both on the same examples"),
+    Option("compare", "SPEC", "a second policy to play on the same examples, or the report.json of an earlier evaluation"),
     *ENDPOINT,
-    Option("limit", "N", "examples of every evaluation; instead of each one's num_examples"),
-    Option("samples", "N", "rollouts an example; instead of each one's samples"),
+    Option("limit", "N", "examples of every evaluation; overrides num_examples"),
+    Option("samples", "N", "rollouts per example; overrides samples"),
     CONCURRENCY,
-    Option("output", "DIR", "where the report and the rollouts go; default: outputs/eval-NAME/TIME, NAME of the run or what is played"),
+    Option("output", "DIR", "directory for the report and rollouts; default: outputs/eval-NAME/TIME, NAME being the run or what is played"),
 )
 HELP = usage(
     "usage: rl eval [@ FILE] [--policy SPEC] [--compare SPEC] [--KEY VALUE] ...\n\n"
     "Plays [[orchestrator.eval]], or the eval splits of the environments if there is none; an environment without one is played on its\n"
-    "training examples. How it samples is set by orchestrator.sampling and orchestrator.eval.sampling, where temperature 0 is greedy.",
+    "training examples. Sampling is set by orchestrator.sampling and orchestrator.eval.sampling; temperature 0 is greedy.",
     OPTIONS,
     POLICY_SPECS,
 )
 
 
 def evaluations_only(config: RLConfig, limit: int | None, samples: int | None, *, quick: bool) -> RLConfig:
-    """The configuration without training environments, whose eval splits are its evaluations if it has none. Each is limited to `limit`
-    examples and `samples` rollouts."""
+    """Returns the configuration without training environments; without evaluations, the environments' eval splits become those. Each is
+    limited to `limit` examples and `samples` rollouts."""
     config = config.model_copy(deep=True)
     settings, shared = config.orchestrator, set(EnvSource.model_fields)
     settings.eval = settings.eval or [EvalConfig(**env.model_dump(include=shared)) for env in settings.environment]
@@ -60,12 +60,12 @@ def main(args: list[str], children: Children) -> int:
     if not config.orchestrator.eval:
         check_policy(values["policy"] or "")
         fail("rl eval", "nothing to evaluate: give an environment (--orchestrator.environment.id owner/name), a file (@ run.toml) or a run")
-    return run("rl eval", children, evaluate(config, line, values, children))
+    homes = homes_of(config, say, recorded=bool(line.files))  # before the policy is contacted, and where a signal stops it
+    return run("rl eval", children, evaluate(config, homes, line, values, children))
 
 
-async def evaluate(config: RLConfig, line: CommandLine, values: dict[str, Any], children: Children) -> int:
-    """Plays one policy or two and writes the report. Both are resolved before the first is played."""
-    homes = homes_of(config, say, recorded=bool(line.files))  # before anything is asked of the policy
+async def evaluate(config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children) -> int:
+    """Plays one policy or two, resolving both before the first is played, and writes the report."""
     entries = config.orchestrator.eval
     labels = tuple(entry.label for entry in entries)
     second = values["compare"]
@@ -88,11 +88,19 @@ async def evaluate_policy(
     config: RLConfig, homes: Homes, source: Source, output: Path, slug: str, concurrency: int | None, children: Children
 ) -> dict:
     """Plays every evaluation with one policy, writes its rollouts, and returns its part of the report."""
-    async with arena(config, homes, source, output, children) as place:
+    async with play_session(config, homes, source, output, children) as place:
         names = eval_workers(config)
         splits = {entry.label: split_of(entry, place.ready[names[entry.label]]) for entry in config.orchestrator.eval}
         jobs = [
-            Job(names[entry.label], split, task, entry.samples, config.sampling_of(entry), entry.label)
+            Job(
+                names[entry.label],
+                split,
+                task,
+                entry.samples,
+                config.sampling_of(entry),
+                entry.label,
+                derived_seed(config.seed, entry.label, task),
+            )
             for entry in config.orchestrator.eval
             for split, size in [splits[entry.label]]
             for task in range(num_examples(entry, size))
@@ -112,15 +120,15 @@ async def evaluate_policy(
 
 
 def warn_of_failures(policy: str, label: str, results: Results) -> None:
-    """Warns how many rollouts count as reward 0 because they failed, with the error of the first."""
+    """Warns how many rollouts failed and count as reward 0, with the first error."""
     failed = [rollout.error for _, rollouts in results for rollout in rollouts if rollout.error]
     if failed:
         first = failed[0].splitlines()[0]
-        say(f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first: {first}")
+        say(f"warning: eval {label}: {len(failed)} rollouts of {policy} failed and count as reward 0; the first error: {first}")
 
 
 def split_of(entry: EvalConfig, ready: Ready) -> tuple[Split, int | None]:
-    """The split that is played and its size (None: endless): as in verifiers, training examples where there are none for evaluation."""
+    """Returns the split to play and its size (None: endless). As in verifiers, training examples are used if there are no eval examples."""
     if ready.num_eval == 0 and ready.num_train != 0:
         say(f"warning: eval {entry.label}: its environment has no eval examples, so its training examples are played")
         return "train", ready.num_train
@@ -128,10 +136,10 @@ def split_of(entry: EvalConfig, ready: Ready) -> tuple[Split, int | None]:
 
 
 def num_examples(entry: EvalConfig, size: int | None) -> int:
-    """Number of examples to play of a split with `size` examples (None: endless). Raises RunError for none and for endless ones."""
+    """Returns how many of `size` examples (None: endless) to play. Raises RunError if there are none or the number is unlimited."""
     count = task_count(entry.num_examples, size)
     if count is None:
-        raise RunError(f"eval {entry.label}: its tasks are endless; say how many with --limit")
+        raise RunError(f"eval {entry.label}: its tasks are endless; give a number with --limit")
     if size == 0:
         raise RunError(f"eval {entry.label}: its environment has no examples; check its arguments (args, dataset)")
     if not count:

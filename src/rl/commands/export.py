@@ -1,4 +1,4 @@
-"""`rl export`: a run's weights as files that transformers, vLLM and peft load."""
+"""`rl export`: writes a run's weights in the formats that transformers, vLLM and peft load."""
 
 import sys
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.policy_spec import find_run, version_number
-from rl.config.command_line import fail, load_config
+from rl.config.command_line import fail, load_config_or_exit
 from rl.config.options import Option, option_lines, take
 from rl.config.stored import run_dir_of
 from rl.launch.children import Children
@@ -18,22 +18,22 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 
 OPTIONS = (
-    Option("to", "DIR", "where the model goes; must not be there yet"),
-    Option("push", "OWNER/NAME", "a repository on the Hugging Face hub that the model goes to as well; without --to, to it alone"),
-    Option("public", "", "with --push: let everybody see it; a new repository is private otherwise"),
-    Option("merge", "", "of a run with trainer.lora: the base model with the adapters added to its weights, not the adapters alone"),
+    Option("to", "DIR", "directory for the model; must not exist yet"),
+    Option("push", "OWNER/NAME", "also push the model to this repository on the Hugging Face hub; without --to, only push it"),
+    Option("public", "", "with --push: make the repository public; by default a new repository is private"),
+    Option("merge", "", "for a run with trainer.lora: export the base model with the adapters merged, not the adapters alone"),
     Option("dtype", "bfloat16|float32", "default: model.dtype of the run"),
-    Option("overwrite", "", "replace a model that is there already"),
+    Option("overwrite", "", "replace an existing model"),
 )
 HELP = f"""usage: rl export RUN[@STEP] --to DIR [--push OWNER/NAME] [--merge] [--dtype TYPE] [--overwrite] [--KEY VALUE] ...
 
-Writes the weights of a run after the batch STEP: outputs/x is the newest, outputs/x@12 step 12, outputs/x@best
-the best in its evaluations. A checkpoint holds the float32 masters and is taken where there is one, else the published
-version, which has model.dtype. The result is a folder in Hugging Face format, or of a run with trainer.lora a peft
-adapter. Neither ranks nor a GPU are needed.
+Writes the weights of a run after batch STEP: outputs/x is the newest, outputs/x@12 step 12, outputs/x@best the best
+in its evaluations. It reads the step's checkpoint, which has the float32 master weights, or if there is none the
+published version in model.dtype. The result is a folder in Hugging Face format, or a peft adapter for a run with
+trainer.lora. Neither ranks nor a GPU are needed.
 
 {option_lines(OPTIONS)}
-  --model.name FOLDER         where the run's base model lies, if it has been moved; likewise any other key of the configuration
+  --model.name FOLDER         location of the run's base model, if it was moved; any other configuration key works likewise
 """
 
 
@@ -44,19 +44,19 @@ def main(args: list[str], children: Children) -> int:
     if not (values["to"] or values["push"]):
         fail("rl export", f"where to? Give a directory: rl export {rest[0]} --to DIR, or a repository: --push OWNER/NAME")
     if values["public"] and not values["push"]:
-        fail("rl export", "--public: is for a repository; name it with --push OWNER/NAME")
+        fail("rl export", "--public: needs a repository; name it with --push OWNER/NAME")
     with tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
         return run(rest[0], rest[1:], values, Path(scratch))
 
 
 def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> int:
-    """Exports the weights of a run; by way of `scratch` if they go to the hub alone. All is checked before torch is imported."""
+    """Exports the weights of a run, via `scratch` if they are only pushed to the hub. Checks everything before importing torch."""
     root, version = find_run(spec)
-    config, _ = load_config(["@", str(root / "config.toml"), *flags], "rl export", usage=HELP)
+    config, _ = load_config_or_exit(["@", str(root / "config.toml"), *flags], "rl export", usage=HELP)
     target = Path(values["to"] or scratch / "model").expanduser().absolute()
     check_target(target, values["overwrite"], root)
     if values["merge"] and not config.trainer.lora:
-        raise RunError(f"--merge: {root} trained the whole model, it has no adapters; leave it out")
+        raise RunError(f"--merge: {root} trained the whole model and has no adapters; leave --merge out")
     step, checkpoint, published = weights_of(run_dir_of(root, config), version)
     base = resolve_model(config.model, needs_template=False)
     if target == Path(base):
@@ -71,7 +71,7 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     try:
         export(origin, target, bool(values["merge"]), values["dtype"] or config.model.dtype)
     except CorruptFileError as error:
-        none = "" if published else " no version of this step was kept, either:"
+        none = "" if published else " no version of this step was kept either;"
         raise RunError(f"{error};{none} give another step, RUN@STEP") from None
     kind = "adapters" if config.trainer.lora and not values["merge"] else "model"
     size = sum(file.stat().st_size for file in target.iterdir()) / 2**20
@@ -85,26 +85,26 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
 
 
 def check_target(target: Path, overwrite: bool | None, root: Path) -> None:
-    """Raises RunError unless `target` may be written: it is new, or a model and `overwrite` is set, and not inside the run."""
+    """Raises RunError unless `target` may be written: outside the run, and either new or, with `overwrite`, an existing model."""
     if root.resolve() in (target.resolve(), *target.resolve().parents):
-        raise RunError(f"--to {target}: lies in the run's own directory; give one outside of it")
+        raise RunError(f"--to {target}: is inside the run's own directory; give one outside of it")
     if not target.exists():
         return
     if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise RunError(f"--to {target}: is there already and is no model; give a directory that does not exist")
+        raise RunError(f"--to {target}: exists and is not a model; give a directory that does not exist")
     if not overwrite:
-        raise RunError(f"--to {target}: there is a model already; give another directory, or --overwrite")
+        raise RunError(f"--to {target}: a model exists there; give another directory, or --overwrite")
 
 
 def weights_of(run_dir: RunDir, version: str) -> tuple[int, Path | None, Path | None]:
-    """(step, its checkpoint, its published version), one of which may be None. Raises RunError listing what there is."""
+    """Returns (step, its checkpoint, its published version); one path may be None. Raises RunError that lists the existing steps."""
     root, checkpoints, versions = run_dir.root, numbered(run_dir.checkpoints), numbered(run_dir.weights_dir)
     step = version_number(root, version, {*checkpoints, *versions}, ())
     if step in checkpoints or step in versions:
         return step, checkpoints.get(step), versions.get(step)
     if step == 0:
-        raise RunError(f"{root}@0: is the base model, model.name of the run; there is nothing to export before the first step")
+        raise RunError(f"{root}@0: is the base model (model.name of the run); there is nothing to export before the first step")
     raise RunError(
-        f"{root}@{step}: step {step} has neither a checkpoint nor a published version; there are checkpoints of {ranges(checkpoints)} "
+        f"{root}@{step}: step {step} has neither a checkpoint nor a published version; there are checkpoints {ranges(checkpoints)} "
         f"and versions {ranges(versions)}. Which ones a run keeps is set by trainer.checkpoint and trainer.weights"
     )

@@ -1,35 +1,36 @@
-"""`rl env install | list | remove | freeze`: the homes of environments, and what a run's were played with."""
+"""`rl env install | list | remove | freeze`: manages the homes of environments, and shows the packages that a run used."""
 
 import re
 import time
 from pathlib import Path
 
-from rl.commands.arena import say
 from rl.commands.options import usage
+from rl.commands.play_session import say
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id
 from rl.config.options import Option, take
 from rl.diagnosis.disk import size
 from rl.homes.home import Pointer, delete, own_bytes, pointers, read, unreferenced, users
-from rl.homes.make import Request, ensure, install_record, summary
+from rl.homes.make import ensure, install_record, summary
 from rl.homes.records import read_record, read_records, text_of
+from rl.homes.request import Request
 from rl.launch.children import Children
 from rl.run_dir.files import clean_leftovers
 from rl.system.errors import RunError
 
-KIND = Option("kind", "classic|v1", "the API by which a package is played that has both")
+KIND = Option("kind", "classic|v1", "the API to use for a package that has both")
 REQUIRE = Option("requirements", "A,B", "further packages, as in orchestrator.environment.requirements")
-DRY = Option("dry-run", "", "say what would be installed, and install nothing")
-TO = Option("to", "FILE", "write it to a file")
+DRY = Option("dry-run", "", "print what would be installed, without installing it")
+TO = Option("to", "FILE", "write to a file")
 OPTIONS: dict[str, tuple[Option, ...]] = {"install": (KIND, REQUIRE, DRY), "list": (), "remove": (), "freeze": (TO,)}
 EARLIER = "earlier"
 VERBS = {
     "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the Environments Hub, pypi:name, ./folder; or\n"
-    "                             again, with the newest packages. FILE.txt: exactly what a run was played with",
-    "list": "rl env list                  shows the homes that are there",
-    "remove": "rl env remove ID|NAME|DIGEST deletes them; `earlier`: those that a newer one took the place of",
-    "freeze": "rl env freeze RUN [NAME]     prints what an environment of a run was played with",
+    "                             remakes it with the newest packages. FILE.txt: with exactly the packages that a run used",
+    "list": "rl env list                  lists the existing homes",
+    "remove": "rl env remove ID|NAME|DIGEST deletes homes; `earlier`: those that newer ones have replaced",
+    "freeze": "rl env freeze RUN [NAME]     prints the packages that an environment of a run used",
 }
 
 
@@ -47,24 +48,24 @@ def main(verb: str, args: list[str], children: Children) -> int:
     if verb == "freeze":
         return freeze(rest[0], "".join(rest[1:]), values["to"])
     if values["dry_run"]:
-        print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it is there")
+        print("\n".join(fetched([rest[0]])) or f"{rest[0]}: {read_id(rest[0]).text} would get a home in {homes_root()}, unless it exists")
         return 0
     return install(rest[0], values["kind"], several(values["requirements"] or ""))
 
 
 def several(text: str) -> tuple[str, ...]:
-    """The requirements in a text that commas separate: `sympy>=1.13,<2, nltk` has two, for a version has commas of its own."""
+    """Splits comma-separated requirements. Versions may contain commas: `sympy>=1.13,<2, nltk` has two requirements."""
     parts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
     return tuple(part.strip() for part in parts if part.strip())
 
 
 def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int:
-    """Makes a home and says what is in it."""
+    """Makes a home and prints a summary of it."""
     path = Path(env_id)
     if path.suffix == ".txt" and path.is_file():
         record = read_record(path)
         if not record:
-            raise RunError(f"{path}: no record of one environment; a run has some in environments/, each in a file")
+            raise RunError(f"{path}: not an environment record; a run has one file per environment in environments/")
         home = install_record(record, say)
     else:
         home = ensure(Request(env_id, read_id(env_id), kind, requirements), say, fresh=True)  # type: ignore[arg-type]
@@ -73,7 +74,7 @@ def install(env_id: str, kind: str | None, requirements: tuple[str, ...]) -> int
 
 
 def show() -> int:
-    """Prints the homes, a line for each id that one was made for."""
+    """Prints the homes, one line for each id that a home was made for."""
     for pointer in pointers().values():
         home, damage = read(pointer.home)
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(pointer.made))
@@ -86,35 +87,35 @@ def show() -> int:
 
 
 def meant(name: str) -> dict[Path, Pointer]:
-    """The pointers that an id, a digest or a name means. Raises RunError if there is none."""
+    """Returns the pointers that an id, a digest or a name matches. Raises RunError if there are none or the name is ambiguous."""
     there = pointers()
     text = str(Path(name).expanduser().resolve()) if name.startswith((".", "/", "~")) else name
     found = {path: pointer for path, pointer in there.items() if text in (pointer.id, pointer.home)}
     if not found and "/" not in name:
         found = {path: pointer for path, pointer in there.items() if path.name.startswith(f"{module_name(name).lower()}-")}
         if len(ids := sorted({pointer.id for pointer in found.values()})) > 1:
-            raise RunError(f"{name} may be {' or '.join(ids)}; give the whole id, or the digest")
+            raise RunError(f"{name} is ambiguous: {' or '.join(ids)}; give the full id, or the digest")
     if not found:
         known = ", ".join(sorted({pointer.id for pointer in there.values()})) or "none"
-        raise RunError(f"{name}: there is no such home in {homes_root()}; there are {known}")
+        raise RunError(f"{name}: no such home in {homes_root()}; existing homes: {known}")
     return found
 
 
 def remove(name: str) -> int:
-    """Deletes the pointers that are meant, and the homes that no other one points at. Raises RunError for one that is in use."""
+    """Deletes the matching pointers, and the homes that no other pointer refers to. Raises RunError for a home in use."""
     old = unreferenced()
     if name in (EARLIER, *old):
         for one in old if name == EARLIER else [name]:
-            if pids := users(one):
-                raise RunError(f"{one}: processes {', '.join(map(str, pids))} run in it; end them first")
+            if processes := users(one):
+                raise RunError(f"{one}: in use by processes {processes}; end them first")
             delete(one)
             print(f"removed {one}")
         return 0
     doomed = meant(name)
     kept = {pointer.home for path, pointer in pointers().items() if path not in doomed}
     for path, pointer in doomed.items():
-        if pointer.home not in kept and (pids := users(pointer.home)):
-            raise RunError(f"{pointer.id}: processes {', '.join(map(str, pids))} run in {homes_root() / pointer.home}; end them first")
+        if pointer.home not in kept and (processes := users(pointer.home)):
+            raise RunError(f"{pointer.id}: processes {processes} use {homes_root() / pointer.home}; end them first")
         path.unlink(missing_ok=True)
         if pointer.home not in kept:
             delete(pointer.home)
@@ -124,12 +125,12 @@ def remove(name: str) -> int:
 
 
 def freeze(run: str, name: str, target: str | None) -> int:
-    """Prints the record of a run's environment, without a name of the only one, as uv and pip read requirements. Raises RunError for one
-    that is not there, and for several."""
+    """Prints the record of a run's environment as requirements for uv and pip. Without a name, the run must have only one. Raises
+    RunError if there is no such record, or several."""
     folder = named_run(run).absolute() / "environments"
     records = read_records(folder)
     if not records:
-        raise RunError(f"{run}: {folder} has no record: its environments are played with `python`, elsewhere, or by an older version of rl")
+        raise RunError(f"{run}: {folder} has no records: its environments use `python`, or run elsewhere")
     if name not in records and (name or len(records) > 1):
         raise RunError(f"{run}: which environment? rl env freeze {run} NAME, one of {', '.join(records)}")
     name = name or next(iter(records))

@@ -1,4 +1,4 @@
-"""Long output, a screen at a time where someone reads it."""
+"""Shows long output in a pager if stdout is a terminal."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from types import FrameType
 
 
 def page(texts: Iterable[str]) -> None:
-    """Prints texts, a line end behind each: on a terminal through $PAGER (default: less), elsewhere as they are.
+    """Prints texts, each followed by a newline: on a terminal through $PAGER (default: less), otherwise directly.
 
-    They are made as they are read, and no more of them once the reader has left. Nothing bounds how long someone reads.
+    Texts are generated on demand, and no more of them after the pager has quit. There is no time limit for reading.
     """
     try:
         command = shlex.split(os.environ.get("PAGER") or "less") if sys.stdout.isatty() else []
         pager = subprocess.Popen(command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}) if command else None
-    except (OSError, ValueError):  # it is not installed, or no command
+    except (OSError, ValueError):  # not installed, or not a valid command
         pager = None
     if pager is None:
         for text in texts:
@@ -26,7 +26,7 @@ def page(texts: Iterable[str]) -> None:
         return
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        """Leaves Ctrl-C to the pager, which shares our terminal, as long as it is there."""
+        """Leaves Ctrl-C to the pager, which shares the terminal, while it is running."""
         if pager.poll() is not None and callable(before):
             before(signum, frame)
 

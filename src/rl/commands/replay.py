@@ -1,4 +1,4 @@
-"""`rl replay RUN`: trains a run again from its logged batches and compares every version with the run's, bit for bit."""
+"""`rl replay RUN`: retrains a run from its logged batches and compares every version with the run's, bit for bit."""
 
 import json
 import sys
@@ -27,17 +27,17 @@ from rl.system.errors import RunError
 from rl.system.machine import machine
 
 OPTIONS = (
-    Option("from", "N", "start at the checkpoint of step N, or the newest sound one before it; default: where the run begins"),
-    Option("until", "N", "the last step to train again; default: the newest version"),
-    Option("dry-run", "", "print the configuration of the trainer that would do it, and exit"),
+    Option("from", "N", "start at checkpoint N, or at the newest intact one before it; default: the beginning of the run"),
+    Option("until", "N", "the last step to retrain; default: the newest version"),
+    Option("dry-run", "", "print the configuration of the trainer, and exit"),
 )
 HELP = f"""usage: rl replay RUN [--from N] [--until N] [--dry-run]
 
-Trains a run again from the batches it has kept, with its configuration, ranks and threads, in a directory of its own:
-neither inference nor environments are needed, and nothing is written into the run. Every version is compared with the
-digests that the run has kept of it, tensor by tensor, and with the version and the checkpoint of that step where they
-are still there. Exit code 0: all are equal, bit for bit; 1: something differs (the first step and tensor are named);
-2: it cannot be told, for example because batches are missing.
+Retrains a run from its stored batches, with its configuration, ranks and threads, in a temporary directory: neither
+inference nor environments are needed, and nothing is written into the run. Every version is compared, tensor by tensor,
+with the digests that the run has stored of it, and with the version and checkpoint of that step if they still exist.
+Exit code 0: all are equal, bit for bit; 1: something differs (the first step and tensor are printed); 2: the comparison
+is not possible, for example because batches are missing.
 
 {option_lines(OPTIONS)}
 """
@@ -58,7 +58,7 @@ CHANGES_BITS = (
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl replay", args, OPTIONS, HELP)
     if len(rest) != 1 or rest[0].startswith(("-", "@")):
-        fail("rl replay", "which run? Give its directory and nothing else: rl replay outputs/NAME [--from N] [--until N]")
+        fail("rl replay", "which run? Give only its directory: rl replay outputs/NAME [--from N] [--until N]")
     try:
         run_dir, config = open_run(rest[0])
         replay, notes = plan(run_dir, config, values["from"] or 0, values["until"])
@@ -79,74 +79,74 @@ def main(args: list[str], children: Children) -> int:
 
 
 def open_run(spec: str) -> tuple[RunDir, RLConfig]:
-    """A run's directory and stored configuration. Raises RunError."""
+    """Returns a run's directory and stored configuration. Raises RunError."""
     root = named_run(spec).resolve()
     config = stored_config(root)
     return run_dir_of(root, config), config
 
 
 def plan(run_dir: RunDir, config: RLConfig, start: int, until: int | None) -> tuple[ReplayConfig, list[str]]:
-    """The steps to train again, and notes for the user. Raises RunError, also for damaged examples and files of a newer rl."""
+    """Returns the steps to retrain, and notes for the user. Raises RunError, also for damaged examples and files of a newer rl."""
     made, given = numbers(run_dir.digests_dir, ".json"), start
     newest = max([*made, *numbers(run_dir.weights_dir)], default=0)
     until = newest if until is None else until
     if not newest:
-        raise RunError(f"{run_dir.root}: has made no version yet; there is nothing to compare with")
+        raise RunError(f"{run_dir.root}: the run has no version yet; there is nothing to compare with")
     if until > newest:
         raise RunError(f"--until {until}: the newest version of {run_dir.root} is {newest}; give at most that")
     first = first_step(run_dir)
     if newest <= first:
-        raise RunError(f"{run_dir.root}: a branch that has made no version of its own yet; there is nothing to compare with")
+        raise RunError(f"{run_dir.root}: the branch has no version of its own yet; there is nothing to compare with")
     if start and start < first:
         raise RunError(f"--from {start}: {run_dir.root} is a branch and begins at step {first}; give at least that, or leave it out")
     notes, wanted = [], start or first
     if wanted:
         start, damaged = newest_sound_checkpoint(run_dir.checkpoints, wanted)
-        notes += [f"checkpoint {step} is damaged and is passed over ({fault})" for step, fault in damaged.items()]
+        notes += [f"checkpoint {step} is damaged and is skipped ({fault})" for step, fault in damaged.items()]
         if start != wanted:
             if start < first:
-                raise RunError(f"{run_dir.root}: checkpoint {first}, with which this branch begins, is damaged or missing")
-            notes.append(f"there is no sound checkpoint {wanted}: starting at {f'checkpoint {start}' if start else 'the base model'}")
+                raise RunError(f"{run_dir.root}: checkpoint {first}, where this branch begins, is damaged or missing")
+            notes.append(f"there is no intact checkpoint {wanted}: starting at {f'checkpoint {start}' if start else 'the base model'}")
     if start >= until:
         raise RunError(f"--from {wanted}: leaves no step to train before --until {until}; give a smaller one")
     if config.sft:
         from rl.trainer.sft.tokens import verify_data
 
-        verify_data(run_dir.data)  # what is trained again from damaged examples is another run
+        verify_data(run_dir.data)  # damaged examples would retrain a different run
     else:
         there = {*numbers(run_dir.batches, ".batch"), *numbers(run_dir.batches, ".quarantined")}
         missing = [step for step in range(start + 1, until + 1) if step not in there]
         if missing and not given and (later := oldest_complete(run_dir, missing[-1], until)):
-            what = f"batches {ranges(missing)} are not there any more, for what is kept is a setting of the run"
-            notes.append(f"{what}: starting at checkpoint {later}, the oldest that has all batches behind it")
+            what = f"batches {ranges(missing)} were deleted (orchestrator.batches)"
+            notes.append(f"{what}: starting at checkpoint {later}, the oldest with all later batches")
             start, missing = later, []
         if missing:
             remedies = [step for step in numbers(run_dir.checkpoints) if missing[-1] <= step < until]
-            remedy = f"give --from {remedies[0]}" if remedies else "no checkpoint lies behind them; give a smaller --until"
-            have = f"there are {ranges(numbers(run_dir.batches, '.batch'))}; what is kept is a setting of the run"
+            remedy = f"give --from {remedies[0]}" if remedies else "there is no later checkpoint; give a smaller --until"
+            have = f"there are {ranges(numbers(run_dir.batches, '.batch'))}; orchestrator.batches sets which are kept"
             raise RunError(f"{run_dir.root}: batches {ranges(missing)} are missing ({have}): {remedy}")
     return ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), start=start, until=until), notes
 
 
 def oldest_complete(run_dir: RunDir, first: int, until: int) -> int | None:
-    """The step of the oldest sound checkpoint from `first` to before `until`; None if there is none."""
+    """Returns the step of the oldest intact checkpoint from `first` to before `until`; None if there is none."""
     steps = (step for step in numbers(run_dir.checkpoints) if first <= step < until)
     return next((step for step in steps if newest_sound_checkpoint(run_dir.checkpoints, step)[0] == step), None)
 
 
 def changes_within(run_dir: RunDir, replay: ReplayConfig, config: RLConfig) -> list[str]:
-    """Notes on settings that a resume changed: a replay uses their last values, so earlier steps may come out different."""
+    """Returns notes on settings that a resume changed: a replay uses their last values, so earlier steps may differ."""
     notes = []
     for line in map(json.loads, run_dir.changes.read_text().splitlines() if run_dir.changes.exists() else []):
         scheduled = line["key"] == "max_steps" and config.trainer.optim.schedule != "constant"
         if (scheduled or line["key"].startswith(CHANGES_BITS)) and line["step"] > replay.start:
             change = f"{line['key']} was changed from {line['old']!r} to {line['new']!r}"
-            notes.append(f"{change} after step {line['step']}: steps up to it may differ; --from {line['step']} trains those behind it")
+            notes.append(f"{change} after step {line['step']}: steps up to it may differ; --from {line['step']} retrains the later ones")
     return notes
 
 
 def trainer_config(config: RLConfig, folder: Path, replay: ReplayConfig) -> RLConfig:
-    """The configuration of a trainer that reads batches from the run and writes into a run below `folder`."""
+    """Returns the configuration of a trainer that reads batches from the run and writes to a run below `folder`."""
     config = config.model_copy(deep=True)
     config.output_dir, config.name, config.wandb = str(folder), "replay", None
     config.trainer.checkpoint, config.trainer.weights = CheckpointConfig(), WeightsConfig()
@@ -155,7 +155,7 @@ def trainer_config(config: RLConfig, folder: Path, replay: ReplayConfig) -> RLCo
 
 
 class Verdict:
-    """Prints what the trainer has compared so far and finds the exit code."""
+    """Prints the trainer's comparisons as they are made, and determines the exit code."""
 
     def __init__(self, run_dir: RunDir, scratch: RunDir, replay: ReplayConfig):
         self.run_dir, self.scratch, self.replay = run_dir, scratch, replay
@@ -165,10 +165,10 @@ class Verdict:
         self.unlike, self.exact = "", True
 
     def follow(self, child: Child, children: Children) -> int:
-        """Prints what is compared until the trainer has ended, or something differs. Returns the exit code."""
+        """Prints comparisons until the trainer has ended or something differs. Returns the exit code."""
         since, shown = time.monotonic(), (None, None)
         while True:
-            ended = child.exit_code is not None  # asked before its results are read, so that none are missed
+            ended = child.exit_code is not None  # checked before reading results, so that none are missed
             for line in self.results.new():
                 if different := self.check(json.loads(line)):
                     print(different, flush=True)
@@ -183,27 +183,27 @@ class Verdict:
             time.sleep(POLL_S)
         if child.exit_code:
             lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
-            print(f"rl replay: the trainer {child.ending()}; nothing differs up to there. The end of its log:\n{lines}", file=sys.stderr)
+            print(f"rl replay: the trainer {child.ending()}; nothing differed until then. The end of its log:\n{lines}", file=sys.stderr)
             return 2
         return self.summary(time.monotonic() - since)
 
     def check(self, found: dict[str, Any]) -> str | None:
-        """Prints the result for a version or checkpoint. Returns how it differs, None if it does not."""
+        """Prints the result for a version or checkpoint. Returns how it differs, or None if it is equal."""
         if "checkpoint" in found:
             return self.check_checkpoint(found)
         step = found["version"]
         if found["unlike"] and found["unlike"] != self.unlike:
             self.unlike = found["unlike"]
-            print(f"note: version {step} was made under other conditions, so its bits may differ: {self.unlike}", flush=True)
+            print(f"note: version {step} was trained under other conditions, so its bits may differ: {self.unlike}", flush=True)
         if self.exact and not found["deterministic"]:
             self.exact = False
-            print("note: the run was not made with trainer.deterministic, so its bits may differ", flush=True)
+            print("note: the run was trained without trainer.deterministic, so its bits may differ", flush=True)
         if found["tensor"] is not None:
             return self.difference(found)
         if found["fault"]:
-            return f"DIFFERENT: version {step}: what was trained again fits, but a file of the run is damaged: {found['fault']}"
+            return f"DIFFERENT: version {step}: the retrained version is equal, but a file of the run is damaged: {found['fault']}"
         if not found["kept"]:
-            print(f"version {step}: nothing was kept of it to compare with", flush=True)
+            print(f"version {step}: the run has kept nothing to compare with", flush=True)
             return None
         self.compared.append(step)
         skipped = "; its batch is quarantined" if self.run_dir.quarantined(step).exists() else ""
@@ -211,34 +211,34 @@ class Verdict:
         return None
 
     def check_checkpoint(self, found: dict[str, Any]) -> str | None:
-        """Does what `check` does, for a checkpoint."""
+        """Does the same as `check` for a checkpoint."""
         step = found["checkpoint"]
         if found["fault"]:
             return f"DIFFERENT: checkpoint {step} is damaged: {found['fault']}"
         if found["ranks"]:
             where = f"first in {found['tensor']}" if found["tensor"] else f"on ranks {found['ranks']}"
-            return f"DIFFERENT: the state after step {step} is not that of its checkpoint, {where}"
+            return f"DIFFERENT: the state after step {step} differs from its checkpoint, {where}"
         self.checkpoints.append(step)
         print(f"checkpoint {step}: equal (float32 weights, optimizer, random numbers)", flush=True)
         return None
 
     def difference(self, found: dict[str, Any]) -> str:
-        """The message for the first version that differs."""
+        """Returns the message for the first version that differs."""
         step, size = found["version"], found["max_difference"]
-        by = f"by at most {size:.3g}" if size is not None else "(the weights are no longer there to say by how much)"
-        known = f"versions {ranges(self.compared)} are equal" if self.compared else "it is the first that was compared"
+        by = f"by at most {size:.3g}" if size is not None else "(by how much is unknown, as the weights were deleted)"
+        known = f"versions {ranges(self.compared)} are equal" if self.compared else "it is the first one compared"
         why = f"\n  {found['fault']}" if found["fault"] else ""
-        why += f"\n  it was made under other conditions, which can be the reason: {self.unlike}" if self.unlike else ""
-        return f"DIFFERENT: version {step} is not what the run made of batch {step}: first in {found['tensor']}, {by}; {known}{why}"
+        why += f"\n  it was trained under other conditions, which may be the reason: {self.unlike}" if self.unlike else ""
+        return f"DIFFERENT: version {step} differs from the run's: first in {found['tensor']}, {by}; {known}{why}"
 
     def summary(self, seconds: float) -> int:
-        """Prints the last line. Returns the exit code: 0 if all are equal, 2 if there was nothing to compare."""
+        """Prints the summary. Returns the exit code: 0 if all are equal, 2 if there was nothing to compare."""
         if not self.compared:
             print("rl replay: no version could be compared: the run has kept neither digests nor weights of these steps", file=sys.stderr)
             return 2
         began = f"checkpoint {self.replay.start}" if self.replay.start else "the base model"
-        states = f"; so is the whole state at checkpoint {ranges(self.checkpoints)}" if self.checkpoints else ""
+        states = f"; so is the full state at checkpoint {ranges(self.checkpoints)}" if self.checkpoints else ""
         pace = seconds / (self.replay.until - self.replay.start)
-        made = f"trained again from {began} in {seconds:.0f} s ({pace:.1f} s a step)"
-        print(f"EQUAL: versions {ranges(self.compared)}, {made}, are those of the run, bit for bit{states}")
+        made = f"retrained from {began} in {seconds:.0f} s ({pace:.1f} s a step)"
+        print(f"EQUAL: versions {ranges(self.compared)}, {made}, equal those of the run, bit for bit{states}")
         return 0

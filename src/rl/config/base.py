@@ -15,15 +15,13 @@ class Settings(BaseModel):
     """A section of the configuration: unknown keys are errors, a field's docstring is its help text, and numbers are finite unless the
     field's type is Unbounded."""
 
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
 def not_nan(value: float) -> float:
-    """The number itself. Raises ValueError for nan."""
+    """Returns the number. Raises ValueError for nan."""
     if math.isnan(value):
-        raise ValueError("give a number; nan is none")
+        raise ValueError("give a number; nan is not allowed")
     return value
 
 
@@ -32,17 +30,17 @@ Unbounded = Annotated[float, Field(allow_inf_nan=True), AfterValidator(not_nan)]
 
 
 def switch(value: object) -> object:
-    """The table of a section that is off by default: `true` switches it on with its defaults, `false` off."""
+    """Maps `true` to an empty table (the section's defaults) and `false` to None (off); returns other values unchanged."""
     return {} if value is True else None if value is False else value
 
 
 def default_type(kind: str) -> BeforeValidator:
-    """The mark of a union told apart by `type`: a table that names none is of this kind, or a custom one if it names a function."""
+    """Validator for a union discriminated by `type`: a table without one gets `kind`, or "custom" if it has a `function`."""
     return BeforeValidator(lambda value: {"type": "custom" if "function" in value else kind, **value} if isinstance(value, dict) else value)
 
 
 def parse_pair(value: object) -> object:
-    """Two numbers with a comma between them (`0.9,0.99`) as a list, a list of two as it is. Raises ValueError for all else."""
+    """Splits `0.9,0.99` into a list; returns a list of two unchanged. Raises ValueError for anything else."""
     numbers = value.split(",") if isinstance(value, str) else value
     if not isinstance(numbers, (list, tuple)) or len(numbers) != 2:
         raise ValueError("give two numbers: [0.5, 0.9] or 0.5,0.9")
@@ -50,32 +48,32 @@ def parse_pair(value: object) -> object:
 
 
 PAIR = BeforeValidator(parse_pair)
-"""The mark of a setting of two numbers."""
+"""Validator for a setting of two numbers."""
 
 
 def parse_names(value: object) -> object:
-    """Names with commas between them, as a list; what is no text as it is."""
+    """Splits comma-separated names into a list; returns a value that is not a string unchanged."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 NAMES = BeforeValidator(parse_names)
-"""The mark of a list of names that may be given with commas between them."""
+"""Validator for a list of names that may be given separated by commas."""
 ONE_OR_MORE = BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value])
-"""The mark of a list that may be given as its only element."""
+"""Validator for a list; a single element may be given without brackets."""
 
 
 def path_setting(absolute: Callable[[str], str]) -> AfterValidator:
-    """The mark of a setting that holds a path: `RLConfig.with_absolute_paths` applies `absolute` to it."""
+    """Validator for a setting that holds a path: `RLConfig.with_absolute_paths` applies `absolute` to it."""
     return AfterValidator(lambda value, info: absolute(value) if value is not None and info.context == ABSOLUTE_PATHS else value)
 
 
 def absolute(path: str) -> str:
-    """The path from the root; `~` and relative paths mean the user's home and the current directory."""
+    """Returns the absolute path; `~` is the user's home, and relative paths start at the current directory."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def absolute_if_written_as_path(value: str) -> str:
-    """./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python from the root; a name stays as it is."""
+    """Makes ./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python absolute; returns a plain name unchanged."""
     if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|.*\.(py|jsonl)(:|$)", value):
         return value
     path, colon, name = value.partition(":")
@@ -83,18 +81,18 @@ def absolute_if_written_as_path(value: str) -> str:
 
 
 def absolute_if_folder(value: str) -> str:
-    """A folder that exists from the root; anything else, such as an id on the hub, stays as it is."""
+    """Makes the path of an existing folder absolute; returns anything else, such as a hub id, unchanged."""
     return absolute(value) if value and Path(value).expanduser().is_dir() else value
 
 
 def absolute_if_exists(value: str) -> str:
-    """A file or folder that exists, or is written as a path, from the root; anything else stays as it is."""
+    """Makes a path absolute if it exists or is written as a path; returns anything else unchanged."""
     value = absolute_if_written_as_path(value)
     return absolute(value) if os.path.exists(value) else value
 
 
 BUILT_IN_TEMPLATE = "chatml"
-"""The value of model.chat_template that names no file."""
+"""Value of model.chat_template that selects the built-in template instead of a file."""
 ABSOLUTE_PATHS = "absolute paths"
 """The validation context in which paths are made absolute."""
 PATH, OPTIONAL_PATH = path_setting(absolute), path_setting(lambda path: path and absolute(path))
@@ -104,16 +102,16 @@ PATH_IF_FOLDER, PATH_IF_EXISTS = path_setting(absolute_if_folder), path_setting(
 
 
 class FunctionConfig(Settings):
-    """A function of yours."""
+    """A user-defined function."""
 
     function: Annotated[str, PATH_IF_WRITTEN_AS_ONE]
     """The function, as `file.py:function` or `module:function`."""
     args: dict[str, Any] = {}
-    """Arguments for the function, which reads them as `config.args`."""
+    """Arguments that the function reads as `config.args`."""
 
 
 def parse_devices(value: object) -> object:
-    """A count (`2`) as it is, ids (`"0,1"`, `[0, 1]`) as a list, None for the launcher's choice. Raises ValueError for other text."""
+    """Parses the text `2` as a count and `0,1` as a list of ids; returns other types unchanged. Raises ValueError for other text."""
     if isinstance(value, str):
         ids = [part.strip() for part in value.split(",")]
         if not all(part.isascii() and part.isdigit() for part in ids):
@@ -123,30 +121,30 @@ def parse_devices(value: object) -> object:
 
 
 Devices = Annotated[int | list[int] | None, BeforeValidator(parse_devices)]
-"""A count of devices, or their ids, or None for the launcher's choice."""
+"""A number of devices, a list of device ids, or None to let the launcher choose."""
 
 
 MAX_RUN_NAME, MAX_LABEL = 200, 100
-"""Bytes. A file name has 255, and ours put something before and behind."""
+"""Bytes. File names may have 255, and rl adds prefixes and suffixes."""
 
 
 def name_fault(name: str, longest: int) -> str | None:
-    """What is wrong with a name as one part of a path, in words; None if nothing is."""
+    """Returns why a name cannot be one component of a path, or None if it can. `longest` is in bytes."""
     if not name or name in (".", ".."):
-        return "is no name for a file"
+        return "is not a valid file name"
     if "/" in name or name.startswith("."):
-        return "no slash, no leading dot"
+        return "must not contain a slash or start with a dot"
     if "\\" in name or name.startswith("-") or name != name.strip():
-        return "no backslash, no dash in front, no space at its ends"
+        return "must not contain a backslash, start with a dash, or start or end with a space"
     if not name.isprintable() or unicodedata.normalize("NFKC", name) != name:
-        return "only letters that can be seen and told apart: no control characters, no look-alikes"
+        return "must not contain control characters or look-alikes of other characters"
     if (size := len(name.encode(errors="replace"))) > longest:
-        return f"{size} bytes long, {longest} are allowed"
+        return f"is {size} bytes long; at most {longest} are allowed"
     return None
 
 
 def text_fault(text: str) -> str | None:
-    """What makes a text unfit for any file of ours."""
+    """Returns why a text cannot be written to a file, or None if it can."""
     if "\0" in text:
-        return "has a NUL character in it; remove it"
-    return "is not valid UTF-8; spell it in UTF-8" if text.encode(errors="ignore").decode() != text else None
+        return "contains a NUL character; remove it"
+    return "is not valid UTF-8; encode it as UTF-8" if text.encode(errors="ignore").decode() != text else None

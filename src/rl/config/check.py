@@ -1,4 +1,4 @@
-"""Faults between settings: those that no single section can see."""
+"""Faults between settings, which no single section can detect."""
 
 import os
 import re
@@ -18,41 +18,41 @@ from rl.config.orchestrator import EnvSource, NoCreditConfig
 from rl.config.run import RLConfig
 from rl.config.sft import SftConfig
 from rl.config.trainer import OptimConfig
-from rl.run_dir.token import REMEDY, VARIABLE, given_token, is_loopback, token_file
+from rl.run_dir.access_token import REMEDY, VARIABLE, given_token, is_loopback, token_file
 from rl.system.credentials import secret_faults, strings
 from rl.system.errors import RunError
 
 Fault = tuple[str, object, str]
-"""(key of a setting, its value, what to do about it)."""
+"""(key of a setting, its value, the remedy)."""
 MASKS = ("token_mask", "sequence_mask", "geometric_mask")
 
 
 def hosts(config: RLConfig) -> dict[str, str]:
-    """The addresses that processes of the run bind, by the key of their setting."""
+    """Returns the addresses that processes of the run bind, by setting key."""
     return {"inference.host": config.inference.host, "orchestrator.host": config.orchestrator.host}
 
 
 def bound_wider(config: RLConfig) -> dict[str, str]:
-    """Those hosts that open a process of the run to other machines."""
+    """Returns the hosts that expose a process of the run to other machines, by setting key."""
     return {} if config.sft else {key: host for key, host in hosts(config).items() if not is_loopback(host)}
 
 
 def exposure(config: RLConfig) -> list[str]:
-    """Sentences that say what is open to other machines, and what guards it."""
+    """Returns one sentence per exposed process: what other machines can reach, and what protects it."""
     guard = f"the token in ${VARIABLE}" if os.environ.get(VARIABLE) else f"the token in {token_file(config.run_dir.status_dir)}"
     effects = {
-        "inference.host": f"every path of the inference server is open to other machines that send {guard}; what is sent is not "
-        "encrypted, so let it cross only a network that you trust",
+        "inference.host": f"other machines that send {guard} can use every endpoint of the inference server; traffic is not "
+        "encrypted, so use it only on a network that you trust",
         "orchestrator.host": f"the orchestrator answers other machines that have {guard} (CURVE, encrypted)",
     }
     return [f"{key} = {host}: {effects[key]}" for key, host in bound_wider(config).items()]
 
 
 def access_faults(config: RLConfig) -> Iterator[Fault]:
-    """Faults of hosts, addresses and token. The token's value is not among them."""
+    """Yields faults of hosts, addresses and the token, but never the token's value."""
     for key, host in hosts(config).items():
         if not re.fullmatch(r"[\w.:%-]+", host):
-            yield key, host, "is no address; give 127.0.0.1, an address or name of this machine, or 0.0.0.0 for all"
+            yield key, host, "is not a valid address; give 127.0.0.1, an address or name of this machine, or 0.0.0.0 for all interfaces"
     for url in config.orchestrator.inference_urls:
         if not re.match(r"https?://[^/]", url):
             yield "orchestrator.inference_urls", url, "give addresses like http://host:8000"
@@ -63,9 +63,9 @@ def access_faults(config: RLConfig) -> Iterator[Fault]:
 
 
 def check(config: RLConfig) -> Iterator[Fault]:
-    """Every fault between settings."""
+    """Yields every fault between settings."""
     if fault := name_fault(config.name, MAX_RUN_NAME):
-        yield "name", config.name, f"is a directory's name: {fault}; use output_dir for the place"
+        yield "name", config.name, f"is used as a directory name: {fault}; use output_dir for the location"
     dump = config.model_dump()
     for key, text in strings(dump):
         if fault := text_fault(text):
@@ -81,7 +81,7 @@ def check(config: RLConfig) -> Iterator[Fault]:
     if config.trainer.lora and not config.trainer.lora.targets:
         yield "trainer.lora.targets", [], 'names no layer; give some ("q_proj", "v_proj"), or all-linear'
     if config.trainer.optim.offload and config.trainer.gpus == 0:
-        remedy = "moves the optimizer's state from GPU to CPU memory, and trainer.gpus = 0 trains on the CPU: leave it out"
+        remedy = "moves optimizer state from GPU to CPU memory, but trainer.gpus = 0 already trains on the CPU: leave it out"
         yield "trainer.optim.offload", True, remedy
     trainer, inference = as_ids(config.trainer.gpus), as_ids(config.inference.gpus)
     if (both := set(trainer) & set(inference)) and max(len(trainer), len(inference)) > 1:
@@ -89,17 +89,17 @@ def check(config: RLConfig) -> Iterator[Fault]:
 
 
 def check_sampling(config: RLConfig) -> Iterator[Fault]:
-    """Faults of what is played: whether there is an environment, and whether groups and answers fit."""
+    """Yields faults of sampling: no environment, or sizes of groups and answers that do not fit."""
     settings, max_tokens = config.orchestrator, config.orchestrator.sampling.max_tokens
     if not settings.environment:
         yield "orchestrator.environment", [], "name what to train on: --orchestrator.environment.id owner/name"
     group_size = max([settings.group_size, *(env.group_size or 0 for env in settings.environment)])
     if settings.batch_size < group_size:
-        remedy = f"is less than one group of {group_size} rollouts (group_size); raise it or lower that"
+        remedy = f"is smaller than one group of {group_size} rollouts (group_size); raise it or lower that"
         yield "orchestrator.batch_size", settings.batch_size, remedy
     if config.max_lag > settings.max_off_policy_steps:
         limit = f"orchestrator.max_off_policy_steps = {settings.max_off_policy_steps}"
-        yield "max_lag", config.max_lag, f"lets rollouts get too old for {limit}; lower it or raise that"
+        yield "max_lag", config.max_lag, f"allows rollouts older than {limit}; lower it or raise that"
     if max_tokens >= config.model.max_model_len:
         remedy = f"leaves no room for a prompt in model.max_model_len = {config.model.max_model_len}; lower it or raise that"
         yield "orchestrator.sampling.max_tokens", max_tokens, remedy
@@ -107,55 +107,57 @@ def check_sampling(config: RLConfig) -> Iterator[Fault]:
         labels = [entry.label for entry in entries]
         for i, entry in enumerate(entries):
             yield from check_source(f"orchestrator.{kind}.{i}", entry)
-            if entry.label in labels[:i]:  # metrics and files bear it
-                yield f"orchestrator.{kind}.{i}.name", entry.label, "is taken by another one; give each its own name"
+            if entry.label in labels[:i]:  # labels name metrics and files
+                yield f"orchestrator.{kind}.{i}.name", entry.label, "is already taken; give each entry its own name"
     for i, entry in enumerate(settings.eval):
         same = [env.label for env in settings.environment if env.label == f"eval-{entry.label}" and env.source != entry.source]
-        if same:  # its workers would be that environment's
-            remedy = f"has workers that are named {same[0]}, as those of a training environment are; give it another name"
+        if same:  # both would share worker names
+            remedy = f"names its workers {same[0]}, like those of a training environment; give it another name"
             yield f"orchestrator.eval.{i}.name", entry.label, remedy
     yield from check_credit(config)
 
 
 def check_source(key: str, entry: EnvSource) -> Iterator[Fault]:
-    """Faults of one entry: it must name a package, or rows with a reward function, or a NeMo Gym server with its rows."""
+    """Yields faults of one entry, which must name a package, rows with a reward function, or rows with a NeMo Gym server."""
     if entry.workers == "auto" and max(entry.max_generating, entry.max_scoring) > 0:
         yield (
             f"{key}.workers",
             entry.workers,
-            "cannot share max_generating or max_scoring out: give a number, or leave those out",
+            "cannot divide max_generating or max_scoring among workers: give a number, or leave those out",
         )
     if bool(entry.id) == bool(entry.dataset):
         remedy = "give either id (an environment's package), or dataset (rows) with reward or head_server"
         yield f"{key}.id", entry.id or "", remedy
     elif entry.dataset and bool(entry.reward) == bool(entry.head_server):
         yield f"{key}.reward", entry.reward, "a dataset needs either reward = file.py:function or a NeMo Gym head_server"
+    if entry.id and entry.reward and not entry.dataset:
+        yield f"{key}.reward", entry.reward, "applies only to rows (dataset): a package has reward functions of its own; leave it out"
     if entry.requirements and (entry.python or entry.head_server):
-        other = "head_server is played without them" if entry.head_server else "python names an interpreter whose packages are yours"
-        yield f"{key}.requirements", entry.requirements, f"are installed where we make the virtual environment, but {other}; leave one out"
+        other = "head_server has none" if entry.head_server else "python names an interpreter that you manage"
+        yield f"{key}.requirements", entry.requirements, f"are installed where rl makes the virtual environment, but {other}; leave one out"
     if entry.kind and not entry.id:
-        yield f"{key}.kind", entry.kind, "is of a package; leave it out, or give its id"
+        yield f"{key}.kind", entry.kind, "applies only to packages; leave it out, or give the package's id"
     if entry.isolation == "none":
-        for name, value in (("network", entry.network), ("keys", entry.keys)):
+        for name, value in (("network", entry.network), ("keys", entry.keys), ("read", entry.read)):
             if value is not None and value != []:
-                yield f"{key}.{name}", value, 'has an effect in a sandbox alone: set isolation = "sandbox", or leave it out'
+                yield f"{key}.{name}", value, 'has an effect only in a sandbox: set isolation = "sandbox", or leave it out'
     elif entry.head_server:
-        yield f"{key}.isolation", entry.isolation, "is of workers, and a NeMo Gym environment runs in servers of its own; leave it out"
+        yield f"{key}.isolation", entry.isolation, "applies to workers, but a NeMo Gym environment runs in its own servers; leave it out"
     if fault := name_fault(entry.label, MAX_LABEL):
         yield f"{key}.name", entry.label, f"is part of file names: {fault}"
 
 
 def as_ids(devices: int | list[int] | None) -> list[int]:
-    """Device ids of a setting; empty for a count, which names none."""
+    """Returns the device ids of a setting; empty for a count or None."""
     return devices if isinstance(devices, list) else []
 
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
-    """Sentences on settings that work, but whose effect the user should know."""
+    """Yields warnings about valid settings whose effect the user should know."""
     if config.trainer.lora and config.trainer.optim.lr == OptimConfig().lr:
         yield (
             f"trainer.optim.lr = {OptimConfig().lr:g} is the default for training the whole model; adapters start at zero and need about "
-            "ten to a hundred times as much (1e-5 to 1e-4) to learn as fast"
+            "ten to a hundred times that (1e-5 to 1e-4) to learn as fast"
         )
     yield from exposure(config)
     for key in ("top_p", "top_k", "min_p"):
@@ -168,40 +170,40 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
 
 
 def check_credit(config: RLConfig) -> Iterator[Fault]:
-    """Faults of credit, difficulty pools, teachers and temperature, for each environment with its own settings."""
+    """Yields faults of credit, difficulty pools, teachers and temperature, for each environment with its own settings."""
     settings = config.orchestrator
     environments = {f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)}
     for key, place in {"orchestrator": settings, **environments}.items():
         if place.teacher and not place.teacher.base_url.startswith(("http://", "https://")):
             yield f"{key}.teacher.base_url", place.teacher.base_url, "give an address like http://host:8000/v1"
         if place.teacher and config.trainer.loss.teacher_coefficient == 0:
-            remedy = "has no effect, for trainer.loss.teacher_coefficient = 0: raise that, or leave the teacher out"
+            remedy = "has no effect because trainer.loss.teacher_coefficient is 0: raise that, or leave the teacher out"
             yield f"{key}.teacher.base_url", place.teacher.base_url, remedy
     for key, env in environments.items():
         teacher, temperature = env.teacher or settings.teacher, config.sampling_of(env)["temperature"]
         if isinstance(env.credit or settings.credit, NoCreditConfig) and not teacher:
-            remedy = f"leaves environment {env.label} nothing to learn from without a teacher; take dr_grpo"
+            remedy = f"leaves environment {env.label} nothing to learn from without a teacher; use dr_grpo"
             yield f"{key if env.credit else 'orchestrator'}.credit.type", "none", remedy
         if temperature == 0:
-            yield f"{key}.sampling.temperature", 0, "is greedy; all rollouts of a group would be equal"
+            yield f"{key}.sampling.temperature", 0, "is greedy: all rollouts of a group would be identical; raise it"
         if teacher and temperature != 1:
             where = "orchestrator" if env.sampling.temperature is None else key
-            remedy = f"does not go with a teacher (environment {env.label}): vLLM scores given tokens at temperature 1 only; set it to 1"
+            remedy = f"does not work with a teacher (environment {env.label}): vLLM scores given tokens only at temperature 1; set it to 1"
             yield f"{where}.sampling.temperature", temperature, remedy
         if env.difficulty and env.difficulty.easy_above < env.difficulty.hard_up_to:
-            remedy = f"is below hard_up_to = {env.difficulty.hard_up_to}; a task cannot be easy and hard"
+            remedy = f"is below hard_up_to = {env.difficulty.hard_up_to}; a task cannot be both easy and hard"
             yield f"{key}.difficulty.easy_above", env.difficulty.easy_above, remedy
 
 
 def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Fault]:
-    """Faults of the loss: combinations that make no sense, with one optimizer step a batch or with several."""
+    """Yields combinations of loss settings that make no sense. `several_steps`: there are several optimizer steps per batch."""
     for name in MASKS:
         low, high = getattr(loss, name)
         if not low <= 1 <= high:
-            remedy = "leaves out r = 1, where trainer and sampler agree; give lowest and highest value, around 1: [0.5, 2.0]"
+            remedy = "excludes r = 1, where trainer and sampler agree; give a lowest and a highest value around 1: [0.5, 2.0]"
             yield f"trainer.loss.{name}", [low, high], remedy
     if loss.constant_length is not None and loss.aggregation != "constant":
-        remedy = f'divides only with trainer.loss.aggregation = "constant", which is "{loss.aggregation}": set that, or leave this out'
+        remedy = f'has an effect only with trainer.loss.aggregation = "constant" (it is "{loss.aggregation}"): set that, or leave this out'
         yield "trainer.loss.constant_length", loss.constant_length, remedy
     if loss.kl_reference is not None and not loss.kl_coefficient:
         remedy = "has no effect while trainer.loss.kl_coefficient is 0: set that, or leave this out"
@@ -214,27 +216,27 @@ def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Fau
 
 
 def check_minibatches(config: RLConfig) -> Iterator[Fault]:
-    """Faults of several optimizer steps a batch: fine-tuning has other settings for that, and a minibatch is made of whole groups."""
+    """Yields faults of several optimizer steps per batch: fine-tuning has other settings, and a minibatch needs whole groups."""
     settings, played, fake = config.trainer, config.orchestrator, config.trainer.data.fake
     if config.sft:
         if settings.minibatches > 1:
-            yield "trainer.minibatches", settings.minibatches, "cuts batches of rollouts; of examples lower sft.batch_size instead"
+            yield "trainer.minibatches", settings.minibatches, "divides batches of rollouts; for examples, lower sft.batch_size instead"
         if settings.epochs > 1:
-            yield "trainer.epochs", settings.epochs, "are passes over a batch of rollouts; those over examples are sft.epochs"
+            yield "trainer.epochs", settings.epochs, "counts passes over a batch of rollouts; for passes over examples, set sft.epochs"
         return
     size, group_sizes = played.batch_size, [env.group_size or played.group_size for env in played.environment]
     if fake:
         size, group_sizes = fake.samples, [fake.group_size]
     groups = -(-size // min(group_sizes, default=played.group_size))
     if settings.minibatches > groups:
-        remedy = f"are more than a batch has groups ({groups}), and each has whole ones; lower it, or raise orchestrator.batch_size"
+        remedy = f"exceeds the {groups} groups of a batch, and a minibatch needs whole groups; lower it, or raise orchestrator.batch_size"
         yield "trainer.minibatches", settings.minibatches, remedy
 
 
 def check_clip(loss: ClipConfig | CispoConfig | GspoConfig, several_steps: bool) -> Iterator[Fault]:
-    """Faults of a clip: it must leave some ratios as they are, and masks must leave some for it to act on.
+    """Yields faults of a clip, which must leave some ratios unclipped, and whose mask must leave some ratios to clip.
 
-    With several optimizer steps clip and masks act on different ratios, and weights of the sampler are truncated.
+    With several optimizer steps, clip and masks act on different ratios, and `truncate` has an effect.
     """
     if loss.clip_low == 0 and loss.clip_high == 0:
         remedy = 'and trainer.loss.clip_low = 0 leave no ratio unclipped; raise one, or use type = "policy_gradient", which has no clip'
@@ -242,27 +244,27 @@ def check_clip(loss: ClipConfig | CispoConfig | GspoConfig, several_steps: bool)
     if several_steps:
         return
     if loss.truncate != type(loss)().truncate:
-        remedy = "truncates only with several optimizer steps a batch: set trainer.minibatches or trainer.epochs, or leave this out"
+        remedy = "has an effect only with several optimizer steps per batch: set trainer.minibatches or trainer.epochs, or leave this out"
         yield "trainer.loss.truncate", loss.truncate, remedy
-    name = "geometric_mask" if isinstance(loss, GspoConfig) else "token_mask"  # of the ratio that is clipped
+    name = "geometric_mask" if isinstance(loss, GspoConfig) else "token_mask"  # the mask on the ratio that is clipped
     low, high = getattr(loss, name)
     if (low, high) != EVERYTHING and low >= 1 - loss.clip_low and high <= 1 + loss.clip_high:
         clip = f"[{1 - loss.clip_low:g}, {1 + loss.clip_high:g}]"
         yield (
             f"trainer.loss.{name}",
             [low, high],
-            f"masks every ratio that the clip to {clip} would act on (clip_low, clip_high); widen it, or leave it out",
+            f"masks every ratio that would be clipped to {clip} (clip_low, clip_high); widen it, or leave it out",
         )
 
 
 def check_sft(config: SftConfig, loss: AnyLossConfig) -> Iterator[Fault]:
-    """Faults between settings of fine-tuning."""
+    """Yields faults between the settings of fine-tuning."""
     if not isinstance(loss, CrossEntropyConfig):
         yield "trainer.loss.type", loss.type, "supervised fine-tuning minimises cross entropy; leave trainer.loss out"
     for key in MASKS if isinstance(loss, CrossEntropyConfig) else ():
         if getattr(loss, key) != EVERYTHING:
-            remedy = "compares trainer and sampler, and examples have no sampler: leave it out"
+            remedy = "compares trainer and sampler, but examples have no sampler: leave it out"
             yield f"trainer.loss.{key}", list(getattr(loss, key)), remedy
     if config.validation_fraction and (config.validation or config.validation_split):
-        remedy = "holds out a part of the data, and sft.validation or sft.validation_split names other data: give one of them"
+        remedy = "holds out part of the data, but sft.validation or sft.validation_split names other data: give only one of them"
         yield "sft.validation_fraction", config.validation_fraction, remedy

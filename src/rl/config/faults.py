@@ -1,4 +1,4 @@
-"""Faults of a configuration in the user's words: key, value, where it stands, and what to do about it."""
+"""Describes faults of a configuration in the user's terms: key, value, where it was given, and the remedy."""
 
 import reprlib
 import types
@@ -19,23 +19,23 @@ SHORT.maxstring = SHORT.maxother = 200
 SHORT.maxdict = SHORT.maxlist = 12
 
 Spelled = dict[str, tuple[Any, str]]
-"""Settings as the user gave them: dotted key -> (value, where it stands)."""
+"""Settings as the user gave them: dotted key -> (value, the file, variable or flag)."""
 
 
 def raise_all(faults: list[str]) -> None:
-    """Raises a ConfigError that says how many faults there are, if any, and each of them."""
+    """Raises a ConfigError that counts and lists the faults, if there are any."""
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ConfigError("\n".join([f"{count} in the configuration", *(f"  {fault}" for fault in faults)]))
 
 
 def setting_text(key: str, value: Any) -> str:
-    """`key = value` in one line, not too long, and without secrets."""
+    """Returns `key = value` on one line, shortened and without secrets."""
     return f"{key if key.isprintable() else repr(key)} = {SHORT.repr(hidden(key, value))}"
 
 
 def key_of(location: Iterable[int | str]) -> str:
-    """The dotted key of a place that pydantic names: in a union it puts the `type` of the class, or a type's name, among the keys."""
+    """Returns the dotted key of a pydantic error location, without the union tags and type names that pydantic inserts."""
     tree, parts = field_tree(RLConfig), list[str]()
     for part in map(str, location):
         info = tree.get(without_numbers(".".join(parts)))
@@ -47,7 +47,7 @@ def key_of(location: Iterable[int | str]) -> str:
 
 
 def without_value(settings: Spelled) -> dict[str, str]:
-    """Faults by key of settings that are true or false but want another type: pydantic would take `--seed` without a value for 1."""
+    """Returns faults by key for bools where another type is needed: pydantic would read `--seed` without a value as 1."""
     tree, faults = field_tree(RLConfig), {}
     for key, (value, place) in settings.items():
         info = tree.get(without_numbers(key))
@@ -56,14 +56,24 @@ def without_value(settings: Spelled) -> dict[str, str]:
     return faults
 
 
+def too_large(settings: Spelled) -> dict[str, str]:
+    """Returns faults by key for whole numbers beyond 64 bits, which the processes of a run cannot send each other."""
+    tree = field_tree(RLConfig)
+    return {
+        key: f"{setting_text(key, value)} ({place})\n    is too large; give a number below 2^63"
+        for key, (value, place) in settings.items()
+        if isinstance(value, int) and abs(value) >= 2**63 and without_numbers(key) in tree
+    }
+
+
 def below(key: str, other: str) -> bool:
-    """Whether a dotted key is another one, or lies in its section."""
+    """Returns whether a dotted key equals `other` or lies in its section."""
     return f"{key}.".startswith(f"{other}.")
 
 
 def place_of(key: str, settings: Spelled) -> str:
-    """Where a key, or what is above or below it, was given: ` (file, variable or flag)`; empty if nowhere."""
-    for same in (str, without_numbers):  # a setting of the only element of a list is given without a number
+    """Returns where a key, its section or one of its own keys was given, as ` (file, variable or flag)`; empty if nowhere."""
+    for same in (str, without_numbers):  # a list's only element may be addressed without its index
         for name, (_, place) in settings.items():
             if below(same(key), same(name)) or below(same(name), same(key)):
                 return f" ({place})"
@@ -75,13 +85,14 @@ REMEDIES = {
     "model_type": "is a section; give its keys: --{key}.KEY VALUE",
     "model_attributes_type": "is a section; give its keys: --{key}.KEY VALUE",
     "list_type": "give a list: [a, b]",
+    "string_type": "must be a string; write it in quotes",
     "missing": "is missing; set it",
 }
-"""What to do about findings of pydantic that say it in Python's words."""
+"""Pydantic error type -> remedy, where pydantic's own message is in Python terms."""
 
 
 def remedy_for(finding: ErrorDetails, key: str) -> str:
-    """What to do about one of pydantic's findings, which is about `key`."""
+    """Returns the remedy for a pydantic error about `key`."""
     kind = finding["type"]
     if kind == "union_tag_invalid":
         return "give one of " + finding["ctx"]["expected_tags"].replace("'", "")
@@ -92,8 +103,8 @@ def remedy_for(finding: ErrorDetails, key: str) -> str:
 
 
 def fault_lines(finding: ErrorDetails, settings: Spelled) -> dict[str, str]:
-    """One of pydantic's findings as faults by key, in the user's terms: key, value, place, remedy. An unknown section is a fault for each
-    setting that was given in it."""
+    """Converts a pydantic error into faults by key, each with key, value, place and remedy. An unknown section yields one fault for each
+    setting given in it."""
     key, value = key_of(finding["loc"]), finding["input"]
     if finding["type"] == "union_tag_invalid":
         key, value = f"{key}.type", finding["ctx"]["tag"]

@@ -1,4 +1,4 @@
-"""What settings of prime-rl, verl, TRL and OpenRLHF are called here, so that habits are answered with the right key.
+"""Maps setting names of prime-rl, verl, TRL and OpenRLHF to the keys of rl, for hints on unknown keys.
 
 docs/migrating.md is made from this table (`uv run scripts/reference.py`).
 """
@@ -7,23 +7,23 @@ from typing import NamedTuple
 
 
 class Foreign(NamedTuple):
-    """Names that mean one thing elsewhere, and what to use here."""
+    """Other trainers' names for one setting, and the key to use here."""
 
     names: str
-    """The names, with spaces between them. A name with dots is known by its last parts, in any section."""
+    """Names separated by spaces. A dotted name matches as the end of a key, in any section."""
     here: str
-    """The key or flag here, or two with `and` between them; empty if there is none."""
+    """Key or flag here, or two joined by `and`; empty if there is none."""
     note: str = ""
-    """What else there is to know; without a key, why there is none."""
+    """Further explanation; if `here` is empty, why there is no such setting."""
 
     def hint(self, name: str = "") -> str:
-        """The sentence behind a fault; `name` is what of the key it is about, if not all of it."""
+        """Returns the hint for an unknown key; `name` is the part of the key that is known elsewhere, if not all of it."""
         called = f"{name} is called {self.here} here".strip() if self.here else ""
         return ": ".join(filter(None, [called, self.note]))
 
 
-NO_CRITIC = "there are no critic, no value loss and no discount here; credit comes from groups of rollouts (orchestrator.credit)"
-MULTI_NODE = "the processes of several nodes are started one by one here; see docs/multi_node.md"
+NO_CRITIC = "there is no critic, value loss or discount here; credit comes from groups of rollouts (orchestrator.credit)"
+MULTI_NODE = "processes on several nodes are started one by one; see docs/multi_node.md"
 WITH_CLIP = 'with trainer.loss.type = "clip", "cispo" or "gspo"'
 WITH_DPPO = 'with trainer.loss.type = "dppo"'
 WITH_BAND = "lowest and highest ratio together, [0.125, 8.0]"
@@ -59,10 +59,10 @@ FOREIGN = (
         "per_device_train_batch_size gradient_accumulation_steps micro_batch_size micro_train_batch_size ppo_micro_batch_size "
         "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu ppo_max_token_len_per_gpu train_max_tokens_per_gpu "
         "use_dynamic_bsz use_dynamic_batch",
-        "trainer.micro_batch_tokens", "in tokens of one pass on one rank; how many passes a batch takes follows from it",
+        "trainer.micro_batch_tokens", "in tokens per pass and rank; the number of passes per batch follows from it",
     ),
     Foreign(
-        "mini_batch_size ppo_mini_batch_size num_mini_batches steps_per_generation", "trainer.minibatches", "how many parts a batch has"
+        "mini_batch_size ppo_mini_batch_size num_mini_batches steps_per_generation", "trainer.minibatches", "number of parts of a batch"
     ),
     Foreign("ppo_epochs num_ppo_epochs max_epochs num_iterations", "trainer.epochs", "passes over a batch"),
     Foreign(
@@ -71,7 +71,7 @@ FOREIGN = (
     ),
     Foreign(
         "max_concurrent max_inflight_rollouts oversampling_factor",
-        "orchestrator.environment.max_generating", "what is in flight follows from max_lag and batch_size, this bounds it",
+        "orchestrator.environment.max_generating", "max_lag and batch_size determine how many rollouts are in flight; this limits them",
     ),
     # loss
     Foreign("loss_mode policy_loss_type loss_type", "trainer.loss.type"),
@@ -88,7 +88,7 @@ FOREIGN = (
     Foreign("ratio_type importance_sampling_level rollout_is", "trainer.loss.importance"),
     Foreign(
         "vllm_importance_sampling_cap tis_imp_ratio_cap vllm_is_truncated_threshold rollout_is_threshold",
-        "trainer.loss.truncate", 'with trainer.loss.type = "policy_gradient", or with several optimizer steps a batch another that clips',
+        "trainer.loss.truncate", 'with trainer.loss.type = "policy_gradient", or a clipping loss with several optimizer steps per batch',
     ),
     Foreign(
         "vllm_importance_sampling_correction enable_vllm_is_correction", "trainer.loss.importance", "on by default; none switches it off"
@@ -133,7 +133,7 @@ FOREIGN = (
     Foreign("rollout.top_p", "orchestrator.sampling.top_p"),
     Foreign("rollout.top_k", "orchestrator.sampling.top_k"),
     Foreign(
-        "repetition_penalty frequency_penalty presence_penalty", "", "penalties change the distribution that the trainer assumes: none here"
+        "repetition_penalty frequency_penalty presence_penalty", "", "unsupported: they change the distribution that the trainer assumes"
     ),
     # evaluation
     Foreign("eval_steps test_freq eval_interval val_interval val.interval", "orchestrator.eval.interval"),
@@ -166,7 +166,7 @@ FOREIGN = (
     Foreign("lora_rank lora_r", "trainer.lora.rank"),
     Foreign("lora_alpha", "trainer.lora.alpha"),
     Foreign("target_modules lora_target_modules", "trainer.lora.targets"),
-    Foreign("lora_dropout lora.dropout", "", "adapters have no dropout here: on-policy the ratio must be 1"),
+    Foreign("lora_dropout lora.dropout", "", "adapters have no dropout here, because the on-policy ratio must be 1"),
     Foreign("full_determinism", "trainer.deterministic"),
     # inference
     *(
@@ -201,7 +201,7 @@ FOREIGN = (
     Foreign("ckpt.keep_interval", "trainer.checkpoint.keep_every"),
     Foreign("resume_step resume_from_checkpoint resume_from_path resume_mode load_checkpoint", "--resume [STEP]"),
     Foreign("clean_output_dir overwrite_output_dir", "--clean"),
-    Foreign("default_local_dir save_path ckpt_path", "output_dir", "the directory above the run's own, which is called as `name` says"),
+    Foreign("default_local_dir save_path ckpt_path", "output_dir", "the parent of the run's directory, which `name` names"),
     Foreign("experiment_name run_name wandb_run_name", "name"),
     Foreign("project_name wandb_project", "wandb.project"),
     Foreign("wandb_org wandb_entity", "wandb.entity"),
@@ -217,7 +217,7 @@ BY_NAME = {name: row for row in FOREIGN for name in row.names.split()}
 
 
 def known_elsewhere(key: str) -> str:
-    """The hint for a dotted key that another trainer has: by the longest name that ends the key or a section above it. Empty for others."""
+    """Returns the hint for another trainer's dotted key, by the longest name that ends the key or one of its sections; otherwise empty."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         for name in (".".join(parts[start:end]) for start in range(end)):

@@ -1,4 +1,4 @@
-"""`--help`, from the docstrings of the config fields: the keys that most runs set, and any section in full on demand."""
+"""Prints `--help` from the docstrings of config fields: the keys that most runs set, and any section in full on demand."""
 
 import re
 import textwrap
@@ -19,38 +19,38 @@ from rl.system.errors import ConfigError
 COMMANDS = {
     "sft": ("rl.commands.sft", "supervised fine-tuning on examples, or on a run's best rollouts"),
     "eval": ("rl.commands.evaluate", "evaluate a model, a run's version or an endpoint, and compare two of them"),
-    "collect": ("rl.commands.collect", "play an environment's tasks without training and keep the rollouts as JSONL"),
+    "collect": ("rl.commands.collect", "play an environment's tasks without training and save the rollouts as JSONL"),
     "export": ("rl.commands.export", "write a run's weights as a Hugging Face model or a peft adapter"),
     "branch": ("rl.commands.branch", "start a new run from a run's checkpoint with other settings"),
-    "replay": ("rl.commands.replay", "train a run again from its batches and compare every version bit for bit"),
-    "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, and say what a run waits for, alive or dead"),
-    "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or why they were not trained"),
-    "view": ("rl.view.main", "runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
-    "compare": ("rl.commands.compare", "two runs side by side: settings that differ, curves, evaluations"),
-    "env": ("rl.commands.environment", "show what an environment is, play it, export its tasks"),
+    "replay": ("rl.commands.replay", "retrain a run from its batches and compare every version bit for bit"),
+    "doctor": ("rl.commands.doctor.main", "check a machine or a configuration, or diagnose a run, alive or dead"),
+    "show": ("rl.commands.show", "print a run's rollouts, by step, environment, task, reward, or reason for being dropped"),
+    "view": ("rl.view.main", "show runs in a browser: curves, rollouts token by token, tasks over time, timeline, health"),
+    "compare": ("rl.commands.compare", "compare two runs: differing settings, curves, evaluations"),
+    "env": ("rl.commands.environment", "inspect an environment, play it, or export its tasks"),
 }
-"""Subcommand -> (its module, what it does). A module has `main(args, children)`."""
+"""Subcommand -> (its module, its description). Each module has `main(args, children)`."""
 
 SETTINGS = """  @ run.toml                  settings from a file; several files merge left to right
-  --SECTION.KEY VALUE         any setting; flags win over variables (RL__SECTION__KEY=VALUE), and those over files
-  --quick                     the same, tiny: does everything hold together?
+  --SECTION.KEY VALUE         any setting; flags override variables (RL__SECTION__KEY=VALUE), which override files
+  --quick                     a tiny version of the run, to check that everything works
   --dry-run, --schema         print the resolved configuration, or the JSON schema of all settings, and exit
   --help [SECTION]            the settings of a section, such as model; all of them: all; all metrics: metrics
 """
-RESUME = """  --resume [STEP]             continue the run at its newest complete checkpoint, or at STEP
+RESUME = """  --resume [STEP]             continue the run from its newest complete checkpoint, or from STEP
   --clean                     delete the run directory and start over
 """
-VIEW = "  --view                      show the run in a browser while it lasts (rl view --help)\n"
+VIEW = "  --view                      show the run in a browser while it is running (rl view --help)\n"
 USAGE = f"""usage: {{program}} [@ FILE] [--SECTION @ FILE] [--KEY VALUE] ...
 
 {SETTINGS}  --trainer @ t.toml          one section from its own file (also --orchestrator, --inference)
-  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   split a box (counts or ids)
-  --strict-parity             end the run, instead of warning, whenever trainer and inference disagree
+  --trainer-gpus, --inference-gpus, --trainer-cpus, --inference-cpus   divide the machine (counts or ids)
+  --strict-parity             end the run, instead of warning, when trainer and inference disagree
 {VIEW}{RESUME}  --version                   print the version
 """
 PROCESS_USAGE = f"""usage: {{program}} @ FILE [--KEY VALUE] ...
 
-One process of a run, started by hand on a node of its own (docs/multi_node.md); `rl` starts all of them.
+Starts one process of a run by hand on its own node (docs/multi_node.md); `rl` starts all of them.
 
 {SETTINGS}"""
 
@@ -65,17 +65,17 @@ COMMON = (
     "orchestrator.sampling.max_tokens", "orchestrator.sampling.temperature", "orchestrator.credit", "inference.gpus", "inference.vllm",
     "sft.dataset", "sft.epochs", "sft.batch_size", "sft.min_reward", "sft.validation", "sft.validation_fraction",
 )  # fmt: skip
-"""The settings that most runs set."""
+"""Settings that most runs set."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What a program reads of the configuration: sections and keys, without some that lie in them."""
+    """The sections and keys that a program reads, except those in `without`."""
 
     keys: tuple[str, ...]
     without: tuple[str, ...] = ()
     usual: bool = True
-    """Whether the settings that most runs set belong on its help."""
+    """Whether its help lists the settings that most runs set."""
 
     def __contains__(self, key: str) -> bool:
         def within(sections: tuple[str, ...]) -> bool:
@@ -105,7 +105,7 @@ EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft",))
 
 
 def fit(text: str) -> str:
-    """A text with its paragraphs wrapped; a flag's is what follows it, there and far to the right in the next lines."""
+    """Wraps the paragraphs of a text; the description of a flag continues on indented lines."""
     lines = []
     for line in re.sub(r"(?<=\S)\n(?: {10,})?(?=\S)", " ", text).splitlines():
         flag = re.match(r"(  \S.*?  +)?", line)
@@ -114,13 +114,13 @@ def fit(text: str) -> str:
 
 
 def commands_text() -> str:
-    """The subcommands of `rl`, for its --help."""
+    """Returns the list of subcommands for `rl --help`."""
     lines = [f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["without a command, `rl` trains; the others, each with a --help of its own:", *lines, ""])
+    return "\n".join(["without a command, `rl` trains; the commands, each with its own --help:", *lines, ""])
 
 
 def print_help(program: str, usage: str, topic: str = "") -> None:
-    """Prints how the program is used with its common keys and sections; or every key of a topic with type, default and docstring.
+    """Prints the program's usage, common keys and sections; or every key of a topic with type, default and docstring.
 
     Raises ConfigError for a topic that is neither a section, a key, `all` nor `metrics`.
     """
@@ -133,7 +133,7 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
     elif topic in tree:
         print_key(topic, tree[topic], defaults)
     elif topic:
-        raise ConfigError(f"--help {topic}: there is no such section or key; {hint(topic)}")
+        raise ConfigError(f"--help {topic}: no such section or key; {hint(topic)}")
     else:
         print(fit(usage.replace("{program}", program)) + "\n")
         if program == "rl":
@@ -143,19 +143,19 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
 
 
 def overview(tree: dict[str, FieldInfo], defaults: RLConfig | None) -> str:
-    """The common keys, each with the beginning of its docstring, and the names of all sections. Without `defaults` the sections alone."""
+    """Returns the common keys, each with the start of its docstring, and the section names; without `defaults` only the sections."""
     lines = []
     for key, info in ((key, tree[key]) for key in COMMON if key in tree and defaults):
         flag = f"  {signature(key, info, value_at(defaults, key, info)):<{COLUMN - 2}}"
         what = re.split("[.:;] ", description(info))[0].rstrip(".")
         lines.append(f"{flag} {textwrap.shorten(what, max(0, WIDTH - len(flag)), placeholder=' ...')}".rstrip())
     sections = [key for key, info in tree.items() if models_in(info.annotation)]
-    text = f"sections, each for --help SECTION: {', '.join(sections)}"
+    text = f"sections for --help SECTION: {', '.join(sections)}"
     return "\n".join([*lines, *([""] if lines else []), *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)])
 
 
 def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
-    """The value of a key in a configuration; its field's own default where it is in a list or in a section that is off, or is none."""
+    """Returns a key's value in a configuration; the field's default if that is empty or the key is in a list or a disabled section."""
     value: Any = config
     for part in key.split("."):
         if not (isinstance(value, BaseModel) and part in type(value).model_fields):
@@ -165,7 +165,7 @@ def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
 
 
 def signature(key: str, info: FieldInfo, default: Any) -> str:
-    """A setting as a flag with its type and default; a section as the flag that switches it on, or that chooses its class."""
+    """Formats a setting as a flag with type and default, or a section as the flag that switches it on or selects its class."""
     if kinds := [tag for model in models_in(info.annotation) for tag in tags(model)]:
         return f"--{key}.type {'|'.join(kinds)}"
     if models_in(info.annotation):
@@ -175,13 +175,13 @@ def signature(key: str, info: FieldInfo, default: Any) -> str:
 
 
 def description(info: FieldInfo) -> str:
-    """The docstring of a key, or of its class, in one line."""
+    """Returns the docstring of a key, or of its class, on one line."""
     inner = models_in(info.annotation)
     return " ".join((info.description or (inner[0].__doc__ if inner else "") or "").split())
 
 
 def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
-    """A setting with its docstring, or a section with all its keys: of several classes what they share once, then what each adds."""
+    """Prints a setting with its docstring, or a section with its keys; for a union, the shared keys first, then those of each class."""
     models = models_in(info.annotation)
     if not models:
         for kinds, of_kinds in variants(key) or [([], info)]:
@@ -206,7 +206,7 @@ def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
 
 
 def variants(key: str) -> list[tuple[list[str], FieldInfo]]:
-    """(types, field) of a key that classes of a union declare in different ways; empty for a key that is the same in all that have it."""
+    """Returns (types, field) for each differing declaration of a key in a union's classes; empty if all declarations agree."""
     section, _, name = key.rpartition(".")
     info = field_tree(RLConfig).get(section)
     found: dict[tuple[str, str], tuple[list[str], FieldInfo]] = {}
@@ -217,11 +217,11 @@ def variants(key: str) -> list[tuple[list[str], FieldInfo]]:
 
 
 def print_fields(model: type[BaseModel], prefix: str, defaults: RLConfig) -> None:
-    """Keys of a config class, then its sections with theirs."""
+    """Prints the keys of a config class, then its sections."""
     for key, info in in_order(model):
         print_key(prefix + key, info, defaults)
 
 
 def in_order(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The fields of a config class, its sections last."""
-    yield from sorted(model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation)))  # stable: otherwise in order
+    """Yields the fields of a config class, sections last."""
+    yield from sorted(model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation)))  # the sort is stable

@@ -1,4 +1,4 @@
-"""What was probably meant by a key that is not known. A doubtful guess is none."""
+"""Guesses what an unknown key was meant to be. A doubtful guess is not shown."""
 
 import difflib
 
@@ -8,20 +8,20 @@ from rl.config.run import RUN_WIDE, SECTIONS, RLConfig
 
 ALIASES = {"steps": "max_steps", "learning_rate": "trainer.optim.lr", "trainer.learning_rate": "trainer.optim.lr"}
 ALIKE = 0.8
-"""Likeness (difflib's ratio) above which two words count as one, misspelt."""
+"""Similarity (difflib's ratio) above which one word counts as a misspelling of another."""
 SURE = 0.85
-"""The same, where nothing else of a key says what is meant."""
+"""The same, where no other part of the key supports the guess."""
 MOST = 4
-"""Keys that may share a last part for it to say which is meant; `name` alone says nothing."""
+"""Most keys that may share a last part for it to be a useful hint; one like `name` is too common."""
 
 
 def without_numbers(key: str) -> str:
-    """A dotted key without the numbers that pick an element of a list: the key of its field."""
+    """Returns a dotted key without list indices: the key of its field."""
     return ".".join(part for part in key.split(".") if not part.isdigit())
 
 
 def hint(key: str) -> str:
-    """What to do about an unknown key: what it is called here, which `type` has it, which known keys it resembles, or where all are."""
+    """Returns the remedy for an unknown key: its name here, the `type` that has it, similar known keys, or the list of all keys."""
     plain = without_numbers(key)
     if kinds := types_with(plain):
         return kinds
@@ -33,21 +33,21 @@ def hint(key: str) -> str:
 
 
 def types_with(key: str) -> str:
-    """For a key that only some classes of a union have, the types that have it, in a sentence; empty for any other key."""
+    """Returns a sentence that lists the types with this key, if only some classes of a union have it; otherwise empty."""
     section, _, name = key.rpartition(".")
     info = field_tree(RLConfig).get(section)
     kinds = [tag for model in (models_in(info.annotation) if info else ()) if name in model.model_fields for tag in tags(model)]
-    return f"goes with {section}.type = {' or '.join(filter(None, [', '.join(kinds[:-1]), *kinds[-1:]]))}" if kinds else ""
+    return f"is only valid with {section}.type = {' or '.join(filter(None, [', '.join(kinds[:-1]), *kinds[-1:]]))}" if kinds else ""
 
 
 def below_a_section(key: str) -> list[str]:
-    """Known keys that end as this one does from a dot on: `optim.lr` is trainer.optim.lr."""
+    """Returns the known keys that end with this dotted key: `optim.lr` matches trainer.optim.lr."""
     return [name for name in field_tree(RLConfig) if "." in key and name.endswith(f".{key}")]
 
 
 def same_last_part(key: str) -> list[str]:
-    """Known keys with the last part of one that is given without a section, or with a wrong one of ours; the general first. None if the
-    part is common."""
+    """Returns known keys with the same last part as a key without a section, or with a wrong section of rl, least nested first; empty if
+    the part is too common."""
     first, _, rest = key.partition(".")
     words = {name.split(".")[-1] for name in field_tree(RLConfig)}
     last = key.split(".")[-1]
@@ -61,7 +61,7 @@ def same_last_part(key: str) -> list[str]:
 
 
 def alike(key: str) -> list[str]:
-    """The known key that differs from this one by a misspelt part or two, if there is one."""
+    """Returns the known key whose parts all match this one's up to misspelling, as a list of at most one."""
     parts = key.split(".")
     for name in (*field_tree(RLConfig), *ALIASES):
         others = name.split(".")
@@ -71,5 +71,5 @@ def alike(key: str) -> list[str]:
 
 
 def same_word(word: str, known: str) -> bool:
-    """Whether a word is a known one, or it misspelt."""
+    """Returns whether a word equals a known one or is a misspelling of it."""
     return word == known or difflib.SequenceMatcher(None, word, known).ratio() >= ALIKE

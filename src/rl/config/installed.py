@@ -1,4 +1,4 @@
-"""Whether an environment is importable in this interpreter, which is a worker's: that of its home, or the one that `python` names."""
+"""Checks that an environment is importable in a worker's interpreter: that of its home, or the one that `python` names."""
 
 import importlib
 import importlib.metadata
@@ -6,14 +6,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from rl.config.environment_id import INDEX_PREFIX, module_name, module_place, short_name
+from rl.config.environment_id import INDEX_PREFIX, module_name, module_place, no_environment, short_name
 from rl.system.errors import RunError
 
 
 def check_installed(env_id: str) -> str:
-    """The id without its version, if a module of that name is installed in that version. Raises RunError with the command otherwise.
+    """Returns the id without its version. Raises RunError with the remedy if no such module is installed in that version.
 
-    An id that is written as a path (`./folder`) needs no installation: the folder is put on the import path, and its name is returned.
+    An id written as a path (`./folder`) needs no installation: the folder is added to the import path, and its name is returned.
     """
     if env_id.startswith((".", "/", "~")):
         return use_folder(Path(env_id).expanduser())
@@ -24,35 +24,34 @@ def check_installed(env_id: str) -> str:
     python = f"uv pip install --python {sys.executable}"
     install = f"`{python} {name}`" if "/" not in path else f"`{python} PACKAGE`"
     module = module_name(path)
-    # Workers have the current directory on their path, a command may not.
+    # Workers have the current directory on their import path; a command may not.
     here = Path(f"{module}.py").is_file() or Path(module, "__init__.py").is_file()
     if (Path(sys.prefix) / "home.json").is_file():
-        install = f"its home has no module {module}, and neither has {Path.cwd()}; give its folder, ./{name}"
+        install = f"neither its home nor {Path.cwd()} contains a module {module}; give its folder, ./{name}"
     if not module.isidentifier() or not (here or importlib.util.find_spec(module) or comes_with_verifiers(module)):
         raise RunError(f"environment {env_id} is not installed for {sys.executable}; {install}")
     if version and version != "latest":
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found = "one without a version"
+            found = "a package without a version"
         if found != version:
             raise RunError(f"environment {env_id}: {found} is installed; {install}")
     return path
 
 
 def use_folder(folder: Path) -> str:
-    """Makes the environment in a folder importable: NAME/name.py, NAME/name/ or NAME/src/name/, or the package NAME itself."""
+    """Adds a folder's module (NAME/name.py, NAME/name/, NAME/src/name/ or NAME itself) to the import path, and returns its name."""
     name = folder.resolve().name
     module = module_name(name)
     if place := module_place(folder.resolve()):
         sys.path.insert(0, str(place))
         return name
-    what = f"has no {module}.py and no package {module}" if folder.is_dir() else "does not exist"
-    raise RunError(f"environment {folder}: the folder {what}; give the folder that its pyproject.toml is in")
+    raise no_environment(folder, f"no {module}.py and no package {module}")
 
 
 def comes_with_verifiers(module: str) -> bool:
-    """Whether verifiers brings a v1 taskset or environment of that name. It is looked for as a file: importing v1 takes seconds."""
+    """Returns whether verifiers ships a v1 taskset or environment of that name. Looks for a file, because importing v1 takes seconds."""
     spec = importlib.util.find_spec("verifiers")
     folders = [Path(folder) / "v1" for folder in (spec.submodule_search_locations if spec else None) or []]
     return any((folder / kind / module / "__init__.py").exists() for folder in folders for kind in ("tasksets", "envs"))

@@ -1,8 +1,8 @@
-"""Settings of the loss: one class a loss, told apart by `type`. Formulas and sources: docs/algorithms.md and rl/trainer/loss.py.
+"""Settings of the loss: one class per loss, selected by `type`. Formulas and sources: docs/algorithms.md and rl/trainer/loss/common.py.
 
-r is the ratio of the trainer's to the sampler's probability of a token. It holds both: how far the policy has moved since the token was
-sampled, and how differently the inference engine computes. With several optimizer steps a batch the clipped losses split it at the policy
-that the batch began with.
+r is the ratio of the trainer's to the sampler's probability of a token. It reflects both how far the policy has moved since the token
+was sampled, and how the inference engine's computation differs. With several optimizer steps per batch, the clipped losses factor it at
+the policy that the batch began with.
 """
 
 import math
@@ -14,35 +14,35 @@ from rl.config.base import PAIR, PATH_IF_FOLDER, FunctionConfig, Settings, Unbou
 
 Ratio = Annotated[Unbounded, Field(ge=0)]
 Band = Annotated[tuple[Ratio, Ratio], PAIR]
-"""Lowest and highest value that is trained; [0, inf]: everything is."""
+"""Lowest and highest value that is trained on; [0, inf]: all."""
 EVERYTHING = (0.0, math.inf)
 
 
 class LossSettings(Settings):
-    """What every loss has: how tokens are averaged, which tokens are left out, and what is added."""
+    """Settings of every loss: how tokens are averaged, which tokens are masked, and which terms are added."""
 
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """How losses of tokens become one: mean over the batch's tokens (DAPO), over sequences of the mean over each one's tokens (GRPO), or
-    sum over tokens divided by sequences times `constant_length` (Dr. GRPO)."""
+    """How token losses are aggregated. `token`: mean over the batch's tokens (DAPO); `sequence`: mean over sequences of each one's token
+    mean (GRPO); `constant`: sum over tokens, divided by the number of sequences times `constant_length` (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
-    """Divisor of each sequence's sum with aggregation = "constant". Default: orchestrator.sampling.max_tokens."""
+    """Divisor of each sequence's sum if aggregation = "constant". Default: orchestrator.sampling.max_tokens."""
     token_mask: Band = EVERYTHING
-    """Band of the ratio r outside of which a token is not trained (IcePop): neither its own loss nor KL nor entropy."""
+    """Band of the ratio r outside of which a token is masked (IcePop): it adds neither loss nor KL nor entropy."""
     sequence_mask: Band = EVERYTHING
-    """Band of the product of a sequence's ratios outside of which the sequence is not trained."""
+    """Band of the product of a sequence's ratios outside of which the sequence is masked."""
     geometric_mask: Band = EVERYTHING
-    """Band of the geometric mean of a sequence's ratios outside of which the sequence is not trained."""
+    """Band of the geometric mean of a sequence's ratios outside of which the sequence is masked."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL divergence to a frozen reference model that is added to the loss; 0: no reference model is loaded."""
+    """Weight of the KL divergence to a frozen reference model, added to the loss; 0: no reference model is loaded."""
     kl_estimator: Literal["k2", "k3"] = "k3"
-    """How the KL divergence is estimated. k3: ref/p - 1 - log(ref/p), as in GRPO; k2: log(ref/p)^2 / 2, whose gradient is that of the KL
-    divergence on-policy."""
+    """Estimator of the KL divergence. k3: ref/p - 1 - log(ref/p), as in GRPO; k2: log(ref/p)^2 / 2, whose on-policy gradient is that of
+    the KL divergence."""
     kl_reference: Annotated[str | None, PATH_IF_FOLDER] = None
     """The reference model, a folder or an id. Default: the model that the run starts from."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the policy's entropy at each trained token, which is subtracted from the loss."""
+    """Weight of the policy's entropy at each trained token, subtracted from the loss."""
     teacher_coefficient: float = Field(1.0, ge=0)
-    """Weight of log teacher - log trainer (reverse KL), which is added to the advantage of every token that has a teacher's
+    """Weight of log teacher - log trainer (reverse KL), added to the advantage of every token that has a teacher
     log-probability."""
 
 
@@ -51,19 +51,19 @@ class PolicyGradientConfig(LossSettings):
 
     type: Literal["policy_gradient"] = "policy_gradient"
     importance: Literal["token", "sequence", "none"] = "token"
-    """Which ratio weighs a token: its own, its sequence's product, or none at all (w = 1)."""
+    """Ratio that weights a token: its own, the product over its sequence, or none (w = 1)."""
     truncate: Unbounded = Field(2.0, gt=0)
-    """Highest importance weight; inf: weights are not truncated."""
+    """Highest importance weight; inf: no truncation."""
     token_mask: Band = (0.125, 8.0)
-    """Band of the ratio r outside of which a token is not trained (IcePop)."""
+    """Band of the ratio r outside of which a token is masked (IcePop)."""
 
 
 class ClippedSettings(LossSettings):
-    """What the losses have that clip a ratio. With several optimizer steps a batch they clip how far the policy has moved within the batch;
-    the policy that the batch began with is weighed against the sampler's by itself."""
+    """Settings of the losses that clip a ratio. With several optimizer steps per batch they clip how far the policy has moved within the
+    batch; the ratio of the batch's first policy to the sampler is a separate weight."""
 
     truncate: Unbounded = Field(2.0, gt=0)
-    """Highest such weight, with several optimizer steps a batch; inf: it is not truncated. With one step there is none."""
+    """Highest weight of the batch's first policy against the sampler; inf: no limit. Used only with several optimizer steps per batch."""
 
 
 class ClipConfig(ClippedSettings):
@@ -79,7 +79,7 @@ class ClipConfig(ClippedSettings):
 
 
 class CispoConfig(ClippedSettings):
-    """CISPO: -clip(r, 1 - clip_low, 1 + clip_high) A log p, the clipped ratio without gradient: every token keeps one."""
+    """CISPO: -clip(r, 1 - clip_low, 1 + clip_high) A log p, the clipped ratio without gradient, so that every token keeps its gradient."""
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
@@ -89,11 +89,11 @@ class CispoConfig(ClippedSettings):
 
 
 class GspoConfig(ClippedSettings):
-    """GSPO: the clipped surrogate with one ratio a sequence, the geometric mean of its tokens' ratios."""
+    """GSPO: the clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios."""
 
     type: Literal["gspo"] = "gspo"
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
-    """As for every loss; the paper's is "sequence"."""
+    """As for every loss; the paper uses "sequence"."""
     clip_low: float = Field(3e-4, ge=0, le=1)
     """Lower clip: the ratio counts as at least 1 minus this. The default is the paper's value."""
     clip_high: Unbounded = Field(4e-4, ge=0)
@@ -123,7 +123,7 @@ class CrossEntropyConfig(LossSettings):
 
 
 class CustomConfig(LossSettings, FunctionConfig):
-    """A function of yours, (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool); see docs/functions.md."""
+    """A user function (LossInputs, CustomConfig) -> (loss [N] float, clipped [N] bool); see docs/functions.md."""
 
     type: Literal["custom"] = "custom"
 

@@ -1,4 +1,4 @@
-"""The flags that a subcommand has beside the configuration's keys, and their help."""
+"""Flags of a subcommand that are not configuration keys, and their help."""
 
 import json
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ WIDTH = 27
 
 @dataclass(frozen=True)
 class Option:
-    """A flag of a command. No key of the configuration has its name."""
+    """A flag of a command, whose name is not a configuration key."""
 
     name: str
     value: str
-    """What follows it: N is a number from 1, JSON an object, A|B one of these words, any other name text; empty for a switch."""
+    """Kind of value: N is an integer from 1, JSON an object, A|B one of these words, any other name a text; empty for a switch."""
     help: str
 
     @property
@@ -26,8 +26,8 @@ class Option:
 
 
 def take(program: str, args: list[str], options: tuple[Option, ...], text: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Splits off a command's own flags: (their values by key, the other arguments). Ends the program with 2 for a fault, and for --help
-    after printing `text`, if there is any."""
+    """Splits off a command's own flags. Returns (their values by key, the other arguments). Exits with code 2 on a fault; on --help prints
+    `text`, if given, and exits."""
     if text and {"-h", "--help"} & set(args):
         print(fit(text))
         raise SystemExit(0)
@@ -53,11 +53,11 @@ def take(program: str, args: list[str], options: tuple[Option, ...], text: str =
 
 
 def parse(option: Option, text: str) -> Any:
-    """The value of a flag. Raises ConfigError for text that cannot be one."""
+    """Parses the value of a flag. Raises ConfigError if the text is invalid."""
     choices, fault = option.value.split("|"), f"--{option.name} {text}"
     if option.value == "N":
         if not (text.isascii() and text.isdigit()) or int(text) < 1:
-            raise ConfigError(f"{fault}: needs a number from 1")
+            raise ConfigError(f"{fault}: needs an integer of at least 1")
         return int(text)
     if option.value == "JSON":
         try:
@@ -73,5 +73,5 @@ def parse(option: Option, text: str) -> Any:
 
 
 def option_lines(options: tuple[Option, ...]) -> str:
-    """The help of a command's own flags, a line for each."""
+    """Returns the help of a command's own flags, one line each."""
     return "\n".join(f"  {f'--{option.name} {option.value}'.strip():<{WIDTH}} {option.help}" for option in options)

@@ -10,11 +10,11 @@ from rl.config.environment_id import short_name
 
 
 class CreditSettings(Settings):
-    """What every kind of credit has."""
+    """Settings of every kind of credit."""
 
     length_penalty: float = Field(0.0, ge=0)
-    """Weight of a penalty for length that is subtracted from the reward before credit: this, times the group's mean reward (within 0..1),
-    times the rollout's tokens relative to the longest of its group. Metrics show the true reward; 0: off."""
+    """Weight of a length penalty, subtracted from the reward before credit: this, times the group's mean reward (clamped to 0..1), times
+    the rollout's tokens relative to the longest of its group. Metrics show the reward without it; 0: off."""
 
 
 class DrGrpoConfig(CreditSettings):
@@ -28,7 +28,7 @@ class GrpoConfig(CreditSettings):
 
     type: Literal["grpo"] = "grpo"
     epsilon: float = Field(1e-4, gt=0)
-    """Added to the standard deviation: rewards that differ by less than this count as nearly equal."""
+    """Term added to the standard deviation; rewards that differ by less than this count as nearly equal."""
 
 
 class RlooConfig(CreditSettings):
@@ -38,7 +38,7 @@ class RlooConfig(CreditSettings):
 
 
 class MaxRlConfig(CreditSettings):
-    """MaxRL: reward minus the mean of its group, divided by that mean; for rewards from 0 on."""
+    """MaxRL: reward minus the mean of its group, divided by that mean; for rewards that are never negative."""
 
     type: Literal["max_rl"] = "max_rl"
 
@@ -48,17 +48,17 @@ class ReinforcePlusPlusConfig(CreditSettings):
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
     group_baseline: bool = False
-    """Whether the mean of its group is subtracted from each reward first."""
+    """Whether the group's mean is subtracted from each reward first."""
 
 
 class NoCreditConfig(CreditSettings):
-    """No advantage from rewards: only the teacher is learned from."""
+    """No advantages from rewards: the policy learns only from the teacher."""
 
     type: Literal["none"] = "none"
 
 
 class CustomCreditConfig(CreditSettings, FunctionConfig):
-    """A function of yours, (Group, CustomCreditConfig) -> an advantage for each of its rollouts; see docs/functions.md."""
+    """A user function (Group, CustomCreditConfig) -> one advantage per rollout of the group; see docs/functions.md."""
 
     type: Literal["custom"] = "custom"
 
@@ -68,28 +68,28 @@ CreditConfig = Annotated[Annotated[AnyCreditConfig, Field(discriminator="type")]
 
 
 class SamplingOverrides(Settings):
-    """How one environment's rollouts are sampled; what is not given is as in orchestrator.sampling."""
+    """How one environment's rollouts are sampled; unset keys default to orchestrator.sampling."""
 
     max_tokens: int | None = Field(None, ge=1)
     """Most new tokens in one turn."""
     temperature: float | None = Field(None, ge=0)
     """Softmax temperature; 0 is greedy, in evaluations only."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Probability mass of nucleus sampling. Tokens outside have probability 0 for the sampler but not for the trainer: ratios below 1."""
+    """Probability mass of nucleus sampling. Tokens outside have probability 0 only for the sampler, so ratios are below 1."""
     top_k: int | None = Field(None, ge=1)
-    """Number of likeliest tokens that are sampled from; ratios are as with top_p."""
+    """Number of likeliest tokens to sample from; affects ratios like top_p."""
     min_p: float | None = Field(None, gt=0, le=1)
-    """Lowest probability of a token that is sampled, relative to the likeliest one; ratios are as with top_p."""
+    """Lowest probability of a sampled token, relative to the likeliest one; affects ratios like top_p."""
     stop: Annotated[list[str] | None, ONE_OR_MORE] = None
     """Strings that end a turn."""
 
 
 class SamplingConfig(SamplingOverrides):
-    """How training rollouts are sampled: at plain temperature, for what truncates the distribution also changes the importance ratio."""
+    """How training rollouts are sampled: by temperature only, because truncating the distribution also changes the importance ratio."""
 
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(256, ge=1)  # ty: ignore[incompatible-mutable-override] - always set in a training run
     """Most new tokens in one turn."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0)  # ty: ignore[incompatible-mutable-override]
     """Softmax temperature; the trainer scores tokens at the same one."""
 
 
@@ -98,15 +98,15 @@ class EnvSource(Settings):
 
     id: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """A package with an environment, classic or v1: `owner/name` or `owner/name@version` of the Environments Hub, `pypi:name` of the
-    package index, a `./folder`, or the `name` of one that is installed or in the current directory. See docs/environments.md."""
+    package index, a `./folder`, or the `name` of one installed or in the current directory. See docs/environments.md."""
     kind: Literal["classic", "v1"] | None = None
-    """The API of verifiers that a package is played by. Default: the one that it has, and v1 if it has both."""
+    """Verifiers API used for the package. Default: the one that it has; v1 if it has both."""
     requirements: Annotated[list[str], ONE_OR_MORE] = []
-    """Packages that the environment's code needs beside those that it names itself: `["sympy>=1.13"]`."""
+    """Packages that the environment's code needs in addition to its declared dependencies: `["sympy>=1.13"]`."""
     dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; for a NeMo Gym server its rows."""
+    """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; with a NeMo Gym server, its rows."""
     eval_dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """Rows for evaluations, given as in `dataset`. Default: `dataset`."""
+    """Rows for evaluations, in the form of `dataset`. Default: `dataset`."""
     reward: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Reward function for `dataset`: `file.py:function` or `module:function`."""
     system_prompt: str | None = None
@@ -120,22 +120,25 @@ class EnvSource(Settings):
     name: str | None = None
     """Name of the environment in metrics and files. Default: the id without owner and version."""
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Number of processes that run the environment's code; `auto`: as many as it keeps busy, at most one for each core."""
+    """Number of processes that run the environment's code; `auto`: as many as it keeps busy, at most one per core."""
     python: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """Python interpreter of a virtual environment that you have made for it: `.venvs/x/bin/python`. Default: one is made."""
+    """Python interpreter of a virtual environment that you made for it: `.venvs/x/bin/python`. Default: rl makes one."""
     isolation: Literal["none", "sandbox"] = "none"
-    """What its workers run in. `sandbox`: by bubblewrap, without this machine's files and processes, the run's token and directory, and
-    without the network; docs/security.md says exactly what is left."""
+    """Isolation of its workers. `sandbox`: bubblewrap hides this machine's files, processes and network, and the run's token and directory;
+    docs/security.md lists exactly what remains."""
     network: bool | None = None
-    """Whether a sandbox has this machine's network. Default: no; only tokens of the run's own inference servers can be had."""
+    """Whether a sandbox has this machine's network. Default: no; only tokens from the run's own inference servers are available."""
     keys: Annotated[list[str], NAMES] = []
-    """Environment variables that are seen in a sandbox, beside those that args refer to: `["OPENAI_API_KEY"]`."""
+    """Environment variables visible in a sandbox, in addition to those that args refer to: `["OPENAI_API_KEY"]`."""
+    read: Annotated[list[str], ONE_OR_MORE] = []
+    """Files and directories visible in a sandbox, in addition to the environment's folder or module, its rows and its reward's file, such
+    as modules that it imports from its directory and paths in its arguments: `["helper.py", "corpus"]`."""
     max_generating: int = Field(-1, ge=-1)
-    """Most rollouts that are generated at once, over all workers; -1: no limit."""
+    """Most rollouts generated at once, over all workers; -1: no limit."""
     max_scoring: int = Field(-1, ge=-1)
-    """Most rollouts that are scored at once, over all workers; -1: no limit."""
+    """Most rollouts scored at once, over all workers; -1: no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Seconds that generating one rollout may take, and again scoring it. Default: orchestrator.rollout_timeout_s."""
+    """Time limit in seconds for generating one rollout, and again for scoring it. Default: orchestrator.rollout_timeout_s."""
     sampling: SamplingOverrides = Field(default_factory=SamplingOverrides)
 
     @property
@@ -144,7 +147,7 @@ class EnvSource(Settings):
 
     @property
     def source(self) -> dict[str, Any]:
-        """The settings that say what is played, without name, sampling and number of workers: equal for entries that can share workers."""
+        """The settings without name, sampling and number of workers: equal for entries that can share workers."""
         return self.model_dump(include=set(EnvSource.model_fields) - {"name", "workers", "sampling"})
 
 
@@ -156,15 +159,15 @@ class TeacherConfig(Settings):
     model: str | None = None
     """Name of the model on that server. Default: its only one, or its first."""
     api_key_var: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, if the server wants one. It is sent over https and on this machine alone."""
+    """Environment variable that holds the key, if the server requires one. It is sent only over https or within this machine."""
     key_over_http: bool = False
-    """Send the key to a plain-http address of another machine, too, where whoever listens on the way can read it."""
+    """Whether to send the key over plain http to another machine as well, where anyone on the network path can read it."""
     timeout_s: float = Field(600.0, gt=0)
-    """Seconds over which a request that is not answered is repeated; then its rollout failed (`teacher`), and with it the group."""
+    """Seconds for which an unanswered request is retried; after that its rollout fails (`teacher`), and with it the group."""
 
 
 class DifficultyConfig(Settings):
-    """Pools of tasks by their running mean reward: tasks that are nearly always or nearly never solved are played less often."""
+    """Pools of tasks by their running mean reward: tasks that are almost always or almost never solved are played less often."""
 
     hard_up_to: Unbounded = 0.25
     """Highest running mean reward of a hard task."""
@@ -177,26 +180,26 @@ class DifficultyConfig(Settings):
 
 
 class EnvConfig(EnvSource):
-    """One environment that is trained on."""
+    """One environment to train on."""
 
     weight: float = Field(1.0, gt=0)
     """The environment's share of the rollouts, relative to the others'."""
     group_size: int | None = Field(None, ge=2)
-    """Rollouts of one task. Default: orchestrator.group_size."""
+    """Rollouts per task. Default: orchestrator.group_size."""
     max_samples: int = Field(-1, ge=-1)
-    """Number of tasks that are trained on, from the first one; -1: all."""
+    """Number of tasks to train on, starting with the first; -1: all."""
     credit: CreditConfig | None = None
     """How the environment's rewards become advantages. Default: orchestrator.credit."""
     difficulty: Annotated[DifficultyConfig | None, BeforeValidator(switch)] = None
     """Whether easy and hard tasks are played less often; `true` is enough. Off by default."""
     teacher: TeacherConfig | None = None
-    """The teacher that its rollouts are distilled from. Default: orchestrator.teacher."""
+    """The teacher to distil from. Default: orchestrator.teacher."""
 
 
 class EvalConfig(EnvSource):
     """An evaluation on held-out examples: before the first step, every `interval` steps, and after the last.
 
-    One without an id is of the first training environment. One of a training environment's id has its settings where it gives none.
+    Without an id, it uses the first training environment. With a training environment's id, it inherits settings that it does not set.
     """
 
     interval: int = Field(10, ge=1)
@@ -206,11 +209,11 @@ class EvalConfig(EnvSource):
     samples: int = Field(1, ge=1)
     """Rollouts of each example."""
     target: Unbounded = math.inf
-    """Mean reward of this evaluation at which the run ends."""
+    """The run ends when this evaluation reaches this mean reward."""
 
 
 def inherit(entry: EvalConfig, env: EnvConfig) -> None:
-    """Fills the settings that an evaluation does not give with those of its training environment."""
+    """Fills settings that an evaluation does not set with those of its training environment."""
     for key in EnvSource.model_fields:
         if key not in ("sampling", "workers", "name") and getattr(entry, key) == EvalConfig.model_fields[key].default:
             setattr(entry, key, getattr(env, key))
@@ -221,16 +224,16 @@ def inherit(entry: EvalConfig, env: EnvConfig) -> None:
 
 
 class RetentionConfig(Settings):
-    """Which of the files that every step writes stay on disk."""
+    """Which of the files written at every step are kept."""
 
     keep_last: int | None = Field(None, ge=1)
-    """Number of newest files that are kept. Default: all of them."""
+    """Number of newest files to keep. Default: all."""
     keep_every: int | None = Field(None, ge=1)
     """With keep_last: files whose step is a multiple of this number are kept as well."""
 
 
 def as_list(value: object) -> object:
-    """The list of tables that is meant: `[environment]` is one table, `[[environment]]` several; a text in a list is an id."""
+    """Returns a list of tables: `[environment]` is one table, `[[environment]]` several; a string in a list is an id."""
     tables = [value] if isinstance(value, dict) else value
     return [{"id": one} if isinstance(one, str) else one for one in tables] if isinstance(tables, list) else tables
 
@@ -239,55 +242,55 @@ class OrchestratorConfig(Settings):
     """The orchestrator: plays environments against inference and turns finished groups into batches."""
 
     environment: Annotated[list[EnvConfig], BeforeValidator(as_list)] = []
-    """The environments that are trained on: one `[environment]` or several `[[environment]]`."""
+    """Environments to train on: one `[environment]` or several `[[environment]]`."""
     eval: Annotated[list[EvalConfig], BeforeValidator(as_list)] = []
     """Evaluations: one `[eval]` or several `[[eval]]`."""
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = DrGrpoConfig()
     """How rewards become advantages."""
     filter: FunctionConfig | None = None
-    """A function of yours, (Group, FunctionConfig) -> whether its rollouts may be trained: one bool for all of them, or one for each.
-    What it drops has `filtered` as the reason in rollouts/*.jsonl; see docs/functions.md."""
+    """User function (Group, FunctionConfig) -> whether the group's rollouts may be trained on: one bool for all, or one for each.
+    Rollouts that it drops have the reason `filtered` in rollouts/*.jsonl; see docs/functions.md."""
     metrics: FunctionConfig | None = None
-    """A function of yours, (Rollout, FunctionConfig) -> numbers by name, which join the environment's own: `metrics` in rollouts/*.jsonl,
+    """User function (Rollout, FunctionConfig) -> numbers by name, added to the environment's own: `metrics` in rollouts/*.jsonl,
     reward/<env>/<name> and eval/<env>/<name> in metrics.jsonl; see docs/functions.md."""
     teacher: TeacherConfig | None = None
-    """On-policy distillation: log teacher - log trainer, times trainer.loss.teacher_coefficient, is added to the advantage of every sampled
-    token. Groups without signal in their rewards are trained, too."""
+    """On-policy distillation: (log teacher - log trainer) * trainer.loss.teacher_coefficient is added to the advantage of every sampled
+    token. Groups without signal in their rewards are trained on as well."""
     batch_size: int = Field(64, ge=1)
-    """Rollouts in a batch, which is one step; rounded up to whole groups."""
+    """Rollouts in a batch (one step), rounded up to whole groups."""
     group_size: int = Field(8, ge=2)
-    """Rollouts of one task; their mean reward is the baseline of most kinds of credit."""
+    """Rollouts per task; their mean reward is the baseline for most kinds of credit."""
     max_off_policy_steps: int = Field(8, ge=0)
-    """Most policy versions that a rollout's oldest token may be behind; then it is cancelled (`stale`), and its task is issued again."""
+    """Most policy versions that a rollout's oldest token may be behind; an older rollout is cancelled (`stale`) and its task reissued."""
     inference_urls: Annotated[list[str], NAMES] = []
-    """Addresses of inference servers, for those that do not see the run directory; then there are no others. Default: those that say where
-    they are in status/inference*.json, and come and go as they like."""
+    """Addresses of inference servers that do not see the run directory; no others are used then. Default: servers that publish their
+    address in status/inference*.json, which may join and leave at any time."""
     host: str = "127.0.0.1"
     """Address that the orchestrator binds for the trainer. Anything but loopback opens it to other machines that have the run's token
     (docs/security.md)."""
     port: int = Field(0, ge=0, le=65535)
-    """Port to bind; 0: a free one. The address is published in status/orchestrator.json."""
+    """Port to bind; 0: any free one. The address is published in status/orchestrator.json."""
     replace_no_signal: bool = True
-    """Whether groups whose advantages are all zero are replaced, for they teach nothing. Off: they fill their place in the batch."""
+    """Whether groups whose advantages are all zero, which teach nothing, are replaced. Off: they keep their place in the batch."""
     max_refill: int = Field(3, ge=1)
-    """Most rollouts that are played for one batch, in batches. When so many were played and too few of them can be trained, the batch is
-    trained short; 1: nothing is replaced as long as anything can be trained."""
+    """Most rollouts played for one batch, in multiples of the batch size. If too few of them can be trained on, the batch is trained
+    short; 1: nothing is replaced as long as any rollout can be trained on."""
     mask_truncated: bool = False
-    """Whether the tokens of truncated rollouts are left out of training. Their reward still counts in their group's baseline."""
+    """Whether the tokens of truncated rollouts are excluded from training. Their reward still counts in the group's baseline."""
     keep_partial_groups: bool = False
-    """Whether the rest of a group is trained when some of its rollouts failed for good. Off: the group is dropped, for the rest is
-    biased."""
+    """Whether the rest of a group is trained on when some of its rollouts failed for good. Off: the group is dropped, because the rest
+    is biased."""
     enforce_monotonicity: bool = False
-    """Whether a rollout fails whose next prompt rewrites earlier ones (`not_append_only`), instead of starting a new sample there."""
+    """Whether a rollout fails (`not_append_only`) if a prompt rewrites earlier turns, instead of starting a new sample there."""
     rollout_timeout_s: float = Field(600.0, gt=0)
-    """Seconds that generating one rollout may take, and again scoring it; then it failed (`timeout`)."""
+    """Time limit in seconds for generating one rollout, and again for scoring it; beyond it the rollout fails (`timeout`)."""
     rollout_retries: int = Field(2, ge=0)
-    """Times that a failed rollout is played again with fresh state before its group is dropped."""
+    """Retries of a failed rollout, each with fresh state, before its group is dropped."""
     worker_memory_gib: Unbounded = Field(8.0, gt=0)
-    """Most memory of a worker in GiB, its child processes not counted; above it the worker is ended and started anew. `inf`: no limit."""
+    """Memory limit of a worker in GiB, without its child processes; above it the worker is restarted. `inf`: no limit."""
     worker_silence_s: float = Field(120.0, gt=0)
-    """Seconds that an environment may block its worker's event loop; then the worker is ended and started anew."""
+    """Seconds that an environment may block its worker's event loop before the worker is restarted."""
     inference_timeout_s: float = Field(900.0, gt=0)
     """Seconds to wait for an inference server to come up, come back, or load a version."""
     trainer_timeout_s: float = Field(3600.0, gt=0)
@@ -295,21 +298,21 @@ class OrchestratorConfig(Settings):
     worker_timeout_s: float = Field(300.0, gt=0)
     """Seconds that an environment's worker may take to start."""
     batches: RetentionConfig = RetentionConfig()
-    """Which files stay in batches/: what each step trained on. Those since the oldest checkpoint are kept in any case, for a resume needs
-    them; `rl replay` retrains from version 0 only while all are there, and else from the oldest checkpoint that has all behind it."""
+    """Which files are kept in batches/: what each step trained on. Files since the oldest checkpoint are always kept, because a resume
+    needs them; `rl replay` starts from version 0 only while all are kept, otherwise from the oldest checkpoint with all later ones."""
     rollouts: RetentionConfig = RetentionConfig()
-    """Which files stay in rollouts/: every rollout in readable form, compressed (`000012.jsonl.gz`) once 100 steps are behind it."""
+    """Which files are kept in rollouts/: every rollout in readable form, compressed (`000012.jsonl.gz`) after 100 further steps."""
     show_rollout_every: int = Field(5, ge=0)
-    """Steps between rollouts that are printed, a long one without its middle; 0: none is."""
+    """Steps between printed rollouts, of which long ones are shortened in the middle; 0: none."""
 
     @property
     def max_in_flight(self) -> int:
-        """Rollouts that may play at once, slow ones included; those of an evaluation are counted by themselves."""
+        """Most rollouts in flight, including slow ones; those of evaluations are counted separately."""
         return self.batch_size * (1 + self.max_off_policy_steps)
 
     @property
     def env_ids(self) -> list[str]:
-        """The environments that have to be installed beside us: those without an interpreter of their own."""
+        """Ids of the environments that must be installed: those without their own interpreter."""
         return [entry.id for entry in [*self.environment, *self.eval] if entry.id and not entry.python]
 
     def model_post_init(self, _context: object) -> None:

@@ -1,12 +1,12 @@
-"""Faults of what a configuration names outside of itself (data sets, and the user's functions), and of what it hands to environments.
-Nothing is imported.
+"""Finds faults in the data sets and user functions that a configuration names, and in the arguments of environments.
 
-They are looked for where a configuration is made, not where that of a run is read: a run can be replayed and exported without them.
+Nothing is imported. A stored run's configuration is not checked, because the run can be replayed and exported without these files.
 """
 
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 
 
 def outside_faults(config: RLConfig) -> Iterator[Fault]:
-    """Every data set and function that is not there, or takes other arguments; one that several environments or evaluations name, once."""
+    """Yields data sets and functions that are missing or take other arguments; one named by several entries is reported once."""
     seen = set()
     for kind, entries in (("environment", config.orchestrator.environment), ("eval", config.orchestrator.eval)):
         for i, entry in enumerate(entries if not config.sft else ()):
-            # The rows of a NeMo Gym server are made with it, and may be made later than the configuration.
-            named = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
-            elsewhere = entry.python or entry.requirements  # there may be modules that we have not
+            # The rows of a NeMo Gym server are made with it, possibly after the configuration.
+            named: dict[str, Callable[[str], str]] = {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
+            elsewhere = entry.python or entry.requirements  # that interpreter may have modules that this one lacks
             if not elsewhere or ".py:" in (entry.reward or ""):
                 named["reward"] = find_fault
             for key, find in named.items():
@@ -46,28 +46,44 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
 
 
 def argument_fault(value: Any) -> str:
-    """Why an environment cannot be given an argument as it is: arguments travel as JSON, which has neither numbers that are not finite nor
-    dates. Empty if it can."""
+    """Returns why an argument cannot be passed to an environment, or an empty text if it can. Arguments travel as JSON, which has neither
+    non-finite numbers nor dates."""
     if isinstance(value, float) and not math.isfinite(value):
-        return f"an environment is given its arguments as JSON, which has no such number; leave it out, or write a text: '\"{value}\"'"
+        return f"arguments are passed to environments as JSON, which has no such number; leave it out, or use a string: '\"{value}\"'"
     if isinstance(value, (date, time)):
-        return f'an environment is given its arguments as JSON, which has no dates and times; write a text: "{value}"'
+        return f'arguments are passed to environments as JSON, which has no dates and times; use a string: "{value}"'
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return next(filter(None, map(argument_fault, inner)), "")
 
 
 def rows_fault(source: str) -> str:
-    """What is wrong with the name of a data set, as far as it shows without the network; empty if nothing is."""
+    """Returns what is wrong with the name of a data set, as far as can be told offline; empty if nothing."""
     path = Path(source).expanduser()
     if path.is_file():
-        return "" if path.stat().st_size else "is empty; write one JSON object a line"
+        return first_row_fault(path) if path.stat().st_size else "is empty; write one JSON object per line"
     if path.suffix in (".jsonl", ".json") or not HUB_ID.fullmatch(source):
-        return f"is no file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset"
+        return f"is not a file ({path.absolute()}); give a JSONL file, or owner/name of a Hugging Face dataset"
+    return ""
+
+
+def first_row_fault(path: Path) -> str:
+    """Returns what is wrong with the first row of a JSONL file, empty if nothing; the other rows are checked when the worker reads them."""
+    try:
+        with path.open("rb") as file:
+            row = json.loads(next(filter(bytes.strip, file), b"").decode("utf-8-sig"))
+    except OSError as error:
+        return f"cannot be read ({error.strerror}); give a file that you may read"
+    except (ValueError, RecursionError) as error:
+        return f"does not begin with a JSON object ({error}); write one per line"
+    if not isinstance(row, dict):
+        return f"begins with a {type(row).__name__}; write one JSON object per line"
+    if not {"prompt", "question"} & set(row):
+        return f'has no column prompt or question, only {", ".join(row) or "an empty object"}; write rows like {{"prompt": "...", ...}}'
     return ""
 
 
 def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, name, arguments of a call) of the user's functions for loss, credit, filter and metrics."""
+    """Yields (key, function, call arguments) of the user's functions for loss, credit, filter and metrics."""
     if isinstance(config.trainer.loss, CustomConfig):
         yield "trainer.loss.function", config.trainer.loss.function, "inputs, config"
     settings = config.orchestrator

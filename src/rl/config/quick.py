@@ -1,4 +1,4 @@
-"""`--quick`: the same run, as small as it can be and still go through everything. To see that a configuration works."""
+"""`--quick`: the smallest version of a run that still goes through everything, to see that a configuration works."""
 
 from rl.config.run import RLConfig
 
@@ -6,8 +6,8 @@ STEPS, GROUPS, GROUP_SIZE, TOKENS, EXAMPLES = 2, 2, 4, 32, 4
 
 
 def shrink(config: RLConfig) -> RLConfig:
-    """A copy of the configuration with every size lowered to that of a trial, and a name of its own. Nothing is raised but to keep two
-    sizes consistent, and groups without signal are trained: a hard task must not end the trial."""
+    """Returns a copy with every size lowered to that of a trial, and its own name. A size is raised only to stay consistent with another.
+    Groups without signal are trained on, because a hard task must not end the trial."""
     config = config.model_copy(deep=True)
     settings = config.orchestrator
     config.name = config.name if config.name.endswith("-quick") else f"{config.name}-quick"
@@ -20,7 +20,7 @@ def shrink(config: RLConfig) -> RLConfig:
     config.trainer.minibatches = min(config.trainer.minibatches, GROUPS)
     largest = max([settings.group_size, *(env.group_size or 0 for env in settings.environment)])
     settings.batch_size = GROUPS * largest
-    settings.replace_no_signal = False  # whether the task is too hard is not the question here
+    settings.replace_no_signal = False  # the trial does not test whether the task is too hard
     settings.sampling.max_tokens = min(settings.sampling.max_tokens, TOKENS)
     for entry in [*settings.environment, *settings.eval]:
         entry.sampling.max_tokens = min(entry.sampling.max_tokens, TOKENS) if entry.sampling.max_tokens else None

@@ -1,6 +1,6 @@
-"""The whole configuration of a run. A setting lives once; every process loads the resolved config.toml of the run directory.
+"""The complete configuration of a run. Each setting exists once; every process loads the resolved config.toml of the run directory.
 
-Importing this module loads neither torch nor vllm: `--help` has to answer at once.
+Importing this module must load neither torch nor vllm, so that `--help` is fast.
 """
 
 from pathlib import Path
@@ -14,9 +14,10 @@ from rl.config.orchestrator import EnvSource, OrchestratorConfig
 from rl.config.sft import SftConfig, with_sft_defaults
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.paths import RunDir
+from rl.system.machine import multiplies_bfloat16
 
 MAX_STEP = 999_999
-"""Files of a step have six digits in their names."""
+"""The largest step: file names of steps have six digits."""
 
 
 class SupervisorConfig(Settings):
@@ -24,56 +25,57 @@ class SupervisorConfig(Settings):
 
     max_restarts: int = Field(20, ge=0)
     """Restarts of one process within window_s; one more ends the run with a summary. 0: the first death ends it. A process that
-    fails twice before it has come up once ends the run in any case."""
+    fails twice before it first becomes ready always ends the run."""
     window_s: float = Field(1800.0, gt=0)
     """Seconds over which restarts are counted."""
     backoff_s: float = Field(0.5, ge=0)
-    """Seconds to wait before the restart of a process that died without progress; they double with every further such death in a row, up to
-    backoff_limit_s. One that made progress starts again at once."""
+    """Seconds to wait before restarting a process that died without progress; they double with every further such death in a row, up to
+    backoff_limit_s. A process that made progress is restarted at once."""
     backoff_limit_s: float = Field(30.0, ge=0)
     """Longest wait before a restart, in seconds."""
     silence_s: float = Field(60.0, gt=0)
-    """A process without a heartbeat for so many seconds (stopped, or stuck in the kernel) is killed and started again. A thread sends a
-    heartbeat every 2 s, but a long call that keeps Python's lock (loading a large model) can delay it by half a minute."""
+    """Seconds without a heartbeat after which a process (stopped, or stuck in the kernel) is killed and restarted. A thread sends one
+    every 2 s, but a long call that holds the GIL (loading a large model) can delay it by half a minute."""
     stall_s: float = Field(600.0, gt=0)
-    """After so many seconds without a new token, rollout, batch or step, a diagnosis is printed: what every process waits for."""
+    """Seconds without a new token, rollout, batch or step after which a diagnosis is printed: what every process is waiting for."""
     quarantine_after: int = Field(3, ge=1)
-    """A batch is quarantined when the trainer has died so often in a row during its step: the step is skipped, which is recorded."""
+    """Trainer deaths in a row during one step after which its batch is quarantined: the step is skipped, and this is recorded."""
 
 
 class RendererConfig(Settings):
     """How chat messages become token ids and sampled ids become messages."""
 
     name: str = "auto"
-    """The renderer. `auto` chooses by the model's chat template; `template` uses that template as it is; `chatml` adds tools to one that
-    has none; any other name is one of the `renderers` package: qwen3, llama-3, gpt-oss, ..."""
+    """The renderer. `auto` chooses by the model's chat template; `template` uses that template unchanged; `chatml` adds tools to a template
+    without them; any other name is one of the `renderers` package: qwen3, llama-3, gpt-oss, ..."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
     """How long thinking stays in the prompts of later turns: `all`: always, so that a rollout is one sample; `tool_cycle`: until the next
-    user message; `template`: as the model's template has it. A turn whose prompt drops earlier thinking starts a new sample."""
+    user message; `template`: as in the model's template. A turn whose prompt drops earlier thinking starts a new sample."""
     enable_thinking: bool | None = None
-    """Value of `enable_thinking` for chat templates that have such a switch. Default: the template's own."""
+    """Value of `enable_thinking` for chat templates with that switch. Default: the template's own."""
 
 
 class ModelConfig(Settings):
-    """The model that is trained."""
+    """The model to train."""
 
     name: Annotated[str, Field(min_length=1), PATH_IF_FOLDER] = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """A folder in Hugging Face format, or a model's id on the hub."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Number format of inference's and the trainer's computation. Master weights, optimizer state and reductions are always float32."""
+    dtype: Literal["bfloat16", "float32"] = Field(default_factory=lambda: "bfloat16" if multiplies_bfloat16() else "float32")
+    """Number format in which inference and the trainer compute. Default: `bfloat16` on machines that multiply it in hardware (GPUs, CPUs
+    with AVX-512 BF16 or AMX), otherwise `float32`. Master weights, optimizer state and reductions are always float32."""
     max_model_len: int = Field(2048, ge=2)
     """Longest sequence in tokens, prompt and answer together."""
     chat_template: Annotated[str | None, TEMPLATE] = None
-    """A chat template for a model that has none, or in place of its own: a Jinja file, or `chatml`, which is built in."""
+    """Chat template to use instead of the model's own, or if it has none: a Jinja file, or the built-in `chatml`."""
     trust_remote_code: bool = False
-    """Whether to run Python code that comes with the model."""
+    """Whether to run Python code shipped with the model."""
 
 
 class WandbConfig(Settings):
     """Weights & Biases; `--wandb` or `wandb = true` is enough. WANDB_MODE=offline works."""
 
     project: str = "rl"
-    """Project that the run is logged to."""
+    """Project to log the run to."""
     entity: str | None = None
     """Team or user that owns the project. Default: yours."""
     name: str | None = None
@@ -81,27 +83,27 @@ class WandbConfig(Settings):
     group: str | None = None
     """Group of runs that this one belongs to."""
     tags: list[str] = []
-    """Words by which runs are found."""
+    """Tags for finding the run."""
     notes: str | None = None
-    """What the run is about."""
+    """Description of the run."""
     rollouts: int = Field(20, ge=0)
-    """Rollouts of the newest step that are sent as a table, every five minutes and at the end; 0: none."""
+    """Rollouts of the newest step to send as a table, every five minutes and at the end; 0: none."""
 
 
 class RLConfig(Settings):
     """Run-wide settings at the top, and one section for each process."""
 
     name: str = ""
-    """The run's name, and that of its directory. Default: environment and model."""
+    """Name of the run and of its directory. Default: environment and model."""
     output_dir: Annotated[str, PATH] = "outputs"
-    """Directory in which run directories are made."""
+    """Directory in which run directories are created."""
     max_steps: int = Field(100, ge=1, le=MAX_STEP)
-    """Batches that are trained; batch N makes policy version N. `steps` is an alias."""
+    """Batches to train on; batch N makes policy version N. `steps` is an alias."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the order of tasks and of the trainer."""
+    """Seed for the order of tasks and for the trainer."""
     max_lag: int = Field(1, ge=0)
-    """Batches that sampling runs ahead of training: rollouts are at most so many policy versions behind; 0 is on-policy. A slow rollout
-    that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""
+    """Batches that sampling may run ahead of training: rollouts are at most this many policy versions behind; 0 is on-policy. A slow
+    rollout that newer ones overtake may be further behind: see orchestrator.max_off_policy_steps."""
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = RendererConfig()
     """How chat messages become token ids, and sampled ids become messages."""
@@ -109,7 +111,7 @@ class RLConfig(Settings):
     wandb: Annotated[WandbConfig | None, BeforeValidator(switch)] = None
     """Logging to Weights & Biases; `--wandb` switches it on."""
     tensorboard: bool = False
-    """Writes the numbers as TensorBoard's event files, too, into `tensorboard/` of the run. Needs the extra `tensorboard`."""
+    """Whether to write metrics as TensorBoard event files to the run's `tensorboard/` as well. Needs the extra `tensorboard`."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -130,18 +132,19 @@ class RLConfig(Settings):
         return RunDir(root, Path(weights) / self.name if weights else root / "weights")
 
     def with_absolute_paths(self) -> "RLConfig":
-        """A copy that means the same in every directory: relative paths are of the current one."""
+        """Returns a copy that means the same in every directory: relative paths are resolved against the current one."""
         return RLConfig.model_validate(self.model_dump(), context=ABSOLUTE_PATHS)
 
     def sampling_of(self, env: EnvSource) -> dict[str, Any]:
-        """How an environment's training rollouts are sampled: what it sets, and for the rest the run's sampling."""
+        """Returns the sampling settings for an environment's training rollouts: its own, completed by the run's."""
         return self.orchestrator.sampling.model_dump(exclude_none=True) | env.sampling.model_dump(exclude_none=True)
 
     @property
     def truncates(self) -> bool:
-        """Whether inference samples from a part of the distribution, whose log-probabilities are not those of the trainer."""
+        """Whether inference samples from a truncated distribution, so that its log-probabilities differ from the trainer's."""
         return any({"top_p", "top_k", "min_p"} & self.sampling_of(env).keys() for env in self.orchestrator.environment)
 
 
 SECTIONS = ("trainer", "orchestrator", "inference", "sft")
 RUN_WIDE = tuple(name for name in RLConfig.model_fields if name not in SECTIONS)
+"""Keys that may also be written in a section: `orchestrator.max_lag` is `max_lag`."""

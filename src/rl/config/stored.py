@@ -1,4 +1,4 @@
-"""The configuration that a run directory holds, and where the run lies now: it may have been moved or renamed since."""
+"""Reads the configuration in a run directory, which may have been moved or renamed since the run was started."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from rl.system.errors import ConfigError, RunError
 
 
 def stored_config(root: Path) -> RLConfig:
-    """The configuration that a run was last started with, and where it lies now. Raises RunError."""
+    """Returns the configuration that a run was last started with, with its current location. Raises RunError."""
     path = root / "config.toml"
     try:
         return from_toml(path)
@@ -18,13 +18,13 @@ def stored_config(root: Path) -> RLConfig:
 
 
 def as_written(root: Path) -> RLConfig:
-    """The same, and where it lay then. Raises RunError."""
+    """Returns the same configuration with the location at that start. Raises RunError."""
     config, table = stored_config(root), read_toml(str(root / "config.toml"))
     return config.model_copy(update={key: table[key] for key in ("name", "output_dir") if key in table})
 
 
 def run_dir_of(root: Path, config: RLConfig) -> RunDir:
-    """A run's directory where it lies now. Versions outside of it bear the name that the run had when it was last started."""
+    """Returns a run's current directory. Versions outside of it are under the name that the run had when it was last started."""
     if not config.trainer.weights.dir:
         return RunDir(root, root / "weights")
     named_so = config.run_dir.weights_dir

@@ -1,8 +1,7 @@
-"""From nested settings to an RLConfig, with every fault that can be known: what is faulty is taken out, and the rest is looked at again."""
+"""Validates layers of settings into an RLConfig and finds as many faults as possible: removes faulty settings and checks the rest again."""
 
-import copy
 import re
-from typing import Any
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -13,28 +12,31 @@ from rl.config.hints import without_numbers
 from rl.config.run import RLConfig
 
 PASSES = 5
-"""Times that what is left is looked at again; a fault can hide another one below it, but not many in a row."""
+"""Times that the remaining settings are checked again; a fault can hide another one below it, but rarely many in a row."""
 MODES = ("sft", "trainer.data", "trainer.data.fake")
-"""Settings that decide what a run is. With a fault in one of them nothing can be said about the others together."""
+"""Settings that decide the kind of run. With a fault in one of them, combinations of other settings cannot be checked."""
 
 
-def validate(nested: dict[str, Any], settings: Spelled, faults: dict[str, str]) -> RLConfig | None:
-    """The configuration, or what is left of it without the faulty settings; None if nothing sound is left. Adds to the faults by key."""
-    rest: Any = copy.deepcopy(nested)
-    for key in faults:
-        take_out(rest, key.split("."))
+def validate(layers: list[Spelled], faults: dict[str, str]) -> RLConfig | None:
+    """Returns the configuration without faulty settings, or None if nothing valid is left. Adds to the faults by key."""
+    from rl.config.sources import Edit, load, place_value, take_out, together, without_replaced
+
+    layers = without_replaced(layers)
+    settings = together(layers)
+    edits: list[Edit] = [partial(take_out, keys=key.split(".")) for key in faults]
     for _ in range(PASSES):
         try:
-            return RLConfig.model_validate(rest)
+            return load(layers, faults, edits)
         except ValidationError as error:
             found = error.errors()
         known = list(faults)
         for finding in found:
             key = key_of(finding["loc"])
             if finding["type"] == "missing":
-                put_in(rest, key.split("."))
+                edits.append(partial(place_value, keys=key.split("."), value="?"))  # so that the rest can be checked
             else:
-                take_out(rest, [*key.split("."), *(["type"] if finding["type"] == "union_tag_invalid" else [])])
+                faulty = f"{key}.type" if finding["type"] == "union_tag_invalid" else key
+                edits.append(partial(take_out, keys=faulty.split(".")))
             follows = any(below(key, name) for name in known) or follows_from_type(finding["type"], key, known)
             if not follows:
                 faults |= {name: line for name, line in fault_lines(finding, settings).items() if name not in faults}
@@ -42,64 +44,25 @@ def validate(nested: dict[str, Any], settings: Spelled, faults: dict[str, str]) 
 
 
 def follows_from_type(kind: str, key: str, faulty: list[str]) -> bool:
-    """Whether a key is unknown only because the `type` of its section is: another class has it."""
+    """Returns whether a key is unknown only because the `type` of its section is invalid: another class has it."""
     section = key.rpartition(".")[0]
     return kind == "extra_forbidden" and f"{section}.type" in faulty and without_numbers(key) in field_tree(RLConfig)
 
 
-def take_out(table: Any, keys: list[str]) -> None:
-    """Removes a setting from nested tables, if it is there: of a list of values, such as betas, the whole list."""
-    first, *rest = keys
-    if isinstance(table, list) and first.isdigit() and int(first) < len(table):
-        return take_out(table[int(first)], rest) if rest else table.clear()
-    if isinstance(table, list) and len(table) == 1:
-        return take_out(table[0], keys)
-    if isinstance(table, dict):
-        if first.isdigit() and first not in table:  # a table that stands for a list of one
-            return take_out(table, rest) if rest else None
-        if not rest or (all(part.isdigit() for part in rest) and not holds_tables(table.get(first))):
-            table.pop(first, None)
-        else:
-            take_out(table.get(first), rest)
-    return None
-
-
-def holds_tables(value: Any) -> bool:
-    """Whether a value is a list of tables, or the one table that may stand for it."""
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value))
-
-
-def put_in(table: Any, keys: list[str]) -> None:
-    """Gives a missing setting some text, so that the rest can be looked at."""
-    first, *rest = keys
-    if isinstance(table, list):
-        if first.isdigit() and rest and int(first) < len(table):
-            put_in(table[int(first)], rest)
-    elif isinstance(table, dict) and rest:
-        if first.isdigit() and first not in table:
-            return put_in(table, rest)
-        if table.get(first) is True or first not in table:
-            table[first] = {}
-        put_in(table[first], rest)
-    elif isinstance(table, dict):
-        table[first] = "?"
-    return None
-
-
 def in_doubt(faults: dict[str, str]) -> set[str]:
-    """The faulty keys, and those that a remedy says were meant by them. Of a `type` its whole section: it says which keys that has."""
+    """Returns the faulty keys and those that a remedy suggests. A `type` stands for its whole section, whose keys depend on it."""
     tree = field_tree(RLConfig)
     meant = (word for line in faults.values() for word in re.findall(r"[\w.]*[._][\w.]*\w", line.splitlines()[-1]) if word in tree)
     return {name.removesuffix(".type") for name in (*faults, *meant)}
 
 
 def holds_anyway(fault: Fault, doubtful: set[str]) -> bool:
-    """Whether a fault between settings is one whatever the doubtful ones were meant to be: none of them is its key or decides what the
-    run is, and its remedy names none of them."""
+    """Returns whether a fault between settings holds whatever the doubtful ones were meant to be: none of them is its key, decides the
+    kind of run, or is named in its remedy."""
     key, _, remedy = fault
     for name in doubtful:
         last, place = name.rpartition(".")[2], key if name != without_numbers(name) else without_numbers(key)
-        plain_word = name == last and "_" not in name  # a run-wide key such as `name`: in a remedy it is a word like any other
+        plain_word = name == last and "_" not in name  # a run-wide key such as `name` is an ordinary word in a remedy
         if any(below(mode, name) for mode in MODES) or below(place, name) or below(name, place):
             return False
         if not plain_word and re.search(rf"\b{re.escape(last)}\b", remedy):

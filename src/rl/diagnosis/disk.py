@@ -1,4 +1,4 @@
-"""The disk space that a run will use: policy versions, checkpoints, batches, rollouts, token logs, spans."""
+"""Estimates the disk space of a run: policy versions, checkpoints, batches, rollouts, token logs, spans."""
 
 import math
 import shutil
@@ -15,28 +15,28 @@ from rl.wire.batch_file import PLAIN_STEPS
 
 BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
 CHECKPOINT_BYTES = 12
-"""A weight in float32 and AdamW's two means."""
+"""Bytes per weight: float32 and AdamW's two moments."""
 TOKEN_BYTES = 26
-"""A token in a batch file: id, mask, log-probability, advantage; and its text in rollouts/."""
+"""Bytes per token in a batch file (id, mask, log-probability, advantage) and, as text, in rollouts/."""
 TOKEN_LOG_BYTES = 7
-"""A token in a token log: log-probability, entropy, flags."""
+"""Bytes per token in a token log: log-probability, entropy, flags."""
 SPAN_FILES = 4
-"""Trainer, orchestrator, inference, a worker; few runs fill the files of more."""
+"""Trainer, orchestrator, inference and a worker; few runs fill more files."""
 SPARE = 1.1
-"""Below this much more than is needed a disk counts as too small: logs, metrics and evals have no estimate."""
+"""Factor over the estimate that a disk must have free; logs, metrics and evals are not estimated."""
 KEYS = "trainer.weights, trainer.checkpoint, orchestrator.batches: keep_last; trainer.token_log"
-REMEDY = f"free some, choose another output_dir, or keep less ({KEYS})"
+REMEDY = f"free some space, choose another output_dir, or keep less ({KEYS})"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a run will hold on one file system."""
+    """Disk space that a run needs on one file system."""
 
     place: Path
     free: int
     parts: dict[str, int]
-    """Bytes by what they are."""
+    """Bytes by kind of file."""
 
     @property
     def total(self) -> int:
@@ -52,7 +52,7 @@ class Need:
 
 
 def kept_text(config: RLConfig) -> str:
-    """What a run keeps of all that it makes."""
+    """Returns which of its files a run keeps."""
 
     def newest(settings: RetentionConfig | CheckpointConfig | WeightsConfig) -> str:
         every = f" and every {settings.keep_every}th" if settings.keep_every else ""
@@ -61,7 +61,7 @@ def kept_text(config: RLConfig) -> str:
     parts = {"checkpoints": newest(config.trainer.checkpoint), "policy versions": newest(config.trainer.weights)}
     if config.sft is None:
         batches, rollouts = config.orchestrator.batches, config.orchestrator.rollouts
-        needed = ", those since the oldest checkpoint" if batches.keep_last else ""
+        needed = " and those since the oldest checkpoint" if batches.keep_last else ""
         tokens = config.trainer.token_log.max_gib
         logs = {0.0: "none", math.inf: "all"}.get(tokens, f"the newest {tokens:g} GiB")
         parts |= {"batches": f"{newest(batches)}{needed}", "rollouts": f"{newest(rollouts)}, as gzip after {PLAIN_STEPS} steps"}
@@ -70,17 +70,17 @@ def kept_text(config: RLConfig) -> str:
 
 
 def disk_estimate(config: RLConfig, model_folder: Path) -> list[str]:
-    """What a run will use at most, a line for each file system, and a warning where it does not fit."""
+    """Returns a line per file system with the most space the run will use, and a warning where that does not fit."""
     lines = [kept_text(config)]
     for need in needs(config, model_folder):
         lines.append(f"disk: {need}")
         if not need.fits:
-            lines.append(f"warning: {need.place} may get full: {REMEDY}")
+            lines.append(f"warning: {need.place} may become full: {REMEDY}")
     return lines
 
 
 def needs(config: RLConfig, model_folder: Path) -> list[Need]:
-    """What the run adds, by file system: what is there already is not free any more."""
+    """Returns what the run will add, by file system; existing files are subtracted, as their space is no longer free."""
     run_dir, trainer = config.run_dir, config.trainer
     shapes = tensor_shapes(model_folder)
     weights = adapter_weights(shapes, trainer.lora) if trainer.lora else sum(map(math.prod, shapes))
@@ -89,8 +89,8 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
         every = config.max_steps // settings.keep_every if settings.keep_every else 0
         return min(config.max_steps, settings.keep_last + every + others)
 
-    checkpoints = kept(trainer.checkpoint, 1)  # the one that is written
-    versions = kept(trainer.weights, 2 + len(config.orchestrator.eval))  # also the newest checkpoint's, and the best of each evaluation
+    checkpoints = kept(trainer.checkpoint, 1)  # the one being written
+    versions = kept(trainer.weights, 2 + len(config.orchestrator.eval))  # plus the newest checkpoint's and each evaluation's best
     parts = {f"{checkpoints} checkpoints": checkpoints * weights * CHECKPOINT_BYTES - on_disk(run_dir.checkpoints)}
     version = weights * BYTES_PER_WEIGHT[config.model.dtype]
     published = {f"{versions} policy versions": versions * version - on_disk(run_dir.weights_dir)}
@@ -106,25 +106,25 @@ def needs(config: RLConfig, model_folder: Path) -> list[Need]:
 
 
 def token_log_bytes(config: RLConfig) -> int:
-    """Bytes of all token logs at most: what the setting allows, or as many as full contexts in all steps would take."""
+    """Returns the most bytes of all token logs: the configured limit, or less if full contexts in all steps need less."""
     tokens = config.max_steps * config.orchestrator.batch_size * config.model.max_model_len
     return int(min(config.trainer.token_log.max_gib * 2**30, tokens * TOKEN_LOG_BYTES))
 
 
 def tensor_shapes(folder: Path) -> list[list[int]]:
-    """The shapes of all tensors of a model, from the headers of its safetensors files. Raises CorruptFileError."""
+    """Returns the shapes of all tensors of a model from its safetensors headers. Raises CorruptFileError."""
     return [list(tensor.shape) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path).values()]
 
 
 def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:
-    """Number of weights of adapters on every matrix but the embedding and those as large: the most that a choice of matrices can have."""
+    """Returns the most adapter weights: adapters on every matrix except the embedding and matrices as large."""
     matrices = [shape for shape in shapes if len(shape) == 2]
     largest = max((max(shape) for shape in matrices), default=0)
     return sum(lora.rank * sum(shape) for shape in matrices if max(shape) < largest)
 
 
 def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
-    """Bytes of a step's batch and rollouts: the mean of the newest ones, before the first as many as full contexts would take."""
+    """Returns the bytes of a step's batch and rollouts: the mean of the newest, or before the first the size of full contexts."""
     if newest := numbers(run_dir.batches, ".batch")[-10:]:
         files = [path(step) for path in (run_dir.batch, run_dir.rollouts) for step in newest]
         return sum(path.stat().st_size for path in files if path.exists()) // len(newest)
@@ -132,17 +132,17 @@ def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of the files below a folder; 0 if it is not there."""
+    """Returns the bytes of the files below a folder; 0 if it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest above it that is there."""
+    """Returns the path, or its nearest existing parent."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def size(count: float) -> str:
-    """`1.5 GiB` for 1610612736."""
+    """Formats a number of bytes: 1610612736 is `1.5 GiB`."""
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1

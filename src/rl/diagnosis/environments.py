@@ -1,21 +1,24 @@
-"""What became of each environment's rollouts, by the orchestrator's metrics: how many failed and why, and whether any was trained."""
+"""Summarises each environment's rollouts from the orchestrator's metrics: how many failed, why, and whether any was trained on."""
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rl.config.run import RLConfig
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import RunState
-from rl.run_dir.metrics import Curve, Lines, Numbers, ReadOnce, environment_rewards
+from rl.run_dir.metrics import environment_rewards
 from rl.wire.rollouts import Cause
 
+if TYPE_CHECKING:
+    from rl.run_dir.numbers import Numbers, Points
+
 MANY = 0.1
-"""Share of failed rollouts above which an environment is told of although it is trained."""
+"""Share of failed rollouts above which an environment is reported although it is trained on."""
 
 MANY_LONG = 0.2
-"""Share of rollouts that are cut off, or outgrew the context, above which a step's line says so."""
+"""Share of rollouts cut off or over the context length above which a step's line reports it."""
 
 
 @dataclass
@@ -25,24 +28,24 @@ class Played:
     finished: int = 0
     trained: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """By cause."""
+    """Failed rollouts by cause."""
     left_out: bool = False
-    """Whether the newest of these steps went on without it."""
+    """Whether the newest of these steps left the environment out."""
 
     @property
     def fault(self) -> str:
-        """What is the matter with it: `nothing of it was trained, 12 of 60 rollouts failed (reward 12)`; empty if nothing is."""
-        nothing = "" if self.trained else "nothing of it was trained" if self.finished else "none of its rollouts was settled"
+        """Describes what is wrong: `no rollout was trained on, 12 of 60 rollouts failed (reward 12)`; empty if nothing is."""
+        nothing = "" if self.trained else "no rollout was trained on" if self.finished else "no rollout was finished"
         causes = ", ".join(f"{cause} {count}" for cause, count in self.failed.most_common())
         failed = f"{self.failed.total()} of {self.finished} rollouts failed ({causes})" if causes else ""
         return ", ".join(part for part in (nothing, failed, "it is left out" if self.left_out else "") if part)
 
 
-def played(numbers: Numbers, envs: Iterable[str]) -> dict[str, Played]:
-    """What became of the rollouts of `envs`, those of which the newest step has counts: earlier versions of rl wrote none."""
+def played(numbers: "Numbers", envs: Iterable[str]) -> dict[str, Played]:
+    """Summarises the rollouts of those of `envs` that the newest step has counts of."""
     newest, found = (numbers.steps("orchestrator") or [None])[-1], {}
 
-    def points(env: str, name: str, kind: str = "rollouts", last: int | None = None) -> Curve:
+    def points(env: str, name: str, kind: str = "rollouts", last: int | None = None) -> "Points":
         return numbers.points("orchestrator", f"{kind}/{env}/{name}", last)
 
     for env in envs:
@@ -55,22 +58,17 @@ def played(numbers: Numbers, envs: Iterable[str]) -> dict[str, Played]:
     return found
 
 
-def played_in(lines: Lines) -> dict[str, Played]:
-    """The same of all environments that metric lines are of."""
-    keys = (key.split("/") for (_, source), line in lines.items() if source == "orchestrator" for key in line if is_count(key))
-    return played(ReadOnce(lines), sorted({env for _, env, name in keys if name == "finished"}))
-
-
-def is_count(metric: str) -> bool:
-    """Whether `played` reads a metric."""
-    kind, _, rest = metric.partition("/")
-    name = rest.partition("/")[2]
-    return kind in ("rollouts", "env") and (name in ("finished", "trained", "quarantined") or name.startswith("failed_"))
+def played_in(numbers: "Numbers") -> dict[str, Played]:
+    """Summarises the rollouts of all environments in the numbers."""
+    names = (name.split("/") for name in numbers.names_of("orchestrator"))
+    return played(numbers, [words[1] for words in names if words[0] == "rollouts" and words[2:] == ["finished"]])
 
 
 def step_texts(line: dict[str, Any]) -> list[str]:
-    """Of a step's environments the mean reward and the share of rollouts that failed: `sums 0.25, 12% failed`. One alone has the latter."""
-    rewards, counts = environment_rewards(line), played_in({(0, "orchestrator"): line})
+    """Returns mean reward and share of failed rollouts by environment: `sums 0.25, 12% failed`; for a single one, only the latter."""
+    from rl.run_dir.numbers import Numbers
+
+    rewards, counts = environment_rewards(line), played_in(Numbers.of({(0, "orchestrator"): line}))
     texts = {env: "-" if value is None else f"{value:.2f}" for env, value in (dict.fromkeys(counts) | rewards).items()}
     faults = {env: fault for env, one in counts.items() if (fault := step_fault(one))}
     if len(texts) == 1:
@@ -79,7 +77,7 @@ def step_texts(line: dict[str, Any]) -> list[str]:
 
 
 def step_fault(one: Played) -> str:
-    """What is the matter with an environment's rollouts of one step, in short; empty if nothing is."""
+    """Describes briefly what is wrong with an environment's rollouts of one step; empty if nothing is."""
     if one.left_out:
         return "left out"
     failed = f"{one.failed.total() / one.finished:.0%} failed" if one.failed.total() else ""
@@ -87,16 +85,16 @@ def step_fault(one: Played) -> str:
 
 
 def max_tokens(config: RLConfig) -> dict[str, int]:
-    """How many tokens an answer of each environment may have."""
+    """Returns the most tokens of an answer, by environment."""
     return {env.label: config.sampling_of(env)["max_tokens"] for env in config.orchestrator.environment}
 
 
 def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Of a step's line the lengths that many rollouts are over: metric -> (`40% cut off`, the limit that does it, in a sentence)."""
+    """Returns the length limits that many of a step's rollouts exceed: metric -> (`40% cut off`, a sentence with the limit)."""
     found, most = {}, sorted(set(max_tokens(config).values()))
     if (share := line.get("rollouts/truncated") or 0.0) > MANY_LONG:
         limit = f"orchestrator.sampling.max_tokens = {', '.join(map(str, most))}"
-        found["rollouts/truncated"] = f"{share:.0%} cut off", f"an answer of {share:.0%} of its rollouts was cut off, at {limit}"
+        found["rollouts/truncated"] = f"{share:.0%} cut off", f"{share:.0%} of its rollouts had an answer cut off at {limit}"
     if (share := line.get("rollouts/overlong") or 0.0) > MANY_LONG:
         limit = f"model.max_model_len = {config.model.max_model_len}"
         ended = f"{share:.0%} of its rollouts ended because their next prompt left no room for an answer in {limit}"
@@ -105,7 +103,7 @@ def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str,
 
 
 def environment_problems(state: RunState) -> list[Problem]:
-    """Environments that are left out, or of which only failures came; and, not serious, those of which many rollouts failed."""
+    """Returns environments that are left out or whose rollouts all failed, and, not serious, those with many failed rollouts."""
     said = [event for event in state.recent_events if event.event == "warning"]
     found = []
     for env, one in played(state.numbers, sorted(entry.label for entry in state.config.orchestrator.environment)).items():

@@ -1,4 +1,4 @@
-"""What is wrong with a run, with the remedies: processes that are stopped or silent, full disks, damaged files."""
+"""Finds what is wrong with a run, with remedies: stopped or silent processes, full disks, damaged files."""
 
 import os
 import shutil
@@ -19,38 +19,38 @@ LOW_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with a run, and where it is seen."""
+    """Something that is wrong with a run, and where to see it."""
 
     text: str
-    """What is wrong and its remedy, as `rl doctor RUN` says it."""
+    """The problem and its remedy, as printed by `rl doctor RUN`."""
     serious: bool = True
-    """Whether something is broken; else somebody stopped the run, or it is what may hold the reward down."""
+    """Whether something is broken. If false, the run was stopped, or this may keep the reward down."""
     metrics: tuple[str, ...] = ()
-    """The metrics whose curves show it."""
+    """Metrics whose curves show the problem."""
     why: str | None = None
-    """The reason for which the rollouts were not trained that show it."""
+    """The `why` of the rollouts that show the problem: the reason they were not trained on."""
     files: tuple[Path, ...] = ()
-    """The files that show it."""
+    """Files that show the problem."""
 
 
 def problems_of(state: RunState, over: bool) -> list[Problem]:
-    """All problems, the worst first. Of a run that is `over` only its files are judged."""
+    """Returns all problems, worst first. For a run that is `over`, only its files are checked."""
     if over:
         return damage(state)
     return [*disk_problems(state), *(process_problems(state) if state.alive else []), *damage(state)]
 
 
 def process_problems(state: RunState) -> list[Problem]:
-    """Processes that are stopped, silent, or dead without an `rl` to start them again."""
+    """Returns processes that are stopped, silent, or dead without an `rl` to restart them."""
     found = []
     for name, process in (state.processes | ({"rl": state.launcher} if state.launcher else {})).items():
         for pid, title in process.stopped.items():
-            text = f"the {name} is stopped: SIGSTOP, or a debugger, holds process {pid} ({title}); `kill -CONT {pid}` lets it go on"
+            text = f"the {name} is stopped: SIGSTOP or a debugger holds process {pid} ({title}); `kill -CONT {pid}` continues it"
             found.append(Problem(text, files=log_of(state, name)))
     for name, process in state.processes.items():
         log = newest_log(state.run_dir.logs, name) or state.run_dir.logs
         if not process.there and not (state.launcher and state.launcher.alive):
-            text = f"the {name} died while it was {process.doing}, and no `rl` lives to start it again; see {log}, then `{state.resume}`"
+            text = f"the {name} died while it was {process.doing}, and no `rl` is running to restart it; see {log}, then `{state.resume}`"
         elif process.there and process.silent_s > state.config.supervisor.silence_s / 2 and not process.stopped:
             text = f"no heartbeat of the {name} for {span(process.silent_s)}, it was {process.doing}: {silence(process, state)}; see {log}"
         else:
@@ -60,24 +60,24 @@ def process_problems(state: RunState) -> list[Problem]:
 
 
 def log_of(state: RunState, name: str) -> tuple[Path, ...]:
-    """The newest log of a process, if it has one."""
+    """Returns the newest log of a process, if it has one."""
     log = newest_log(state.run_dir.logs, name)
     return (log,) if log else ()
 
 
 def silence(process: Process, state: RunState) -> str:
-    """Why a process has no heartbeat, and what happens or is to be done."""
+    """Returns why a process has no heartbeat, and what will happen or what to do."""
     if process.blocked:
-        return "it is stuck in the kernel, a disk or network file system does not answer"
+        return "it is stuck in the kernel because a disk or network file system does not respond"
     if process.alive is None:
-        return f"its machine, {process.status.host}, is gone or cut off"
+        return f"its machine, {process.status.host}, is down or unreachable"
     if state.launcher and state.launcher.alive:
-        return f"it is stuck, and is started again after supervisor.silence_s = {state.config.supervisor.silence_s:g}"
-    return f"it is stuck, and no `rl` lives to start it again; kill it ({process.status.pid}), then `{state.resume}`"
+        return f"it is stuck, and will be restarted after supervisor.silence_s = {state.config.supervisor.silence_s:g}"
+    return f"it is stuck, and no `rl` is running to restart it; kill it ({process.status.pid}), then `{state.resume}`"
 
 
 def disk_problems(state: RunState) -> list[Problem]:
-    """Places of the run with less space than the next thing that is written there, or that cannot be written."""
+    """Returns the run's directories that are not writable, or have less free space than the next file needs."""
     found = []
     newest = {
         state.run_dir.root: state.run_dir.checkpoint(state.newest_checkpoint),
@@ -89,10 +89,10 @@ def disk_problems(state: RunState) -> list[Problem]:
         need = max(LOW_BYTES, on_disk(like))
         free = shutil.disk_usage(place).free
         if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
-            text = f"{place} cannot be written: its file system is read-only, or not yours; mend that, then `{state.resume}`"
+            text = f"{place} is not writable: its file system is read-only, or owned by another user; fix that, then `{state.resume}`"
         elif free < need:
-            remedy = "free some, or lower trainer.checkpoint.keep_last and trainer.weights.keep_last"
-            text = f"the disk of {place} is full: {size(free)} free, the next thing there takes about {size(need)}; {remedy}"
+            remedy = "free some space, or lower trainer.checkpoint.keep_last and trainer.weights.keep_last"
+            text = f"the disk of {place} is full: {size(free)} free, but the next file there needs about {size(need)}; {remedy}"
         else:
             continue
         found.append(Problem(text))
@@ -100,13 +100,13 @@ def disk_problems(state: RunState) -> list[Problem]:
 
 
 def damage(state: RunState) -> list[Problem]:
-    """Files that cannot be whole, by their sizes alone; `rl doctor RUN --verify` reads every byte."""
-    remedy = f"`{state.resume}` moves it away and makes it again"
+    """Returns damaged files, judged only by size and header; `rl doctor RUN --verify` reads every byte."""
+    remedy = f"`{state.resume}` moves it away and recreates it"
     return [Problem(f"{path} is damaged: {why}; {remedy}", files=(path,) if path.is_file() else ()) for path, why in faults(state)]
 
 
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:
-    """(file, what is wrong with it) among the newest batch, checkpoint and version, which a resume starts from."""
+    """Yields (file, fault) for the newest batch, checkpoint and version, which a resume starts from."""
     if state.newest_batch:
         path = state.run_dir.batch(state.newest_batch)
         if why := record_fault(path):
@@ -121,24 +121,26 @@ def faults(state: RunState) -> Iterator[tuple[Path, str]]:
 
 
 def record_fault(path: Path) -> str:
-    """What is wrong with the length or the beginning of a file that is one checksummed record."""
+    """Returns what is wrong with the length or header of a file that is one checksummed record; empty if nothing is."""
+    if not path.is_file():
+        return "it is not a file"
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     there = path.stat().st_size
     if len(head) < HEADER.size:
-        return f"cut short, {there} bytes are left"
+        return f"truncated to {there} bytes"
     magic, length, _ = HEADER.unpack(head)
     if magic != MAGIC:
-        return "it does not begin as a batch does"
+        return "it does not begin like a batch"
     return "" if there == HEADER.size + length else f"it has {there} bytes instead of {HEADER.size + length}"
 
 
 def checkpoint_faults(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Files of a checkpoint that are missing or have another size than its manifest says."""
+    """Yields (file, fault) for files of a checkpoint that are missing or whose size differs from the manifest."""
     try:
         files = read_manifest(folder)["files"]
     except CorruptFileError:
-        yield folder / MANIFEST, "missing or not readable"
+        yield folder / MANIFEST, "missing or unreadable"
         return
     for name, entry in files.items():
         file = folder / name

@@ -1,4 +1,4 @@
-"""What rewards say: why one does not rise, by the metrics of the run, and what a trial showed, by its rollouts."""
+"""Interprets rewards: why a reward does not rise, from the run's metrics, and what a trial showed, from its rollouts."""
 
 import math
 import statistics
@@ -9,18 +9,18 @@ from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.wire.agreement import RUN_LIMITS
+from rl.wire.parity import RUN_LIMITS
 
 ENOUGH_STEPS = 16
-"""Of fewer steps a quarter is too few to tell a reward that rises from noise."""
+"""Steps below which a quarter of them cannot distinguish a rising reward from noise."""
 CLEAR = 1.0
-"""Standard errors by which the late reward is above the early one where it may have risen: nothing is said of that."""
+"""Standard errors by which the late reward must exceed the early one to count as rising."""
 SOLVED = 0.95
-"""A late reward that has nothing above it."""
+"""Late reward above which there is nothing left to gain."""
 
 
 def reward_problems(state: RunState) -> list[Problem]:
-    """That the reward does not rise, with its figures, then what may hold it down. Empty where it rises, or it is too early to tell."""
+    """Returns that the reward does not rise, then possible causes. Empty if it rises, or it is too early to tell."""
     values = state.values("orchestrator", "reward/mean")
     if state.config.sft or len(values) < ENOUGH_STEPS:
         return []
@@ -30,23 +30,23 @@ def reward_problems(state: RunState) -> list[Problem]:
     if late >= SOLVED or late - early > CLEAR * error:
         return []
     found = [*rollout_hints(state), *trainer_hints(state)]
-    none = "" if found else " No figure of the run says why; more steps, a higher trainer.optim.lr, or an easier task"
+    none = "" if found else " No metric of the run shows why; try more steps, a higher trainer.optim.lr, or an easier task"
     head = f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the last {size}.{none}"
     return [hint(head, "reward/mean"), *found]
 
 
 def variance(values: list[float], mean: float) -> float:
-    """The sample variance of at least two values; that of `statistics` takes a second for the rewards of a long run."""
+    """Returns the sample variance of at least two values; statistics.variance takes a second for a long run's rewards."""
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def hint(text: str, metric: str, why: str | None = None) -> Problem:
-    """Something that may hold the reward down, with the metric that shows it, and the reason of the rollouts that do."""
+    """Returns a possible cause of a low reward, with the metric that shows it and the `why` of the rollouts that show it."""
     return Problem(text, serious=False, metrics=(metric,), why=why)
 
 
-def verdict(state: RunState) -> str:
-    """What a trial (`--quick`) that ended well showed: how many steps were trained, and whether there is something to learn."""
+def reward_summary(state: RunState) -> str:
+    """Returns what a trial (`--quick`) that ended well showed: the number of trained steps, and whether there is something to learn."""
     steps = len({*state.numbers.steps("trainer")} - {*state.quarantined})
     head = f"trained {steps or 'no'} step{'' if steps == 1 else 's'}"
     if state.config.sft:
@@ -62,7 +62,7 @@ def verdict(state: RunState) -> str:
 
 
 def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None) -> str:
-    """The rewards of an environment's rollouts, what can be learned from them, and how many failed or were cut off at `limit` tokens."""
+    """Describes an environment's rewards, what can be learned from them, and how many rollouts failed or were cut off at `limit` tokens."""
     count, failed = len(rollouts), [rollout["error"] for rollout in rollouts if rollout.get("error")]
     if len(failed) == count:
         return f"all {count} rollouts failed: {failed[0].splitlines()[0]}"
@@ -71,7 +71,7 @@ def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None)
     signal = {rollout["group_id"] for rollout in scored if rollout.get("advantage")}
     groups = {rollout["group_id"] for rollout in rollouts}
     if not rewards:
-        text = "no rollout is of an agent that is trained"
+        text = "no rollout belongs to a trained agent"
     elif min(rewards) == max(rewards):
         text = f"all rewards {rewards[0]:g}"
     else:
@@ -79,7 +79,7 @@ def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None)
     if signal:
         text += f": something to learn in {len(signal)} of {len(groups)} groups"
     elif has_teacher:
-        text += ": what is learned is the teacher's"
+        text += ": learning comes from the teacher"
     else:
         text += ": nothing to learn" + (" any more" if rewards and min(rewards) >= SOLVED else "")
     if failed:
@@ -91,13 +91,13 @@ def what_rollouts_say(rollouts: list[Row], has_teacher: bool, limit: int | None)
 
 
 def mean_of(state: RunState, source: str, metric: str) -> float:
-    """Mean of a metric over the newest steps; NaN, which is neither above nor below any limit, without a value."""
+    """Returns the mean of a metric over the newest steps; NaN, which is neither above nor below any limit, if it has no value."""
     values = state.recent(source, metric)
     return statistics.mean(values) if values else math.nan
 
 
 def rollout_hints(state: RunState) -> list[Problem]:
-    """Causes that the rollouts' figures point to, with remedies."""
+    """Returns causes that the rollout metrics point to, with remedies."""
     config = state.config
     errored, truncated, overlong, empty, equal = (
         mean_of(state, "orchestrator", f"rollouts/{name}") for name in ("errored", "truncated", "overlong", "empty", "zero_advantage")
@@ -105,7 +105,7 @@ def rollout_hints(state: RunState) -> list[Problem]:
     reward, lag = mean_of(state, "orchestrator", "reward/mean"), mean_of(state, "orchestrator", "lag/mean")
     found = []
     if errored > 0.1:
-        text = f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` says why"
+        text = f"{errored:.0%} of the rollouts failed (rollouts/errored): `rl show {state.run_dir.root} --why error` shows why"
         found.append(hint(text, "rollouts/errored", "error"))
     if truncated > 0.2:
         limit = f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
@@ -113,16 +113,16 @@ def rollout_hints(state: RunState) -> list[Problem]:
         found.append(hint(text, "rollouts/truncated"))
     if overlong > 0.05:
         limit = f"model.max_model_len = {config.model.max_model_len}"
-        text = f"{overlong:.0%} of the rollouts outgrew the context (rollouts/overlong): raise {limit}"
+        text = f"{overlong:.0%} of the rollouts exceeded the context (rollouts/overlong): raise {limit}"
         found.append(hint(text, "rollouts/overlong"))
     if empty > 0.1:
-        text = f"{empty:.0%} of the rollouts have no token (rollouts/empty): look at some: `rl show {state.run_dir.root} --why empty`"
+        text = f"{empty:.0%} of the rollouts have no tokens (rollouts/empty): look at some with `rl show {state.run_dir.root} --why empty`"
         found.append(hint(text, "rollouts/empty", "empty"))
     if equal > 0.5:
         size = config.orchestrator.group_size
         way = "easier tasks, or `rl sft` first" if reward < 0.2 else "harder tasks" if reward > 0.8 else "another reward function"
         text = (
-            f"{equal:.0%} of the rollouts are in groups whose rewards are all equal, at a mean reward of {reward:.3f} "
+            f"{equal:.0%} of the rollouts are in groups with all rewards equal, at a mean reward of {reward:.3f} "
             f"(rollouts/zero_advantage): {way}, a larger group_size = {size}, a higher temperature, or orchestrator.environment.difficulty"
         )
         found.append(hint(text, "rollouts/zero_advantage", "no_signal"))
@@ -132,7 +132,7 @@ def rollout_hints(state: RunState) -> list[Problem]:
 
 
 def trainer_hints(state: RunState) -> list[Problem]:
-    """Causes that the trainer's figures point to, with remedies."""
+    """Returns causes that the trainer metrics point to, with remedies."""
     optim, lora, doctor = state.config.trainer.optim, state.config.trainer.lora, "`rl doctor --parity MODEL` looks for the cause"
     names = ("optim/lr", "optim/grad_norm", "masked_fraction", "entropy/mean", "mismatch_kl/mean", "lag_kl/mean")
     rate, norm, masked, entropy, kl, lag_kl = (mean_of(state, "trainer", name) for name in names)
@@ -141,28 +141,28 @@ def trainer_hints(state: RunState) -> list[Problem]:
         text = f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see trainer.optim.schedule"
         found.append(hint(text, "optim/lr"))
     elif lora and rate < 5e-6:
-        found.append(hint(f"adapters hardly move at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual", "optim/lr"))
+        found.append(hint(f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is usual", "optim/lr"))
     if norm == 0:
-        text = "all gradients are 0 (optim/grad_norm): no token of a batch counts; see masked_fraction and rollouts/trained"
+        text = "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see masked_fraction and rollouts/trained"
         found.append(Problem(text, serious=False, metrics=("optim/grad_norm", "masked_fraction", "rollouts/trained")))
     elif norm > 20 * optim.max_grad_norm:
-        size = f"{norm / optim.max_grad_norm:.0f} times what is let through (optim/grad_norm {norm:.3g})"
-        found.append(hint(f"gradients are {size}: a lower learning rate, more rollouts", "optim/grad_norm"))
+        size = f"{norm / optim.max_grad_norm:.0f} times the clipping limit (optim/grad_norm {norm:.3g})"
+        found.append(hint(f"gradients are {size}: try a lower learning rate, or more rollouts", "optim/grad_norm"))
     if masked > 0.2:
-        look = "see trainer.loss.token_mask and what mismatch_kl and lag_kl say"
+        look = "see trainer.loss.token_mask, mismatch_kl and lag_kl"
         text = f"{masked:.0%} of the tokens are masked (masked_fraction): {look}"
         found.append(Problem(text, serious=False, metrics=("masked_fraction", "mismatch_kl/mean", "lag_kl/mean")))
     limit = RUN_LIMITS[state.config.model.dtype].kl
     if 0.0 in state.recent("trainer", "parity/agrees"):
         found.append(hint(f"trainer and inference disagree on the same tokens (parity/agrees): {doctor}", "parity/agrees"))
     elif kl > limit:
-        text = f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is over {limit:g}; {doctor}"
+        text = f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; {doctor}"
         found.append(hint(text, "mismatch_kl/mean"))
     if lag_kl > 10 * limit:
-        text = f"rollouts are far from what is trained: lag_kl/mean {lag_kl:.2g}; a lower learning rate or max_lag"
+        text = f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower learning rate or max_lag"
         found.append(hint(text, "lag_kl/mean"))
     if entropy < 0.02:
-        remedy = "a lower learning rate, or trainer.loss.entropy_coefficient"
+        remedy = "try a lower learning rate, or trainer.loss.entropy_coefficient"
         text = f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups hardly differ: {remedy}"
         found.append(hint(text, "entropy/mean"))
     return found

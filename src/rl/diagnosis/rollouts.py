@@ -1,4 +1,4 @@
-"""Rollouts as their files tell them: a run's rollouts/*.jsonl and evals/*/*.jsonl, and what `rl collect` writes. And as text for people."""
+"""Reads rollouts from a run's rollouts/*.jsonl and evals/*/*.jsonl and from files of `rl collect`, and formats them as text."""
 
 import contextlib
 import heapq
@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.files import CorruptFileError, reading
+from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError, reading
 from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
 from rl.system.terminal import cut_middle, visible
 from rl.wire.batch_file import check_rollouts, open_rollouts
 
 Row = dict[str, Any]
-"""One line of such a file: a rollout and what became of it."""
+"""One line of such a file: a rollout and whether it was trained on."""
 TRAINED = "trained"
-"""In place of a reason why not."""
+"""Used in place of a reason for not training on a rollout."""
 
 
 # Reading ----------------------------------------------------------------------------------------------------------------
 
 
 def rollout_files(run_dir: RunDir, step: int | None = None) -> list[Path]:
-    """The files of a run's rollouts, newest first, of one step or of all; those that no batch has settled come before."""
+    """Returns the files of a run's rollouts of one step or of all, newest first, after the file of pending rollouts."""
     files = run_dir.rollout_files()
     if step is not None:
         return [files[step]] if step in files else []
@@ -33,44 +33,46 @@ def rollout_files(run_dir: RunDir, step: int | None = None) -> list[Path]:
 
 
 def read_rollouts(path: Path) -> Iterator[Row]:
-    """The rollouts of a file, in its order. A line that is still being written, the last one, is not among them.
+    """Yields the rollouts of a file in order, except a last line that is still being written.
 
-    Raises CorruptFileError for a file that does not hold what was written, or that is none of rollouts.
+    Raises CorruptFileError if the file is damaged, or not a file of rollouts.
     """
     check_rollouts(path)
     with reading(path), open_rollouts(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if len(line) >= MAX_LINE_BYTES:
+                raise CorruptFileError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes is no rollout")
             if line.endswith(b"\n"):
                 yield parse_rollout(line, f"{path}:{number}")
 
 
 def parse_rollout(line: bytes, place: str) -> Row:
-    """The content of a line. Raises CorruptFileError."""
+    """Parses a line. Raises CorruptFileError."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{place}: not JSON ({error})") from None
     if not (isinstance(row, dict) and "reward" in row and is_conversation(row.get("messages"))):
-        raise CorruptFileError(f"{place}: no rollout: it needs messages and a reward")
+        raise CorruptFileError(f"{place}: not a rollout: it needs messages and a reward")
     return row
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether it is a list of messages."""
+    """Returns whether a value is a list of messages."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
 def unsettled(path: Path, newest: Path | None) -> Iterator[Row]:
-    """The rollouts of pending.jsonl that the file of the `newest` step has not got, as it may while a batch is being committed."""
+    """Yields the rollouts of pending.jsonl that are not yet in the `newest` step's file; while a batch is committed, both may have some."""
     settled = set()
     if newest and newest.stat().st_mtime_ns >= path.stat().st_mtime_ns:
-        with contextlib.suppress(CorruptFileError):  # which is said when it is read for itself
+        with contextlib.suppress(CorruptFileError):  # reported when that file itself is read
             settled = {row.get("group_id") for row in read_rollouts(newest)}
     return (row for row in read_rollouts(path) if row.get("group_id") not in settled)
 
 
 def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
-    """The rollouts of several files, one file after the other. What is wrong with a file goes to `damaged`; then the next one follows."""
+    """Yields the rollouts of several files in order. Appends faults of damaged files to `damaged` and continues with the next file."""
     files = list(files)
     for path in files:
         try:
@@ -78,7 +80,7 @@ def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
             yield from unsettled(path, next((other for other in files if other != path), None)) if pending else read_rollouts(path)
         except CorruptFileError as error:
             damaged.append(str(error))
-        except FileNotFoundError:  # gone since the folder was listed: compressed, or deleted or moved by retention or a resume
+        except FileNotFoundError:  # compressed, deleted or moved since the folder was listed
             if (compressed := path.with_name(f"{path.name}.gz")).exists():
                 yield from read_all([compressed], damaged)
 
@@ -88,21 +90,21 @@ def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
 
 @dataclass
 class Selection:
-    """Which rollouts are wanted, and what those that were looked through have in these fields."""
+    """A filter of rollouts, with counts of the values that it has seen in these fields."""
 
     env: str | None = None
     task: str | None = None
     why: str | None = None
-    """Why they were not trained, `trained` for those that were, `error` also for each that failed itself."""
+    """Reason for not being trained on; `trained` for trained rollouts; `error` also matches every rollout that failed itself."""
     seen: dict[str, Counter[str]] = field(default_factory=lambda: {"env": Counter(), "task": Counter(), "why": Counter()})
 
     taken: int = 0
-    """How many of them were wanted."""
+    """Number of rollouts selected so far."""
     numbers: set[str] = field(default_factory=set)
-    """Names of their numbers."""
+    """Names of their numeric fields and metrics."""
 
     def takes(self, row: Row) -> bool:
-        """Whether a rollout is one of them."""
+        """Returns whether a rollout is selected, and counts its values."""
         found = {"env": [str(row.get("env"))], "task": [str(row.get("task"))], "why": reasons_of(row)}
         self.numbers.update(name for name in {**row, **metrics_of(row)} if number_of(row, name) is not None)
         for name, values in found.items():
@@ -117,29 +119,28 @@ class Selection:
 
 
 def reasons_of(row: Row) -> list[str]:
-    """What became of a rollout, in one or two words; empty for one that was not meant to be trained."""
+    """Returns why a rollout was not trained on, or `trained`, and `error` if it failed; empty if it was not meant for training."""
     if "why" not in row:
         return ["error"] if row.get("error") else []
     return list(dict.fromkeys([row["why"] or TRAINED, *(["error"] if row.get("error") else [])]))
 
 
 def number_of(row: Row, name: str) -> float | None:
-    """A field of a rollout that is a finite number, or one of its environment's own metrics; None if it has no such. One that failed has no
-    reward and no advantage, whatever earlier versions of rl wrote."""
-    for value in (None if name in ("reward", "advantage") and row.get("error") else row.get(name), metrics_of(row).get(name)):
+    """Returns a field of a rollout, or a metric of its environment, as a finite number; None if there is none."""
+    for value in (row.get(name), metrics_of(row).get(name)):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
     return None
 
 
 def metrics_of(row: Row) -> dict[str, Any]:
-    """The values of its reward functions and other metrics, by name."""
+    """Returns a rollout's reward functions and other metrics by name."""
     metrics = row.get("metrics")
     return metrics if isinstance(metrics, dict) else {}
 
 
 def ranked(rows: Iterable[Row], name: str, limit: int, *, lowest_first: bool = False) -> list[Row]:
-    """The `limit` rollouts with the highest value of a field or metric, or the lowest; equal ones in their order. No others are kept."""
+    """Returns the `limit` rollouts with the highest (or lowest) value of a field or metric, ties in order; keeps only those in memory."""
     valued = ((value, row) for row in rows if (value := number_of(row, name)) is not None)
     pick = heapq.nsmallest if lowest_first else heapq.nlargest
     return [row for _, row in pick(limit, valued, key=lambda pair: pair[0])]
@@ -149,7 +150,7 @@ def ranked(rows: Iterable[Row], name: str, limit: int, *, lowest_first: bool = F
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """One message: who, then thinking, content and tool calls. No character of it acts on a terminal."""
+    """Formats a message: role, thinking, content and tool calls, with control characters escaped."""
     parts = [f"(thinks) {message['reasoning_content']}"] if message.get("reasoning_content") else []
     content = message.get("content")
     parts += content_texts(content if isinstance(content, list) else [content])
@@ -160,13 +161,13 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def content_texts(parts: list[Any]) -> list[str]:
-    """The parts of a message's content, those of another kind than text as JSON."""
+    """Returns the parts of a message's content; parts other than text as JSON."""
     texts = [part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part for part in parts]
     return [plain(text) for text in texts if text not in (None, "")]
 
 
 def conversation_texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """What was written in a conversation: thinking, content, and the names and arguments of tool calls; no role and no key."""
+    """Yields the text of a conversation: thinking, content, and names and arguments of tool calls, without roles and keys."""
     for message in messages:
         content = message.get("content")
         yield from content_texts([message.get("reasoning_content"), message.get("thinking")])
@@ -184,34 +185,33 @@ PROMPT_ENDS = "[the prompt ends here]"
 
 
 def num_prompt_messages(row: Row) -> int:
-    """How many messages at the beginning of a rollout the policy did not write; 0 where the line does not say, as those of earlier versions
-    of rl do not."""
+    """Returns the number of messages at the start of a rollout that are not the policy's; 0 if the line does not have it."""
     number = row.get("num_prompt_messages")
     return number if isinstance(number, int) and 0 <= number <= len(row["messages"]) else 0
 
 
 def prompt_end(messages: list[dict[str, Any]], num_prompt: int) -> list[str]:
-    """The line that tells a prompt's worked examples from what the policy said; none where the prompt has no answers."""
+    """Returns the line that separates a prompt's worked examples from the policy's answers; empty if the prompt has no answers."""
     return [PROMPT_ENDS] if any(message.get("role") == "assistant" for message in messages[:num_prompt]) else []
 
 
 def messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
-    """A whole conversation as text. num_prompt: as `num_prompt_messages` has it."""
+    """Formats a whole conversation. `num_prompt`: see `num_prompt_messages`."""
     texts = [message_text(message).replace("\n", "\n    ") for message in messages]
     return "\n".join([*texts[:num_prompt], *prompt_end(messages, num_prompt), *texts[num_prompt:]])
 
 
 MOST_MESSAGES = 10
-"""Of a conversation in short: its beginning and its end."""
+"""Messages shown of a shortened conversation, at its start and end."""
 LEAST_OF_PROMPT = 2
-"""So many of them are left to the prompt where what follows it is long: its first message and its last."""
+"""Messages of these kept for the prompt's first and last message if the rest is long."""
 MOST_CHARACTERS, MOST_LINES = 4000, 60
-"""Of a conversation in short, shared by its messages."""
+"""Limits of a shortened conversation, divided among its messages."""
 
 
 def short_messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
-    """A conversation of any length on about one screen: what is in the middle of it, of the prompt first, and of its messages, is left out
-    and counted."""
+    """Shortens a conversation to about one screen: leaves out and counts the middle of the conversation, first of the prompt, and of each
+    message."""
     prompt, rest = messages[:num_prompt], messages[num_prompt:]
     for_rest = min(len(rest), MOST_MESSAGES - min(len(prompt), LEAST_OF_PROMPT))
     shown = max(1, min(len(messages), MOST_MESSAGES))
@@ -227,7 +227,7 @@ def short_messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> 
 
 
 def heading(row: Row) -> str:
-    """Where a rollout stands, what it got, and what became of it."""
+    """Returns a rollout's position, its reward and advantage, and how it ended."""
     names = {"step": "step", "policy_version": "version", "policy": "policy", "env": "", "task": "task", "group_id": "group",
              "rollout_id": "rollout", "rollout": "rollout", "sample": "sample"}  # fmt: skip
     place = [f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None]
@@ -242,9 +242,9 @@ def heading(row: Row) -> str:
 
 
 def ending(row: Row) -> str:
-    """How a rollout ended, how long it is, and which versions sampled it."""
+    """Returns how a rollout ended, its length, and the versions that sampled it."""
     outcome, stop, tokens, turns = (row.get(name) for name in ("outcome", "stop", "num_tokens", "num_turns"))
-    # Of a single answer an environment says that the number of turns is reached; of an endpoint's answers the turns are not known.
+    # For a single answer, `stop` only says that the turn limit is reached; for an endpoint's answers, turns are unknown.
     why = f" ({stop})" if stop and turns != 1 and (turns or not tokens) else ""
     how = [f"{outcome or 'finished'}{why}"]
     how += [f"{tokens:,} tokens"] if isinstance(tokens, int) else []
@@ -254,6 +254,6 @@ def ending(row: Row) -> str:
 
 
 def rollout_text(row: Row) -> str:
-    """A rollout in full, with its error if it failed."""
+    """Formats a whole rollout, with its error if it failed."""
     error = [visible(f"error: {row['error']}").replace("\n", "\n    ")] if row.get("error") else []
     return "\n".join([heading(row), messages_text(row["messages"], num_prompt_messages(row)), *error])

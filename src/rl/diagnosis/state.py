@@ -1,17 +1,17 @@
-"""A run as its files show it at one moment: which processes live and what they do, how far it is, what happened. Nothing is written.
+"""Reads a run's state from its files: live processes and what they do, progress, and events. Nothing is written.
 
-Ages are by this host's clock, but for processes on other hosts whose heartbeat looks wrong by it: that is watched for a few seconds.
+Ages use this host's clock. If the heartbeat of a process on another host looks wrong by that clock, it is watched for a few seconds.
 """
 
 import contextlib
 import shlex
-import socket
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -19,53 +19,52 @@ from rl.config.run import RLConfig
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.lease import LockOwner
-from rl.run_dir.metrics import Numbers, ReadOnce, read_metrics
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered, numbers
-from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, describe, read_json, read_status
-from rl.system.linux import place
+from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, RunEnd, Staleness, describe, read_json, read_status
+
+if TYPE_CHECKING:
+    from rl.run_dir.numbers import Numbers
 
 SILENT_S = 5 * HEARTBEAT_S
-"""Age from which a missing heartbeat is reported, seconds. (`rl` acts later: supervisor.silence_s.)"""
+"""Age in seconds from which a heartbeat is reported as missing. (`rl` acts later: supervisor.silence_s.)"""
 POLL_S = 0.1
 RECENT = 10
-"""Steps over which paces and shares are taken."""
-STARTED_SLACK_S = 5.0
-"""Tolerated between the start of a process by the kernel's clock and by its own, seconds."""
+"""Number of newest steps over which paces and shares are computed."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A status file, and its process as the kernel shows it."""
+    """A status file, and the state of its process in the kernel."""
 
     name: str
     status: RoleStatus
     now: float
-    """The time, by the clock of its host."""
+    """Current time by the clock of the process's host."""
     alive: bool | None
-    """None: it runs on another machine, so only its heartbeat tells."""
+    """None if it runs on another machine, so that only its heartbeat shows whether it is alive."""
     stopped: dict[int, str] = field(default_factory=dict)
-    """Processes of its tree that SIGSTOP or a debugger holds: pid -> name."""
+    """Processes of its tree stopped by SIGSTOP or a debugger: pid -> name."""
     blocked: bool = False
-    """It is in a call of the kernel that cannot be interrupted: a disk or network file system that does not answer."""
+    """Whether it is in an uninterruptible system call: a disk or network file system does not respond."""
 
     @property
     def doing(self) -> str:
-        """Its phase as a sentence for people."""
+        """Its phase as a readable sentence."""
         return describe(self.status)
 
     @property
     def doing_for(self) -> str:
-        """Its phase and how long it has been in it."""
+        """Its phase, and for how long it has been in it."""
         return f"{self.doing} for {span(self.phase_s)}"
 
     def seconds_since(self, time: float | None) -> float:
-        """Seconds from a time that its status gives until now; 0 without one."""
+        """Returns the seconds from a time in its status until now; 0 for None."""
         return 0.0 if time is None else max(0.0, self.now - time)
 
     @property
     def phase_s(self) -> float:
-        """Seconds in its phase."""
+        """Seconds in the current phase."""
         return self.seconds_since(self.status.since)
 
     @property
@@ -85,12 +84,12 @@ class Process:
 
     @property
     def heard(self) -> bool:
-        """Whether it has a heartbeat, and that is not missing."""
+        """Whether it has a recent heartbeat."""
         return self.status.heartbeat is not None and not self.silent
 
     @property
     def there(self) -> bool:
-        """Whether it can still do something; one on another machine is given the benefit of the doubt."""
+        """Whether it may still be running; always true for a process on another machine."""
         return self.alive is not False
 
 
@@ -102,9 +101,9 @@ class RunState:
     config: RLConfig
     now: float
     launcher: Process | None
-    """The run's `rl`; None: it had none, or it is on another machine."""
+    """The run's `rl`; None if there was none or it is on another machine."""
     processes: dict[str, Process]
-    numbers: Numbers
+    numbers: "Numbers"
     events: list[Event]
     end: RunEnd | None
     newest_batch: int
@@ -120,18 +119,18 @@ class RunState:
 
     @property
     def further_servers(self) -> list[Process]:
-        """Inference servers of this run that `rl` has not started."""
+        """Inference servers of this run that `rl` did not start."""
         return [process for name, process in self.processes.items() if name.startswith("inference-")]
 
     @property
     def inference(self) -> Process | None:
-        """The run's own inference server; without one the first of the further ones that is there."""
+        """The run's own inference server; without one, a further server, preferably one that is running."""
         further = sorted(self.further_servers, key=lambda process: not (process.there and process.status.address))
         return self.processes.get("inference") or next(iter(further), None)
 
     @property
     def roles(self) -> list[str]:
-        """The processes that this run consists of, further inference servers not counted."""
+        """The processes of this run, without further inference servers."""
         if self.config.sft:
             return ["trainer"]
         by_hand = self.further_servers and not (self.launcher and self.launcher.alive) and "inference" not in self.processes
@@ -145,35 +144,35 @@ class RunState:
 
     @cached_property
     def step(self) -> int:
-        """The newest step that the trainer reported; before the first, the one that the run begins behind."""
+        """The newest step that the trainer reported; before the first one, the step that the run started from."""
         steps = self.numbers.steps("trainer")
         return int(steps[-1]) if len(steps) else first_step(self.run_dir)
 
     def values(self, source: str, metric: str) -> list[float]:
-        """A metric's values, oldest first."""
+        """Returns a metric's values, oldest first."""
         return self.numbers.points(source, metric)[1]
 
     def recent(self, source: str, metric: str) -> list[float]:
-        """A metric's values in the newest steps, oldest first."""
+        """Returns a metric's values in the newest steps, oldest first."""
         return self.numbers.points(source, metric, RECENT)[1]
 
     def steady(self, metric: str) -> list[float]:
-        """The trainer's recent values without those of a run's first step, whose time is the wait for everything to come up."""
+        """Returns the trainer's recent values without a run's first step, whose time includes the startup of all processes."""
         values = self.recent("trainer", metric)
         return values[1:] if 1 < len(values) < RECENT else values
 
     def pace_s(self) -> float | None:
-        """Median seconds of the newest steps."""
+        """Returns the median duration of the newest steps in seconds."""
         times = self.steady("time/step")
         return statistics.median(times) if times else None
 
     def share(self, metric: str) -> float | None:
-        """Part of the newest steps' time that one of its parts took."""
+        """Returns the fraction of the newest steps' time that `metric`, one of its parts, took."""
         part, whole = self.steady(metric), self.steady("time/step")
         return sum(part) / sum(whole) if part and sum(whole) > 0 else None
 
     def moved_s(self) -> float:
-        """Seconds since anything of the run moved: a counter, a batch, a line of metrics, a process that started."""
+        """Returns the seconds since any progress: a counter, a batch, a line of metrics, or the start of a process."""
         times = [time] if (time := self.numbers.newest()) else []
         times += [event.time for event in self.events if event.event in ("ready", "restart")]
         for process in self.processes.values():
@@ -193,37 +192,29 @@ class RunState:
 
     @property
     def stop(self) -> Event | None:
-        """The signal by which its user, or what manages the machine, stopped the run since; None: nobody did."""
+        """The signal by which the user or the machine's management stopped the run since; None if nobody did."""
         return next((event for event in self.recent_events if event.event == "stop"), None)
 
     def down(self, name: str) -> Event | None:
-        """The death of a process that has not been started again since."""
+        """Returns the death of a process that has not been restarted since; None otherwise."""
         mine = [event for event in self.recent_events if event.process == name and event.event in ("death", "restart", "ready")]
         return mine[-1] if mine and mine[-1].event == "death" else None
 
 
-class Heartbeats:
-    """Heartbeats from hosts with other clocks, as whoever looks again and again has seen them: so it need not wait for them."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, tuple[float, float, bool]] = {}
-        """Process -> its heartbeat, when that was first seen (time.monotonic), and whether another one was seen before."""
-
-    def clock(self, name: str, heartbeat: float, now: float) -> float:
-        """What the clock of a process's host shows. While its heartbeat was not seen to change, it is at least as old as it looks."""
-        known, moment = self.seen.get(name), time.monotonic()
-        if known is None or known[0] != heartbeat:
-            self.seen[name] = heartbeat, moment, known is not None
-        _, since, moves = self.seen[name]
-        return heartbeat + moment - since if moves else max(now, heartbeat + moment - since)
+def other_clock(staleness: Staleness, name: str, heartbeat: float, now: float) -> float:
+    """Returns the time on a process's host. While its heartbeat has not changed, it counts as at least as old as it looks."""
+    shown = heartbeat + staleness.look(name, heartbeat)
+    return shown if staleness.moved(name) else max(now, shown)
 
 
-def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None, metrics: Numbers | None = None) -> RunState:
-    """The state of a run. A file that is missing or half written counts as not there. Raises PermissionError for what may not be read.
+def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = None, metrics: "Numbers | None" = None) -> RunState:
+    """Returns the state of a run. Missing or half-written files count as absent. Raises PermissionError for unreadable files.
 
-    heartbeats: what was seen by earlier looks; without it `other_clocks` waits where a clock may be another one. metrics: of the run, from
-    whoever follows them; without it they are read.
+    `heartbeats` holds earlier observations; without it, `other_clocks` waits where clocks may differ. `metrics` are the run's numbers if
+    the caller follows them; without it, they are read.
     """
+    from rl.run_dir.numbers import Numbers
+
     now = time.time()
     evals = reversed(numbered(run_dir.evals).items())
     paths = files_in(run_dir.status_dir, ".json")
@@ -232,7 +223,7 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None 
     clocks = (
         other_clocks(run_dir, statuses, doubtful, now)
         if heartbeats is None
-        else {name: heartbeats.clock(name, statuses[name].heartbeat or now, now) for name in doubtful}
+        else {name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now) for name in doubtful}
     )
     processes = {name: inspect_process(name, status, clocks.get(name, now)) for name, status in statuses.items()}
     return RunState(
@@ -241,7 +232,7 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None 
         now=now,
         launcher=read_launcher(run_dir.lock("rl"), now),
         processes=processes,
-        numbers=metrics or ReadOnce(read_metrics(run_dir.metrics)),
+        numbers=metrics or Numbers.read(run_dir.metrics),
         events=read_events(run_dir.events),
         end=read_json(run_dir.run_end, RunEnd),
         newest_batch=run_dir.newest_batch(),
@@ -253,21 +244,21 @@ def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None 
 
 
 def is_doubtful(status: RoleStatus, now: float) -> bool:
-    """Whether a process is on another host, and its heartbeat looks old, or ahead of time, by this host's clock."""
-    elsewhere = bool(status.phase and status.heartbeat and not is_here(status))
+    """Returns whether a process is on another host and its heartbeat looks old or in the future by this host's clock."""
+    elsewhere = bool(status.phase and status.heartbeat and status.lives() is None)
     return elsewhere and not -HEARTBEAT_S <= now - (status.heartbeat or now) <= SILENT_S
 
 
 def other_clocks(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], now: float) -> dict[str, float]:
-    """What the clocks of other hosts show, by process, for those whose heartbeat is doubtful.
+    """Returns the time on other hosts, by process, for processes whose heartbeat is doubtful.
 
-    It is watched for up to SILENT_S: one that changes meanwhile is new, whatever time it names, and one that does not is at least so old.
-    `statuses` gets the newer ones.
+    Watches for up to SILENT_S: a heartbeat that changes meanwhile is new, whatever its time; one that does not is at least that old.
+    Updates `statuses` with newer ones.
     """
     ages = {name: now - (statuses[name].heartbeat or now) for name in doubtful}
     doubtful = [*doubtful]
     if doubtful:
-        text = f"watching for up to {SILENT_S:.0f} s whether there are new heartbeats of {', '.join(doubtful)}, on other hosts"
+        text = f"waiting up to {SILENT_S:.0f} s for new heartbeats of {', '.join(doubtful)} on other hosts"
         print(text, file=sys.stderr, flush=True)
     clocks, since = dict[str, float](), time.monotonic()
     while doubtful and (watched_s := time.monotonic() - since) <= SILENT_S:
@@ -281,19 +272,14 @@ def other_clocks(run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: lis
 
 
 def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
-    """A process as its status and the kernel show it. A pid that has gone to another process since is recognised by its start."""
-    if status.phase is None:  # a version of rl before these statuses wrote it
-        return Process(name, status, now, False)
-    if not is_here(status):
-        return Process(name, status, now, None)
+    """Returns a process from its status and the kernel."""
+    if not (alive := status.lives()):
+        return Process(name, status, now, alive)
     try:
         process = psutil.Process(status.pid)
-        started = now if status.started is None else status.started
-        if process.status() == psutil.STATUS_ZOMBIE or process.create_time() > started + STARTED_SLACK_S:
-            return Process(name, status, now, False)
-        # An orchestrator's workers may stop what they have started, and `rl` is above all.
+        # Workers may stop their own children, and `rl` is the parent of all.
         tree = [process, *([] if name == "rl" else process.children(recursive=name != "orchestrator"))]
-    except (psutil.NoSuchProcess, ValueError):
+    except psutil.NoSuchProcess:
         return Process(name, status, now, False)
     states = []
     for member in tree:
@@ -303,22 +289,17 @@ def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
     return Process(name, status, now, True, stopped, bool(states) and states[0][0] == psutil.STATUS_DISK_SLEEP)
 
 
-def is_here(process: RoleStatus | LockOwner) -> bool:
-    """Whether the pid that a file names can be looked at here. Of one that a version of rl before places wrote, the host must do."""
-    return process.host == socket.gethostname() and process.place in ("", place())
-
-
 def read_launcher(lock: Path, now: float) -> Process | None:
-    """The process that wrote itself into the lock. The lock is not tried: that would get in the way of a start."""
+    """Returns the process recorded in the lock. Does not try the lock, which could interfere with a start."""
     owner = read_json(lock, LockOwner)
-    if owner is None or not is_here(owner):
+    if owner is None or owner.lives() is None:
         return None
-    status = RoleStatus(process="rl", pid=owner.pid, host=owner.host, place=owner.place, started=lock.stat().st_mtime, phase=Phase.STARTING)
+    status = RoleStatus(process="rl", phase=Phase.STARTING, pid=owner.pid, host=owner.host, place=owner.place, start_ticks=owner.started)
     return inspect_process("rl", status, now)
 
 
 def span(seconds: float) -> str:
-    """A duration for people."""
+    """Formats a duration."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

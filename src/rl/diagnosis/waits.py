@@ -1,61 +1,68 @@
-"""What a run waits for, from its files alone: for `rl doctor RUN`, and for the warning of a stall."""
+"""Finds what a run is waiting for, from its files alone: for `rl doctor RUN`, and for the stall warning."""
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rl.config.run import RLConfig
-from rl.diagnosis.ending import ended_well, how_it_ended
 from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.problems import Problem, log_of, problems_of
 from rl.diagnosis.rewards import reward_problems
-from rl.diagnosis.state import Heartbeats, Process, RunState, read_state, span
+from rl.diagnosis.run_outcome import ended_well, run_outcome
+from rl.diagnosis.state import Process, RunState, read_state, span
 from rl.run_dir.logs import last_lines, newest_log
-from rl.run_dir.metrics import Numbers
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase
+from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase, Staleness
+
+if TYPE_CHECKING:
+    from rl.run_dir.numbers import Numbers
 
 DRY_S = 30.0
-"""A server that is up and has sampled no token for so long has either nothing to do or hangs."""
+"""Seconds without a sampled token after which a running server counts as idle or hung."""
 SETTLED_S = 5.0
-"""After a change, such as new weights, rollouts need a moment until they wait for what they usually wait for."""
+"""Seconds after a change, such as new weights, until rollouts wait for what they usually wait for."""
 DEADLOCK_S = 30.0
-"""Two that wait for each other for so long will not stop doing so."""
+"""Seconds after which two processes that wait for each other count as deadlocked."""
 TOKENS_HOLD = 0.75
-"""Sampling takes the rollouts' time if more than this part of them wait for tokens; if fewer than a quarter do, environments do."""
+"""Fraction of rollouts waiting for tokens above which sampling is the slow part; below a quarter, the environments are."""
 UNEVEN = 0.4
-"""Rollouts are the slower side if the trainer waits for more than this part of its time; if for less than half of that, the trainer is."""
+"""Fraction of its time that the trainer waits above which rollouts are the slower side; below half of it, the trainer is."""
 ORCHESTRATOR_WORKS = (Phase.FILLING_BATCH, Phase.WAITING_FOR_VERSION, Phase.WAITING_FOR_TEACHER, Phase.WAITING_FOR_TRAINER_END)
-"""Phases in which the pace of the newest steps still holds."""
+"""Phases in which the pace of the newest steps is still valid."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run waits for and what is wrong with it."""
+    """What a run is waiting for, and what is wrong with it."""
 
     state: Literal["live", "ended", "stopped", "died"]
     bottleneck: str
-    """One sentence: the process that everything waits for, why, and what to do; or how the run ended."""
+    """One sentence: the process that all others wait for, why, and the remedy; or how the run ended."""
     lines: list[str]
-    """The rest, ready to be printed."""
+    """All other lines to print."""
     problems: list[Problem]
-    """Each with its remedy. Empty: the run goes on, or ended well."""
+    """Problems with remedies; empty if the run is progressing or ended well."""
     hints: list[Problem]
-    """What may hold the reward down; empty where it rises, or it is too early to tell."""
+    """Possible causes of a low reward; empty if it rises, or it is too early to tell."""
     age: str
-    """The words of the sentence that say how long ago the run ended; empty where it says no such thing."""
+    """The part of `bottleneck` that says how long ago the run ended; empty if there is none."""
+
+    @property
+    def lasting(self) -> str:
+        """`bottleneck` without `age`, which changes with time."""
+        return self.bottleneck.replace(self.age, "", 1) if self.age else self.bottleneck
 
 
-def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = None, metrics: Numbers | None = None) -> Diagnosis:
-    """The diagnosis of a run, alive or dead. heartbeats, metrics: see read_state."""
+def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = None, metrics: "Numbers | None" = None) -> Diagnosis:
+    """Diagnoses a run, alive or dead. `heartbeats`, `metrics`: see read_state."""
     state = read_state(run_dir, config, heartbeats, metrics)
     hints, environments = reward_problems(state), environment_problems(state)
     broken, doubtful = ([problem for problem in environments if problem.serious is serious] for serious in (True, False))
     how: Literal["live", "ended", "stopped", "died"]
     if not state.alive:
-        bottleneck, how, log, age = how_it_ended(state)
+        bottleneck, how, log, age = run_outcome(state)
         own = [] if how == "ended" else [Problem(bottleneck, serious=how == "died", files=(log,) if log else ())]
         problems = [*own, *problems_of(state, over=how == "ended")]
     else:
@@ -74,23 +81,23 @@ def diagnose(run_dir: RunDir, config: RLConfig, heartbeats: Heartbeats | None = 
 
 
 def hint_lines(hints: list[Problem]) -> list[str]:
-    """The hints as lines: what is the matter, then a line for each that may be the cause."""
+    """Formats hints as lines: the symptom, then one line per possible cause."""
     if len(hints) < 2:
         return [hint.text for hint in hints]
-    return [f"{hints[0].text} To see why it does not:", *(f"  - {hint.text}" for hint in hints[1:])]
+    return [f"{hints[0].text} Possible causes:", *(f"  - {hint.text}" for hint in hints[1:])]
 
 
 # Who waits for whom -----------------------------------------------------------------------------------------------------
 
 
 def chain(state: RunState) -> list[str]:
-    """Names from the trainer, which everything is for, to the process that waits for none. A name that comes twice closes a circle."""
+    """Returns names from the trainer to the process that waits for no other. A name that occurs twice closes a cycle."""
     if "data" in state.processes and "trainer" not in state.processes:
-        return ["data"]  # of supervised fine-tuning: made before the trainer starts
+        return ["data"]  # fine-tuning prepares its data before the trainer starts
     path = ["trainer"]
     trainer, orchestrator = state.processes.get("trainer"), state.processes.get("orchestrator")
     if trainer and trainer.there and not trainer.status.waiting_for and orchestrator and orchestrator.status.waiting_for != "trainer":
-        # Both work: from the one that the other waits for more.
+        # Both work: start from the one that holds up the other more.
         uneven = (state.share("time/wait_for_batch") or 0.0) > UNEVEN and "inference" in state.roles
         return ["orchestrator", "inference"] if uneven else ["trainer"]
     while (process := state.processes.get(path[-1])) and process.there and (other := process.status.waiting_for):
@@ -101,7 +108,7 @@ def chain(state: RunState) -> list[str]:
 
 
 def end_of(state: RunState, path: list[str]) -> str:
-    """Why the last process of a chain is held up, and what to look at."""
+    """Returns why the last process of a chain is held up, and where to look."""
     last = path[-1]
     if path.count(last) > 1:
         return circle(state, path)
@@ -111,74 +118,74 @@ def end_of(state: RunState, path: list[str]) -> str:
         doing = ", ".join(f"{rank.name} {rank.doing_for}" for rank in ranks) or "none of them has a status yet"
         return f"the trainer waits for its other ranks: {doing}; see {log_name(state, 'trainer')}"
     if last == "teacher":
-        return f"the teacher does not answer: the orchestrator is {state.processes['orchestrator'].doing_for}; look at that server"
+        return f"the teacher does not answer: the orchestrator is {state.processes['orchestrator'].doing_for}; check the teacher's server"
     if last == "environments":
-        limit = f"orchestrator.worker_timeout_s = {state.config.orchestrator.worker_timeout_s:g} ends that"
-        return f"the environments load for {span(state.processes['orchestrator'].phase_s)} ({limit}); see {state.run_dir.logs}/worker-*.log"
+        limit = f"orchestrator.worker_timeout_s = {state.config.orchestrator.worker_timeout_s:g}; see {state.run_dir.logs}/worker-*.log"
+        return f"environments have been loading for {span(state.processes['orchestrator'].phase_s)}; the limit is {limit}"
     if process is None or not process.there:
         return absent(state, last)
     if last == "inference":
         return inference_end(state, process)
     if process.status.phase is Phase.TRAINING:
-        usual = f", a step takes {pace:.1f} s" if (pace := state.pace_s()) else ""
+        usual = f"; a step takes {pace:.1f} s" if (pace := state.pace_s()) else ""
         trained = process.status.step is not None and process.status.step <= state.step
-        again = " once more, on its way from its checkpoint," if trained else ""
-        return f"the trainer works: {process.doing}{again} for {span(process.phase_s)}{usual}"
+        again = " again, after resuming from its checkpoint," if trained else ""
+        return f"the trainer is working: {process.doing}{again} for {span(process.phase_s)}{usual}"
     return f"the {last} is {process.doing_for}; see {log_name(state, last)}"
 
 
 def inference_end(state: RunState, process: Process) -> str:
-    """Why rollouts do not come faster: the server starts, loads, samples, hangs, or has nothing to do."""
+    """Returns why rollouts are not faster: the server is starting, loading, sampling, hung, or idle."""
     orchestrator = state.processes.get("orchestrator")
     if not process.status.address:
         limit = f"inference.startup_timeout_s = {state.config.inference.startup_timeout_s:g}"
-        return f"inference is not up yet: {process.doing_for} ({limit}); see {log_name(state, 'inference')}"
+        return f"inference is not ready yet: {process.doing_for} ({limit}); see {log_name(state, 'inference')}"
     if orchestrator and orchestrator.status.phase is Phase.LOADING_VERSION:
         places = f"{log_name(state, 'inference')}, and whether {state.run_dir.weights_dir} is slow"
-        return f"inference takes new weights: {orchestrator.doing_for}; see {places}"
+        return f"inference is loading new weights: {orchestrator.doing_for}; see {places}"
     if orchestrator and orchestrator.status.phase is Phase.WAITING_FOR_INFERENCE:
-        unreached = f"the orchestrator does not reach it at {process.status.address}"
+        unreached = f"the orchestrator cannot reach it at {process.status.address}"
         return f"inference is {process.doing}, and {unreached}: is there a proxy or firewall between them?"
     dry_s = min(process.dry_s, orchestrator.phase_s if orchestrator else math.inf)
     if dry_s < DRY_S:
         rates = state.recent("orchestrator", "perf/generated_tokens_per_s")
-        speed = f" ({rates[-1]:.0f} tokens a second in the last batch)" if rates else ""
-        return f"inference samples{speed}: {filling(state)}{waiting_for_tokens(state, process)}"
+        speed = f" ({rates[-1]:.0f} tokens per second in the last batch)" if rates else ""
+        return f"inference is sampling{speed}: {filling(state)}{waiting_for_tokens(state, process)}"
     requests = process.status.requests
     if requests:
         seen = f"no token for {span(dry_s)} although {requests} requests are open"
-        return f"inference hangs or is far too slow: {seen}; see {log_name(state, 'inference')} and whether other work takes its cores"
+        return f"inference hangs or is far too slow: {seen}; see {log_name(state, 'inference')}, and check for other load on its cores"
     workers = f"see {state.run_dir.logs}/worker-*.log, orchestrator.environment.max_scoring and .workers"
     if requests == 0:
-        seen = f"inference sampled nothing for {span(dry_s)} and has no request, {filling(state)}"
-        return f"the environments hold their rollouts (tools, scoring): {seen}; {workers}"
+        seen = f"inference has sampled nothing for {span(dry_s)} and has no requests, {filling(state)}"
+        return f"the environments hold up their rollouts (tools, scoring): {seen}; {workers}"
     return (
-        f"no token for {span(dry_s)} though inference is up: environments hold their rollouts (tools, scoring), or the engine hangs; "
+        f"no token for {span(dry_s)} although inference is up: environments hold up their rollouts (tools, scoring), or the engine hangs; "
         f"{workers}, and {log_name(state, 'inference')}"
     )
 
 
 def absent(state: RunState, name: str) -> str:
-    """Why a process that others wait for is not there."""
+    """Returns why a process that others wait for is absent."""
     if name == "inference" and state.config.orchestrator.inference_urls:
-        return f"inference runs elsewhere: see the servers at {', '.join(state.config.orchestrator.inference_urls)}"
+        return f"inference runs elsewhere: check the servers at {', '.join(state.config.orchestrator.inference_urls)}"
     if search := model_log(state):
         last = next(iter(last_lines(search, 1)), "nothing logged yet")
         return f"model {state.config.model.name} is being found or downloaded: {last} (log: {search})"
     log, orchestrator = log_name(state, name), state.processes.get("orchestrator")
     if name == "trainer" and state.step >= state.config.max_steps and orchestrator and orchestrator.there:
-        return f"the trainer has trained its last step and ended; the orchestrator is {orchestrator.doing_for}"
+        return f"the trainer has finished its last step and exited; the orchestrator is {orchestrator.doing_for}"
     if death := state.down(name):
-        return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be started again; see {log}"
+        return f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about to be restarted; see {log}"
     if state.launcher and state.launcher.alive and (reason := ended_well(state)):
-        return f"the run comes to its end ({reason}): `rl` ends what is left of it, and writes its report"
+        return f"the run is ending ({reason}): `rl` is stopping the remaining processes and writing its report"
     if state.launcher and state.launcher.alive:
-        return f"the {name} has no status yet: it starts, which takes some seconds of imports; see {log}"
-    return f"the {name} is not running, and nothing starts it: no `rl` lives; start it, or all with `{state.resume}`"
+        return f"the {name} has no status yet: it is starting, and its imports take some seconds; see {log}"
+    return f"the {name} is not running, and no `rl` is running to start it; start it, or all processes with `{state.resume}`"
 
 
 def model_log(state: RunState) -> Path | None:
-    """The log of the search for the model, while nothing was started after it."""
+    """Returns the log of the search for the model, if nothing has been started after it."""
     found = newest_log(state.run_dir.logs, "model")
     if found is None or state.processes:
         return None
@@ -187,13 +194,13 @@ def model_log(state: RunState) -> Path | None:
 
 
 def circle(state: RunState, path: list[str]) -> str:
-    """Two processes that wait for each other; for a moment that only means that one hands work over to the other."""
+    """Describes processes that wait for each other. For a moment, this only means that one hands work over to the other."""
     waiting = [state.processes[name] for name in path[path.index(path[-1]) : -1]]
     texts = ", ".join(f"the {process.name} is {process.doing_for}" for process in waiting)
     if min(process.phase_s for process in waiting) < DEADLOCK_S:
         return f"work is being handed over: {texts}"
     last = waiting[-1]
-    return f"they wait for each other: {texts}; `kill {last.status.pid}` has `rl` start the {last.name} again, which loses nothing"
+    return f"deadlock: {texts}; after `kill {last.status.pid}`, `rl` restarts the {last.name}, which loses nothing"
 
 
 # Parts of sentences ---------------------------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ def log_name(state: RunState, name: str) -> str:
 
 
 def filling(state: RunState) -> str:
-    """How full the batch is that is being filled, else what the orchestrator does."""
+    """Returns how full the current batch is, or else what the orchestrator is doing."""
     process = state.processes.get("orchestrator")
     if not process:
         return "the orchestrator has no status yet"
@@ -215,23 +222,23 @@ def filling(state: RunState) -> str:
 
 
 def waiting_for_tokens(state: RunState, inference: Process) -> str:
-    """How many rollouts wait for tokens, and what that means: sampling takes their time, or the environments' own work."""
+    """Returns how many rollouts wait for tokens, and whether sampling or the environments' own work holds them up."""
     orchestrator = state.processes.get("orchestrator")
     if not orchestrator or orchestrator.status.phase is not Phase.FILLING_BATCH or orchestrator.phase_s < SETTLED_S:
         return ""
     requests, playing = inference.status.requests, orchestrator.status.playing
     if requests is None or not playing:
         return ""
-    text = f", of {playing} that play {min(requests, playing)} wait for tokens"
+    text = f", {min(requests, playing)} of {playing} rollouts in flight wait for tokens"
     if requests > TOKENS_HOLD * playing:
-        return f"{text}: sampling holds them up, so a smaller max_tokens or more cores or GPUs for inference help"
+        return f"{text}: sampling is the slow part, so use a smaller max_tokens, or more cores or GPUs for inference"
     if requests < playing / 4:
-        return f"{text}: the environments (tools, scoring) hold them up; see orchestrator.environment.workers"
+        return f"{text}: the environments (tools, scoring) are the slow part; see orchestrator.environment.workers"
     return text
 
 
 def all_work(state: RunState) -> bool:
-    """Whether nothing is starting or loading, so that the shares of time of the newest steps still hold."""
+    """Returns whether nothing is starting or loading, so that the newest steps' shares of time are still valid."""
     phases = {name: process.status.phase for name, process in state.processes.items()}
     inference = state.inference
     served = "inference" not in state.roles or bool(inference and inference.status.address)
@@ -239,11 +246,11 @@ def all_work(state: RunState) -> bool:
 
 
 def pace_text(state: RunState) -> str:
-    """Which side is slower, in shares of time."""
+    """Returns which side is slower, with shares of time; empty if unknown."""
     waits, idle = state.share("time/wait_for_batch"), state.recent("orchestrator", "perf/inference_idle_fraction")
     if waits is None or state.config.sft:
         return ""
-    rest = f", no rollout was playing in {sum(idle) / len(idle):.0%}" if idle else ""
+    rest = f", and no rollout was in flight for {sum(idle) / len(idle):.0%}" if idle else ""
     shares = f"in the newest steps the trainer waited {waits:.0%} of the time{rest}"
     if waits > UNEVEN:
         return f"{shares}: rollouts are the slower side"
@@ -251,7 +258,7 @@ def pace_text(state: RunState) -> str:
 
 
 def report(state: RunState) -> list[str]:
-    """How far the run is, what each process does, what happened."""
+    """Returns lines about progress, each process, and events."""
     lines = [progress_text(state)]
     if origin := read_origin(state.run_dir):
         lines.append(f"{origin}" + "".join(f"; {change}" for change in origin.changes))
@@ -286,9 +293,9 @@ def progress_text(state: RunState) -> str:
     if state.newest_eval is not None:
         parts.append(f"eval of version {state.newest_eval}")
     if pace := state.pace_s():
-        parts.append(f"{pace:.1f} s a step")
+        parts.append(f"{pace:.1f} s per step")
         if state.alive and state.step < final:
-            parts.append(f"about {span(pace * (final - state.step))} to go")
+            parts.append(f"about {span(pace * (final - state.step))} left")
     return ", ".join(parts)
 
 

@@ -1,4 +1,7 @@
-"""The interface of every kind of environment, and the limits that all of them keep. `load.py` chooses the kind."""
+"""The interface of every kind of environment, and the limits common to all. `load.py` chooses the kind.
+
+CONTRIBUTING.md lists what else a new kind needs.
+"""
 
 import asyncio
 import sys
@@ -13,12 +16,12 @@ from rl.wire.rollouts import Episode, Split
 from rl.wire.worker_messages import PlayGroup
 
 CHECKED_PROMPTS = 64
-"""Prompts that are measured against the context before the run starts."""
+"""Number of prompts checked against the context length before the run starts."""
 
 
 @asynccontextmanager
 async def limited(limit: AbstractAsyncContextManager[Any], timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Waits for a free place, then gives the block `timeout_s` seconds. Raises RolloutError with cause `timeout`."""
+    """Waits for a free slot, then lets the block run for `timeout_s` seconds. Raises RolloutError with cause `timeout`."""
     async with limit:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
@@ -30,12 +33,12 @@ async def limited(limit: AbstractAsyncContextManager[Any], timeout_s: float, wha
 
 
 def places(count: int) -> AbstractAsyncContextManager[Any]:
-    """A semaphore for `count` rollouts at once; -1: no limit."""
+    """A semaphore that admits `count` rollouts at once; -1 means no limit."""
     return asyncio.Semaphore(count) if count > 0 else nullcontext()
 
 
 async def without_exit(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has a task of its own, where an exit() of the environment's code would end the event loop."""
+    """Awaits a coroutine and turns SystemExit into RuntimeError: in a task of its own, exit() would end the event loop."""
     try:
         return await work
     except SystemExit as end:
@@ -43,53 +46,53 @@ async def without_exit(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def exits_are_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Has every later task of a loop be `without_exit`, also those that a library starts for the environment's code."""
+    """Wraps every later task of a loop in `without_exit`, including those that a library starts for the environment's code."""
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> "asyncio.Task[Any]":
         task = asyncio.Task(without_exit(work), loop=loop, **more)
-        task.add_done_callback(lambda _: work.close())  # of one that is cancelled before it begins
+        task.add_done_callback(lambda _: work.close())  # a task cancelled before it starts never awaits it
         return task
 
     loop.set_task_factory(make)
 
 
 class Environment(Protocol):
-    """An environment in a worker process. Constructed in its main thread, outside of an event loop; everything else runs inside one."""
+    """An environment in a worker process. Constructed in the main thread outside an event loop; its methods run inside one."""
 
     kind: str
     name: str
-    """The environment as error messages call it."""
+    """The environment's name in error messages."""
     policy: Policy
     notice: str
-    """What the user is to know about how it is played; empty: nothing."""
+    """A remark for the user on how the environment is played; usually empty."""
     scores_groups: bool
-    """Whether the episodes of a task are scored together, so that one cannot be played again alone."""
+    """Whether the episodes of a task are scored together, so that a single one cannot be replayed."""
 
     def num_tasks(self, split: Split) -> int | None:
-        """Size of a split; None: endless."""
+        """Number of tasks in a split; None if endless."""
 
     def task(self, split: Split, index: int) -> dict[str, Any]:
         """A task as plain JSON: `prompt` (messages or text), `tools` if there are any, and the environment's own fields."""
 
     def describe(self) -> dict[str, Any]:
-        """The environment for a reader: arguments with defaults, reward functions, tools, limits."""
+        """A human-readable description: arguments with defaults, reward functions, tools, limits."""
 
     def prompt_ids(self, split: Split, index: int) -> list[int] | None:
-        """The ids of a task's first prompt; None if the environment generates them while it plays. Raises RendererError."""
+        """Token ids of a task's first prompt; None if the prompt arises only during play. Raises RendererError."""
 
     async def start(self) -> None:
-        """Brings up what episodes need."""
+        """Starts the servers and connections that episodes need."""
 
     async def close(self) -> None:
-        """Ends what `start` brought up."""
+        """Stops what `start` started."""
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
-        """Plays a task `num_episodes` times: 1 unless `scores_groups`. A failure is a raised exception (RolloutError for a known cause)
-        or a Rollout with `error` and `cause`; never a reward of 0."""
+        """Plays a task `num_episodes` times (once unless `scores_groups`). A failure is a raised exception (RolloutError for a
+        known cause) or a Rollout with `error` and `cause`, never a reward of 0."""
 
 
 def check_prompts(env: Environment, max_tokens: int) -> str | None:
-    """The error if the first prompts leave less than `max_tokens` tokens of the context for answers; else None."""
+    """Returns an error message if one of the first prompts leaves fewer than `max_tokens` tokens for an answer, else None."""
     if env.policy.endpoint:
         return None
     limit = env.policy.spec.max_model_len
@@ -112,7 +115,7 @@ def check_prompts(env: Environment, max_tokens: int) -> str | None:
 def v1_exports(package: ModuleType) -> list[str]:
     """The v1 plugins in a package's `__all__`: `Taskset`, `Env`, both, or none."""
     v1 = sys.modules.get("verifiers.v1")
-    if v1 is None:  # then the package cannot have subclassed anything of it
+    if v1 is None:  # the package cannot subclass what was never imported
         return []
     found = [getattr(package, name, None) for name in getattr(package, "__all__", ())]
     classes = [one for one in found if isinstance(one, type)]

@@ -1,4 +1,4 @@
-"""Loads an environment of whichever kind it is: the one place that chooses its class."""
+"""Loads an environment of any kind; the only place that chooses its class."""
 
 import importlib
 import importlib.util
@@ -36,7 +36,7 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
 
 
 def library(spec: EnvSpec) -> str:
-    """The module of the adapter that an environment probably needs, judged by its source text alone: importing it is for `load`."""
+    """The adapter module that an environment probably needs, guessed from its source text: only `load` may import it."""
     if spec.head_server:
         return "rl.envs.nemo_gym.environment"
     is_v1 = spec.kind == "v1" or (spec.kind is None and spec.id and mentions_v1(spec.id))
@@ -52,15 +52,18 @@ def mentions_v1(env_id: str) -> bool:
 
 
 def is_v1(env_id: str) -> bool:
-    """Whether an environment is a package of the verifiers v1 API: one with a v1 Taskset or Env in `__all__`. Classic otherwise.
+    """Whether an environment is a verifiers v1 package, which has a v1 Taskset or Env in `__all__`. Otherwise it is classic.
 
-    A package that is both is v1: exporting the class is as deliberate as writing `load_environment`, and verifiers 0.4 has no classic
-    API any more. Imports the package. Raises RunError for one that is not installed, fails to import, or is neither.
+    A package that is both counts as v1: exporting the class is as deliberate as writing `load_environment`, and verifiers 0.4
+    no longer has the classic API. Imports the package. Raises RunError if it is not installed, fails to import, or is neither.
     """
     module = module_name(check_installed(env_id))
     if comes_with_verifiers(module):
         return True
-    remedy = "mend it, or name what it lacks in orchestrator.environment.requirements; after a change of its own `rl env install` it again"
+    remedy = (
+        "fix it, or declare what it lacks: packages in orchestrator.environment.requirements and, in a sandbox, files beside it in "
+        "`read`; after changing the environment itself, run `rl env install` again"
+    )
     with Blame(f"environment {env_id}: importing {module}", remedy):
         package = importlib.import_module(module)
     if v1_exports(package):

@@ -1,4 +1,4 @@
-"""What environments sample from: messages in, an answer out, and every turn kept exactly as it was sent and sampled."""
+"""The policy as environments see it: messages in, an answer out. Every turn is kept exactly as it was sent and sampled."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from rl.models.template import Renderer
 from rl.wire.inference_client import InferenceLostError, InferenceServers, PromptTooLongError
 from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
-from rl.wire.worker_messages import Endpoint, PolicySpec
+from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
 
 SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
-"""What an environment may set for a call. Not the temperature: the trainer scores a rollout's tokens at the one configured."""
+"""Sampling parameters that an environment may set per call; not the temperature, as the trainer scores tokens at the configured one."""
 
 
 class RolloutError(Exception):
-    """A rollout failed for a known cause; anything else that an environment raises has the cause `environment`."""
+    """A rollout failed for a known cause. Any other exception of an environment gets the cause `environment`."""
 
     def __init__(self, cause: Cause, message: str):
         super().__init__(message)
@@ -29,31 +29,33 @@ class RolloutError(Exception):
 
 
 class Talk(Protocol):
-    """What an episode asks of the policy while it is played."""
+    """An episode's exchange with the policy during play."""
 
     turns: Turns
 
     def messages(self) -> tuple[list[Message], list[Message]]:
-        """A conversation as far as it came: its first prompt, and what followed."""
+        """The conversation so far: its first prompt, and the messages after it."""
 
 
 TALKS: ContextVar[list[Talk]] = ContextVar("TALKS")
-"""Where an environment puts the talk of each episode, in their order: who plays it has them when the environment's code raises."""
+"""The Talk of each episode, in order. Environments append to it, so that the caller has the messages when their code raises."""
 
 
 class Policy:
-    """The policy of a worker. Exactly one of our servers' client (`servers`, `renderer`) and `endpoint` is set."""
+    """The policy of a worker: either a client of our own servers (`servers`, `renderer`) or an `endpoint`."""
 
     def __init__(self, spec: PolicySpec, timeout_s: float):
         self.spec = spec
         self.endpoint: Endpoint | None = spec.endpoint
         if spec.endpoint is None:
             config = RendererConfig(**spec.renderer)
-            self.renderer: Renderer = load_renderer(spec.model_path, config, slim=spec.tokenizer, trust_remote_code=spec.trust_remote_code)
-            self.servers = InferenceServers(spec.inference_urls, Path(spec.inference_status), timeout_s, relay=spec.relay)
+            self.renderer: Renderer = load_renderer(spec.model_path, config, trust_remote_code=spec.trust_remote_code)
+            self.servers = InferenceServers(
+                spec.inference_urls, Path(spec.inference_status), timeout_s, inference_proxy=spec.inference_proxy
+            )
 
     async def sample(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], overrides: dict[str, Any]) -> Turn:
-        """One completion of a prompt. Raises PromptTooLongError, and RolloutError if no server answers or one refuses the request."""
+        """Samples one completion. Raises PromptTooLongError, or RolloutError if no server answers or one refuses the request."""
         sampling = {key: sampling[key] for key in SAMPLING_KEYS if sampling.get(key) is not None}
         sampling |= {key: overrides[key] for key in OVERRIDABLE if overrides.get(key) is not None}
         room = self.spec.max_model_len - len(prompt_ids)
@@ -74,30 +76,30 @@ class Policy:
         )
 
     def check_append_only(self, num_turns: int) -> None:
-        """Called for a prompt that continues none of `num_turns` earlier turns. Raises RolloutError if that is forbidden."""
+        """Called for a prompt that continues none of the `num_turns` earlier turns. Raises RolloutError if that is forbidden."""
         if num_turns and self.spec.enforce_monotonicity:
             raise RolloutError(
                 "not_append_only",
                 f"turn {num_turns + 1} does not continue an earlier turn's token ids, and orchestrator.enforce_monotonicity is set; "
-                'see renderer.thinking_retention = "all", or unset it: then such a turn starts a new sample',
+                'try renderer.thinking_retention = "all", or unset enforce_monotonicity so that such a turn starts a new sample',
             )
 
 
 @dataclass
 class Past:
-    """A conversation up to and including a turn's answer. It refers to the one that it continues, so that it holds only what is new."""
+    """A conversation up to and including a turn's answer. Holds only the new part and a link to the conversation it continues."""
 
     index: int
-    """Place of the turn in its Turns."""
+    """Index of the turn in its Turns."""
     before: "Past | None"
     added: list[Any]
-    """Messages in the form of `comparable`, or pieces of text."""
+    """Messages as returned by `comparable`, or pieces of text."""
     tools: list[Tool] | None = None
-    """Those that the turn was offered."""
+    """Tools offered in this turn."""
 
     @property
     def num_prompt(self) -> int:
-        """Messages before the conversation's first answer."""
+        """Number of messages before the conversation's first answer."""
         past = self
         while past.before:
             past = past.before
@@ -114,8 +116,8 @@ class Past:
 
 @dataclass
 class Conversation:
-    """One agent's chat with the policy. `history` grows by one a call, in the order in which the answers came; so do the `turns`, which
-    several conversations may share."""
+    """One agent's chat with the policy. Each call appends to `history` and `turns`, in order of the answers; several
+    conversations may share `turns`."""
 
     policy: Policy
     server: int
@@ -123,15 +125,17 @@ class Conversation:
     sampling: dict[str, Any]
     turns: Turns = field(default_factory=Turns)
     history: list[Past] = field(default_factory=list)
+    seed: int | None = None
 
     async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
-        """The policy's answer to a chat. Raises what `Policy.sample` raises."""
+        """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError for an invalid chat."""
         tools, compared = tools or None, [comparable(message) for message in messages]
         try:
             before, ids = self._prompt(messages, compared, tools)
-        except RendererError as error:  # the environment's messages or tools are nothing that this model's template can show
+        except RendererError as error:  # this model's template cannot render the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
-        turn = await self.policy.sample(self.server, ids, self.sampling, overrides)
+        sampling = self.sampling | seed_of_turn(self.seed, len(self.turns))
+        turn = await self.policy.sample(self.server, ids, sampling, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
         num_old = len(before.whole()) if before else 0
         added = [*compared[num_old:], comparable(assistant_message(answer))]
@@ -140,8 +144,8 @@ class Conversation:
         return turn, answer
 
     def _prompt(self, messages: list[Message], compared: list[Message], tools: list[Tool] | None) -> tuple[Past | None, list[int]]:
-        """Prompt ids that continue, id for id, the newest earlier turn whose conversation the messages extend, and that conversation;
-        without one, None and ids that are rendered anew."""
+        """Returns the newest earlier conversation that the messages extend, and prompt ids that begin with exactly its ids; or None
+        and freshly rendered ids if there is no such conversation."""
         for past in reversed(self.history):
             known = past.whole()
             if len(known) < len(compared) and past.tools == tools and compared[: len(known)] == known:
@@ -152,6 +156,11 @@ class Conversation:
         return None, self.policy.renderer.prompt_ids(messages, tools)
 
 
+def seed_of_turn(seed: int | None, turn: int) -> dict[str, int]:
+    """The sampling parameter that makes a turn of a seeded conversation draw the same tokens again; {} without a seed."""
+    return {} if seed is None else {"seed": derived_seed(seed, turn)}
+
+
 def comparable(message: Message) -> Message:
-    """A message as it is compared with history. Environments may drop reasoning, or name a tool's message, and still mean the same."""
+    """A message without what the comparison with history ignores: environments may drop reasoning, or name a tool's message."""
     return {key: value for key, value in message.items() if key not in ("reasoning_content", "name") and value not in (None, "", [])}

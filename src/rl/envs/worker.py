@@ -1,4 +1,4 @@
-"""A worker process: plays groups of one environment and nothing else. `python -m rl.envs.worker FILE`, a WorkerSetup as JSON."""
+"""A worker process, which plays groups of one environment: `python -m rl.envs.worker FILE`, where FILE is a WorkerSetup in JSON."""
 
 import asyncio
 import contextlib
@@ -10,32 +10,32 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import zmq
-import zmq.asyncio
 
+from rl.models.tokenizer import hide_torch
 from rl.run_dir import spans
 from rl.system.credentials import Redacting, redact, redact_json, resolve
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent, raise_open_files
-from rl.system.warm_start import leave
+from rl.system.prefork import leave
 from rl.wire.rollouts import Episode, Rollout, unfit
+from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
 from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
     Cancel,
     Close,
     Describe,
     Description,
-    Fleet,
     Heartbeat,
     LoadFailed,
     Played,
     PlayGroup,
     Ready,
+    ServerSet,
     ToWorker,
     WorkerSetup,
 )
@@ -45,25 +45,29 @@ ORDERS = msgspec.msgpack.Decoder(ToWorker)
 RETRY_PAUSE_S = 1.0
 HEARTBEAT_S = 2.0
 GATHER_S = 1.0
-"""How long a finished episode waits for others of its group: a group of short ones is one message."""
+"""Seconds that a finished episode waits for others of its group, so that a group of short ones goes in one message."""
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What encoding raises for values that no message can have; msgspec's errors are among them."""
+"""Exceptions that encoding raises for values that cannot be sent; msgspec's errors are subclasses."""
 PLAYED = msgspec.msgpack.Decoder(Played)
 MAX_NESTING = 64
-"""Levels of a rollout's messages. Decoders go down to several hundred, but fewer from deep inside a call stack."""
+"""Maximum nesting depth of a rollout's messages. Decoders manage several hundred levels, but fewer deep inside a call stack."""
 MAX_MESSAGES = 16 << 20
-"""Bytes of a rollout's messages in JSON: they are kept in rollouts/, for every rollout."""
+"""Maximum size of a rollout's messages in bytes of JSON: rollouts/ keeps them for every rollout."""
 MAX_ERROR = 8000
-"""Characters of a failure's text that are kept; half of them may be the end of a traceback."""
+"""Maximum length of an error text in characters; up to half of it is the end of a traceback."""
+
+
+RENDERING = ("jinja2", "transformers.models.auto.tokenization_auto", "renderers.base")
+"""Modules that render conversations for our own servers."""
 
 
 class Clocks(NamedTuple):
-    """What tells how busy this process is, in seconds."""
+    """Clock readings in seconds, from which the load of this process follows."""
 
     wall: float
     cpu: float
     kept_waiting: float
-    """Time in which it could have run, and others did."""
+    """Time in which this process was runnable, but others ran."""
 
     @classmethod
     def now(cls) -> "Clocks":
@@ -71,14 +75,14 @@ class Clocks(NamedTuple):
         return cls(time.monotonic(), time.process_time(), delay_ns / 1e9)
 
     def busy_since(self, before: "Clocks") -> float:
-        """The share of the time since then in which it computed, or its event loop was blocked, as the late heartbeat shows: by whichever
-        is more. What other processes took is no load of its own."""
+        """The share of the time since `before` in which this process computed, or in which its event loop was blocked (a late heartbeat
+        shows that), whichever is larger. Time that other processes took does not count."""
         passed, cpu, kept = (after - earlier for after, earlier in zip(self, before, strict=True))
         return max(cpu, passed - HEARTBEAT_S - kept) / passed if passed > 0 else 0.0
 
 
 class Worker:
-    """Takes orders from the orchestrator's pool and answers with the episodes of each group as they finish."""
+    """Takes orders from the orchestrator's pool and sends the episodes of each group as they finish."""
 
     def __init__(self, setup: WorkerSetup):
         from rl.envs.load import load
@@ -89,35 +93,35 @@ class Worker:
         self.env = load(setup.env, self.policy)
         self.plays: dict[int, asyncio.Task[None]] = {}
 
-    async def run(self, socket: zmq.asyncio.Socket) -> None:
-        """Plays what the pool orders until it closes the worker."""
+    async def run(self, pool: MessageStream) -> None:
+        """Plays what the pool orders, until the pool closes the worker or disconnects."""
         env = self.env
         ready = Ready(env.num_tasks("train"), env.num_tasks("eval"), env.scores_groups, env.notice)
-        await socket.send(ENCODER.encode(ready))
-        heartbeats = asyncio.create_task(self.send_heartbeats(socket))
+        await pool.send(ENCODER.encode(ready))
+        heartbeats = asyncio.create_task(self.send_heartbeats(pool))
         try:
-            while True:
-                match ORDERS.decode(await socket.recv()):
+            while (data := await pool.receive()) is not None:
+                match ORDERS.decode(data):
                     case PlayGroup() as order:
-                        self.plays[order.play_id] = asyncio.create_task(self.play(order, socket))
-                    case Fleet() as fleet if self.policy.endpoint is None:
-                        self.policy.servers.follow(fleet)
+                        self.plays[order.play_id] = asyncio.create_task(self.play(order, pool))
+                    case ServerSet() as server_set if self.policy.endpoint is None:
+                        self.policy.servers.follow(server_set)
                     case Cancel(play_id) if play_id in self.plays:
                         self.plays.pop(play_id).cancel()
                     case Close():
                         return
                     case Describe() as question:
-                        await socket.send(ENCODER.encode(self.describe(question)))
+                        await pool.send(ENCODER.encode(self.describe(question)))
         finally:
             heartbeats.cancel()
             await self.env.close()
 
-    async def send_heartbeats(self, socket: zmq.asyncio.Socket) -> None:
-        """Shows that the event loop runs, which a thread could not."""
+    async def send_heartbeats(self, pool: MessageStream) -> None:
+        """Sends heartbeats from a task, not a thread: they prove that the event loop runs."""
         before = Clocks.now()
         while True:
             now = Clocks.now()
-            await socket.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
+            await pool.send(ENCODER.encode(Heartbeat(now.busy_since(before))))
             before = now
             spans.gauges(playing=len(self.plays))
             for _ in range(spans.FLUSHES):
@@ -125,54 +129,59 @@ class Worker:
                 await asyncio.sleep(HEARTBEAT_S / spans.FLUSHES)
 
     def describe(self, question: Describe) -> Description:
-        limits = (self.env.num_tasks(question.split), question.num_tasks)
-        count = min((limit for limit in limits if limit is not None and limit >= 0), default=0)
-        answer = Description(
-            about={"kind": self.env.kind, **self.env.describe()},
-            tasks=[self.env.task(question.split, i) for i in range(count)],
-        )
-        return msgspec.json.decode(redact_json(msgspec.json.encode(answer)), type=Description)
+        """Answers a question, with as many of the tasks as fit into a message."""
+        limits = (self.env.num_tasks(question.split), question.first + question.num_tasks if question.num_tasks >= 0 else None)
+        tasks, size = [], 0
+        for i in range(question.first, min((limit for limit in limits if limit is not None), default=0)):
+            task = redact_json(msgspec.json.encode(self.env.task(question.split, i)))
+            size += len(task)
+            if tasks and size > MAX_MESSAGE_BYTES // 2:
+                break
+            tasks.append(msgspec.json.decode(task))
+        about = msgspec.json.decode(redact_json(msgspec.json.encode({"kind": self.env.kind, **self.env.describe()})))
+        return Description(about, tasks)
 
-    async def play(self, order: PlayGroup, socket: zmq.asyncio.Socket) -> None:
-        """Plays one group and sends its episodes as they finish. Those that do so within GATHER_S go in one message."""
+    async def play(self, order: PlayGroup, pool: MessageStream) -> None:
+        """Plays one group and sends its episodes as they finish; episodes that finish within GATHER_S share a message."""
         if self.env.scores_groups:
             parts = {asyncio.create_task(self.play_with_retries(order, order.num_episodes)): range(order.num_episodes)}
         else:
             left = [i for i in range(order.num_episodes) if i not in order.done]
-            parts = {asyncio.create_task(self.play_with_retries(order, 1)): [i] for i in left}
+            parts = {asyncio.create_task(self.play_with_retries(order.seeded("episode", i), 1)): [i] for i in left}
         playing = set(parts)
         try:
             if not playing:
-                await socket.send(encode_result(order, []))
+                await pool.send(encoded(Played(order.play_id, [])))
             while playing:
                 finished, playing = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
                 if playing:
                     more, playing = await asyncio.wait(playing, timeout=GATHER_S)
                     finished |= more
-                await socket.send(encode_result(order, numbered(finished, parts), sum(len(parts[part]) for part in playing)))
+                for message in encode_result(order, numbered(finished, parts), sum(len(parts[part]) for part in playing)):
+                    await pool.send(message)
         finally:
             for part in playing:
                 part.cancel()
         self.plays.pop(order.play_id, None)
 
     async def play_with_retries(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
-        """Plays episodes together; when one fails, all of them again with fresh state, as often as allowed."""
+        """Plays episodes together. If one fails, plays all of them again with fresh state, up to `retries` times."""
         for attempt in range(self.setup.retries + 1):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
-            episodes = await self.play_once(order, num_episodes)
+            episodes = await self.play_once(order.seeded("attempt", attempt), num_episodes)
             for rollout in chain(*episodes):
                 rollout.retries = attempt
                 refuse_unfit(rollout)
                 if order.split == "train":
                     refuse_logprobs(rollout)
             failed = next((rollout for rollout in chain(*episodes) if rollout.error), None)
-            if not failed or failed.cause == "not_append_only":  # the same template would refuse it again
+            if not failed or failed.cause == "not_append_only":  # the template would do the same again
                 break
         return episodes
 
     async def play_once(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
-        """The one broad catch around rollouts: an environment may raise anything, and that is a failed rollout, not a failed run."""
+        """Plays episodes once, in the one broad `except` around rollouts: what an environment raises fails the rollout, not the run."""
         from rl.envs.policy import TALKS, RolloutError
 
         TALKS.set(talks := [])
@@ -184,7 +193,7 @@ class Worker:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
-            text = "the environment's own code was cancelled: it awaits a task that it has cancelled itself"
+            text = "the environment's code was cancelled: it awaits a task that it cancelled itself"
             failed = Rollout(stop="error", cause="environment", error=text)
         except (Exception, SystemExit) as error:  # an environment's exit() must not end the others' rollouts
             text = "".join(traceback.format_exception(error))
@@ -193,14 +202,14 @@ class Worker:
 
 
 def with_talk(failed: Rollout, talk: Any = None) -> Rollout:
-    """A copy of a failed rollout, with what was said before the environment's code raised: a `Talk`, or None."""
+    """A copy of a failed rollout, with the turns and messages of `talk` (a Talk or None) from before the environment's code raised."""
     prompt, answered = talk.messages() if talk else ([], [])
     said = {"turns": talk.turns, "messages": [*prompt, *answered], "num_prompt_messages": len(prompt)} if talk else {}
     return msgspec.structs.replace(failed, **said)
 
 
 def numbered(finished: Iterable[asyncio.Task[list[Episode]]], parts: Mapping[asyncio.Task[list[Episode]], Sequence[int]]) -> list[Rollout]:
-    """The rollouts of finished parts of a group, with their episode's place in the group, in that order."""
+    """The rollouts of finished parts of a group, numbered and ordered by their episode's index in the group."""
     rollouts = []
     for part in sorted(finished, key=lambda part: parts[part][0]):
         for i, episode in zip(parts[part], part.result(), strict=True):
@@ -211,7 +220,7 @@ def numbered(finished: Iterable[asyncio.Task[list[Episode]]], parts: Mapping[asy
 
 
 def refuse_unfit(rollout: Rollout) -> None:
-    """Fails a rollout whose numbers or names cannot be used; one that has failed loses them."""
+    """Marks a rollout with unusable numbers or names as failed (unless it is already), and resets them."""
     if why := unfit(rollout):
         if not rollout.error:
             rollout.cause, rollout.error, rollout.stop = "reward", why, "error"
@@ -220,7 +229,7 @@ def refuse_unfit(rollout: Rollout) -> None:
 
 
 def refuse_logprobs(rollout: Rollout) -> None:
-    """Fails a rollout with a log-probability that no ratio can be computed from: in a batch it would cost the whole step."""
+    """Marks a rollout with a log-probability that is not finite as failed: without a ratio, it would spoil the whole step."""
     for number, answer in enumerate(rollout.turns.answers if not rollout.error else [], 1):
         for place, logprob in enumerate(unpack_logprobs(answer.logprobs), 1):
             if not math.isfinite(logprob):
@@ -229,29 +238,40 @@ def refuse_logprobs(rollout: Rollout) -> None:
                 return
 
 
-def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0) -> bytes:
-    """The Played that answers an order. Messages are the environment's: they may hold what cannot be encoded (half a surrogate, an object,
-    a huge number), and then their rollout has failed; or a secret, which is redacted."""
+def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0) -> list[bytes]:
+    """Encodes the reply to an order: one Played, or one per episode if they cannot be sent together.
+
+    Environments put arbitrary data into rollouts. A rollout that is too large for a message or cannot be encoded (half a surrogate
+    pair, an object, a huge number) becomes a failed one; secrets are redacted.
+    """
     try:
-        return encoded(Played(order.play_id, rollouts, unfinished))
+        return [encoded(Played(order.play_id, rollouts, unfinished))]
     except UNSENDABLE:
-        return encoded(Played(order.play_id, [sendable(rollout) for rollout in rollouts], unfinished))
+        episodes = [list(episode) for _, episode in groupby(rollouts, lambda rollout: rollout.episode)]
+        left = range(unfinished + len(episodes) - 1, unfinished - 1, -1)
+        messages = []
+        for episode, later in zip(episodes, left, strict=True):
+            share = MAX_MESSAGE_BYTES // len(episode)
+            messages.append(encoded(Played(order.play_id, [sendable(rollout, share) for rollout in episode], later)))
+        return messages
 
 
-def encoded(played: Played) -> bytes:
-    """Raises what UNSENDABLE lists."""
+def encoded(played: Played, most: int = MAX_MESSAGE_BYTES) -> bytes:
+    """Encodes a message. Raises an error of UNSENDABLE, also if the message has more than `most` bytes."""
     for rollout in played.rollouts:
         rollout.messages = json_messages(rollout.messages)
-        rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]  # in this order: half a secret is not recognised
+        rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]  # redact first: half a secret is not recognised
     data = ENCODER.encode(played)
-    PLAYED.decode(data)  # the pool ends a worker whose message it cannot read
+    if len(data) > most:
+        raise ValueError(f"{len(data) >> 20} MiB of tokens and messages, {most >> 20} are allowed")
+    PLAYED.decode(data)  # the pool stops a worker whose message it cannot decode
     return data
 
 
-def sendable(rollout: Rollout) -> Rollout:
-    """The rollout, or a failed one in its place."""
+def sendable(rollout: Rollout, most: int) -> Rollout:
+    """Returns the rollout, or a failed one in its place if it cannot be sent in `most` bytes, its share of a message."""
     try:
-        encoded(Played(0, [rollout]))
+        encoded(Played(0, [rollout]), most)
     except UNSENDABLE as error:
         text = redact(f"its messages or metrics cannot be written: {type(error).__name__}: {error}")
         return Rollout(episode=rollout.episode, stop="error", cause="environment", error=text)
@@ -259,8 +279,8 @@ def sendable(rollout: Rollout) -> Rollout:
 
 
 def json_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as they will be in JSON, without secrets. Raises ValueError for those that are too long, or nested too deep for the writer
-    of that JSON."""
+    """Messages as they will be in JSON, with secrets redacted. Raises ValueError if they are too long or too deeply nested for a
+    JSON writer."""
     if len(data := msgspec.json.encode(messages)) > MAX_MESSAGES:
         raise ValueError(f"the messages have {len(data) / 2**20:.0f} MiB, {MAX_MESSAGES / 2**20:g} are allowed")
     decoded = msgspec.json.decode(redact_json(data), type=list[dict[str, Any]])
@@ -275,22 +295,23 @@ def json_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def serve(setup: WorkerSetup, worker: Worker | None, problem: str) -> None:
-    """Connects to the pool and plays; or reports why the environment cannot be played, and ends the process."""
-    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, setup.worker_id.encode())
-    socket.set_hwm(0)
-    socket.connect(setup.orchestrator)
+    """Connects to the pool and plays, or reports why the environment cannot be played and exits with status 1."""
+    pool = await MessageStream.connect(setup.orchestrator)
+    await pool.send(setup.worker_id.encode())
     try:
         if worker:
             await worker.env.start()
     except RunError as error:
         worker, problem = None, str(error)
     if worker is None:
-        await socket.send(ENCODER.encode(LoadFailed(redact(problem)[:MAX_ERROR])))
-        socket.close(linger=5000)
-        zmq.asyncio.Context.instance().term()
+        await pool.send(ENCODER.encode(LoadFailed(redact(problem)[:MAX_ERROR])))
+        await pool.close()
         raise SystemExit(1)
-    await worker.run(socket)
+    await worker.run(pool)
+
+
+def given_setup() -> WorkerSetup:
+    return msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
 
 
 def main() -> None:
@@ -299,12 +320,12 @@ def main() -> None:
     from rl.envs.environment import check_prompts
 
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every rollout
-    setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
-    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # they end in a log
+    setup = given_setup()
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # both go to a log file
     if setup.spans:
         spans.start(Path(setup.spans), f"worker-{setup.worker_id}")
     worker, problem = None, None
-    try:  # in the main thread and outside of an event loop: an environment's constructor may need the one and start the other
+    try:  # in the main thread and outside an event loop: an environment's constructor may need the thread and start a loop
         for key, table in (("args", setup.env.args), ("set_kwargs", setup.env.set_kwargs)):
             setattr(setup.env, key, resolve(table, f"environment {setup.env.name}: {key}"))
         worker = Worker(setup)
@@ -314,22 +335,21 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(setup, None if problem else worker, problem or ""))
-        except SystemExit as end:  # also raised by an environment in a task of its own; then nothing may hold up the end
+        except SystemExit as end:  # an environment may raise it in a task of its own; then nothing may delay the exit
             os._exit(end.code if isinstance(end.code, int) else 1)
     spans.stop()
     sys.stdout.flush()
-    os._exit(0)  # the environment is closed; taking the interpreter down would cost two seconds more
+    os._exit(0)  # the environment is closed; a regular interpreter shutdown would take two seconds more
 
 
 def import_libraries() -> None:
-    """Imports what the worker will need, but for the environment itself; see the pool's nursery. What fails here fails again, where it is
-    reported. A copy may play another environment: this one's folder is left off the import path again."""
+    """Imports what the worker will need except the environment itself; see WorkerLauncher. Errors are ignored: they recur where
+    they are reported. A forked copy may play another environment, so this one's folder is removed from the import path again."""
     from rl.envs.load import library
 
-    setup = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSetup)
-    path = [*sys.path]
+    setup, path = given_setup(), [*sys.path]
     with contextlib.suppress(ImportError, RunError):
-        for module in ("uvloop", "jinja2", "tokenizers", "rl.envs.policy", "renderers.base", library(setup.env)):
+        for module in ("uvloop", "rl.envs.policy", *(() if setup.policy.endpoint else RENDERING), library(setup.env)):
             importlib.import_module(module)
     sys.path[:] = path
 
@@ -338,5 +358,8 @@ if __name__ == "__main__":
     die_with_parent()
     raise_open_files()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences a warning that torch is missing
+    if not given_setup().python and not given_setup().policy.trust_remote_code:  # only our own interpreter has torch to hide
+        hide_torch()
     leave(import_libraries)
     main()

@@ -1,4 +1,4 @@
-"""One virtual environment as a plan says, made beside its final place. A failure leaves nothing."""
+"""Builds one virtual environment from a plan, beside its final place. A failure leaves nothing behind."""
 
 import base64
 import hashlib
@@ -14,6 +14,8 @@ from typing import Any
 from urllib.request import url2pathname
 
 import tomli_w
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from rl.config.environment_id import homes_root, module_file, module_name
@@ -22,37 +24,39 @@ from rl.run_dir.files import make_directory, temporary_name
 from rl.system.errors import RunError
 
 FOLDER_FILE = "environment.pth"
-"""The file in site-packages that puts a folder without a package on the import path, of child processes, too."""
+"""The file in site-packages that puts a folder without a package on the import path, also in child processes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a home is to hold."""
+    """The contents that a home is to have."""
 
     what: str
     """The environment, for messages."""
     requirements: tuple[str, ...]
+    """All requirements except the environment's own package and verifiers."""
+    own: str = ""
+    """The requirement of the environment's own package, if it comes from an index or the Hub."""
     package: str = ""
-    """Distribution of the environment, if `index` alone has it."""
+    """Distribution of the environment, if only `index` has it."""
     index: str = ""
     folders: tuple[Path, ...] = ()
-    """Folders of packages that are installed as they lie there: what is changed in them later counts."""
+    """Folders of packages that are installed as editable: later changes in them take effect."""
     path: Path | None = None
-    """Directory that is put on the import path, or a package, which is put there alone."""
-    overrides: tuple[str, ...] = ()
-    """Requirements that hold in place of what packages ask for."""
+    """Directory that is put on the import path, or a single package to put there."""
     python: str = ""
     """Interpreter; empty: ours."""
     exact: bool = False
-    """The requirements are all packages: nothing else is installed."""
+    """The requirements list every package: their dependencies are not installed."""
     fresh: tuple[str, ...] = ()
-    """Packages of which nothing is believed that uv remembers: the environment's own, and those whose requirement does not say their
-    version. uv asks indexes for all others anyway."""
+    """Packages for which uv's cache is not trusted: the environment's own, and those whose requirement does not name a version. uv asks
+    indexes for all others anyway."""
 
 
 @contextmanager
 def built(plan: Plan, log: Path, say: Say, deadline: float) -> Iterator[Path]:
-    """Makes the virtual environment and yields its temporary place; what is still there afterwards is deleted. Raises UvError, OSError."""
+    """Makes a virtual environment without packages and yields its temporary place, which is deleted afterwards unless it was moved.
+    Raises UvError, OSError."""
     root = homes_root()
     make_directory(log.parent)
     temporary = temporary_name(root / "home")
@@ -60,23 +64,23 @@ def built(plan: Plan, log: Path, say: Say, deadline: float) -> Iterator[Path]:
     try:
         arguments = ["venv", "--relocatable", "--no-project", "--python", plan.python or sys.executable, str(temporary)]
         run_uv(arguments, root, log, plan.what, say, deadline)
-        install(plan, temporary, log, say, deadline)
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float) -> None:
-    """Installs what the plan says. The owner's index is asked for its package and for no other: as an index beside the usual one it would
-    go before that for every name."""
-    project: dict = {"project": {"name": "home", "version": "0", "dependencies": list(plan.requirements)}}
+def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float, verifiers: str = "", *, force: bool = False) -> None:
+    """Installs the plan's packages and a version of `verifiers`; `force` overrides packages that ask for a different one. The owner's
+    index is asked only for its own package: as an extra index it would take precedence for every name. Raises UvError."""
+    wanted = [*filter(None, (plan.own, *plan.requirements, verifiers))]
+    project: dict = {"project": {"name": "home", "version": "0", "dependencies": wanted}}
     if plan.index:
         index = {"name": "owner", "url": plan.index, "explicit": True}
         project["tool"] = {"uv": {"index": [index], "sources": {plan.package: {"index": "owner"}}}}
     (place / "pyproject.toml").write_text(tomli_w.dumps(project))
     arguments = ["pip", "install", "--python", str(place / "bin" / "python"), "--requirements", "pyproject.toml"]
-    if plan.overrides:
-        (place / "overrides.txt").write_text("\n".join(plan.overrides) + "\n")
+    if force:
+        (place / "overrides.txt").write_text(f"{verifiers}\n")
         arguments += ["--overrides", "overrides.txt"]
     for folder in plan.folders:
         arguments += ["--editable", str(folder)]
@@ -90,7 +94,7 @@ def install(plan: Plan, place: Path, log: Path, say: Say, deadline: float) -> No
 
 
 def is_package(path: Path) -> bool:
-    """Whether a directory is a package itself, and none that holds its module."""
+    """Whether a directory is itself a package, rather than one that holds its module."""
     return (path / "__init__.py").is_file() and not module_file(path, module_name(path.name))
 
 
@@ -98,12 +102,12 @@ def site_packages(place: Path) -> Path:
     """The directory of a virtual environment in which packages are installed. Raises RunError if there is none."""
     found = next(place.glob("lib/python3*/site-packages"), None)
     if found is None:
-        raise RunError(f"{place} has no lib/python3*/site-packages: it is no virtual environment")
+        raise RunError(f"{place} has no lib/python3*/site-packages: it is not a virtual environment")
     return found
 
 
 def outside(place: Path) -> list[Path]:
-    """Directories that a virtual environment refers to: those on its import path, and packages that are installed as they lie there."""
+    """The directories outside that a virtual environment refers to: those on its import path, and editable packages."""
     found = [path.resolve() for path in site_packages(place).iterdir() if path.is_symlink()]
     for file in site_packages(place).glob("*.pth"):
         lines = [line.strip() for line in file.read_text(errors="replace").splitlines()]
@@ -112,22 +116,22 @@ def outside(place: Path) -> list[Path]:
 
 
 def packages(place: Path) -> list[str]:
-    """What is installed, as requirements: `name==version`, `name @ address`, `-e folder`; sorted."""
+    """The installed packages as sorted requirements: `name==version`, `name @ address`, `-e folder`."""
     return sorted(map(requirement, importlib.metadata.distributions(path=[str(site_packages(place))])), key=str.lower)
 
 
 def at_addresses(place: Path) -> set[str]:
-    """The packages that were installed from an address: of a repository, a folder or a file, whatever these hold at the time."""
+    """The packages that were installed from the address of a repository, a folder or a file, whose content may change."""
     return {line.partition(" @ ")[0] for line in packages(place) if " @ " in line}
 
 
 def direct_url(found: importlib.metadata.Distribution) -> dict[str, Any]:
-    """Where a package was installed from that comes from no index (PEP 610); empty for others."""
+    """The origin (PEP 610) of a package that does not come from an index; empty for others."""
     return json.loads(found.read_text("direct_url.json") or "{}")
 
 
 def requirement(found: importlib.metadata.Distribution) -> str:
-    """An installed package as a requirement that means the same: of a repository the commit."""
+    """An installed package as an equivalent requirement; a repository is pinned to its commit."""
     direct = direct_url(found)
     if not direct:
         return f"{found.name}=={found.version}"
@@ -140,8 +144,8 @@ def requirement(found: importlib.metadata.Distribution) -> str:
 
 
 def contents(place: Path, own: str = "") -> dict[str, str]:
-    """What the packages hold whose requirement does not say it, those of folders and of files at an address: digests, by name. Also what
-    the package `own` holds: others may have its name and version, on another index."""
+    """Digests of packages by name: of those whose requirement does not pin their content (folders and files at an address), and of the
+    package `own`, since another index may have a different package of the same name and version."""
     found = {}
     for one in importlib.metadata.distributions(path=[str(site_packages(place))]):
         direct = direct_url(one)
@@ -156,8 +160,8 @@ def contents(place: Path, own: str = "") -> dict[str, str]:
 
 
 def tampered(place: Path) -> str:
-    """Which files are not as the records of their packages say, in a sentence; empty for none. uv's cache has links to the files of all
-    homes: what an environment writes into one of its packages is in whatever is installed from there later."""
+    """A sentence on the files that differ from the records of their packages; empty if none do. Homes link to files in uv's cache, so
+    whatever an environment writes into one of its packages also ends up in later installations from that cache."""
     found, site = [], site_packages(place)
     for one in importlib.metadata.distributions(path=[str(site)]):
         files = [file for file in one.files or [] if file.hash and file.parts[0] != ".." and (site / file).is_file()]
@@ -167,17 +171,34 @@ def tampered(place: Path) -> str:
         return ""
     which = f"{found[0][1]} of {found[0][0]}" + (f", and {len(found) - 1} more," if len(found) > 1 else "")
     remedy = f"`uv cache clean {' '.join(sorted({name for name, _ in found}))}`, `rl env remove` of this home, then again"
-    return f"{which} is not as its package has it: something wrote into uv's cache; {remedy}"
+    return f"{which} differs from its package's record: something wrote into uv's cache; {remedy}"
 
 
 def as_recorded(path: Path, file: importlib.metadata.PackagePath, unpacked: float) -> bool:
-    """Whether a file is what the record of its package says. One that was not written to since that was `unpacked` is not read."""
+    """Whether a file matches the record of its package. A file that was not written to since `unpacked` is not read."""
     state = path.stat()
     if file.size is not None and state.st_size != file.size:
         return False
     if state.st_mtime <= unpacked or not file.hash or file.hash.mode != "sha256":
         return True
     return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode() == file.hash.value
+
+
+def asked_of(place: Path, package: str) -> dict[str, SpecifierSet]:
+    """The versions of a package that the others in a virtual environment ask for, by the names of those."""
+    found = {}
+    for one in importlib.metadata.distributions(path=[str(site_packages(place))]):
+        for wanted in map(Requirement, one.requires or []):
+            if canonicalize_name(wanted.name) == package and (not wanted.marker or wanted.marker.evaluate({"extra": ""})):
+                found[one.name] = wanted.specifier
+    return found
+
+
+def unmet(place: Path) -> str:
+    """A clause naming the packages that ask for another version of verifiers than is installed; empty if none does."""
+    version = version_of(place, "verifiers")
+    others = [f"{name} asks for verifiers{wanted}" for name, wanted in asked_of(place, "verifiers").items() if version not in wanted]
+    return f"{', '.join(others)} and got {version}, the nearest supported version" if others else ""
 
 
 def version_of(place: Path, package: str) -> str:

@@ -1,4 +1,4 @@
-"""The module of a package that is its environment: found by the files that are installed, whatever the package is called."""
+"""Finds the module of a package that is its environment by the installed files, whatever the package is called."""
 
 import importlib.metadata
 import tomllib
@@ -11,12 +11,14 @@ from rl.homes.needs import Api
 from rl.homes.probe import Probe, probe
 from rl.system.errors import RunError
 
+NEITHER = "neither a function load_environment nor a v1 Taskset or Env in `__all__`"
 NO_ENVIRONMENTS = ("setup", "conftest", "tests", "test", "docs")
-"""Names of modules and packages in a folder that are not installed."""
+"""Names of modules and packages in a folder that are never the environment."""
 
 
 def find_module(source: Source, place: Path) -> tuple[str, Path]:
-    """The name and the file of the environment's module, of a package in the virtual environment `place`. Raises RunError."""
+    """The name and the file of the environment's module; an installed package is looked up in the virtual environment `place`. Raises
+    RunError."""
     if source.kind == "module":
         assert source.path
         return module_name(source.name), source.path
@@ -26,7 +28,7 @@ def find_module(source: Source, place: Path) -> tuple[str, Path]:
 
 
 def in_folder(source: Source) -> tuple[str, Path]:
-    """The module of the environment in a folder: of the folder's name, of the package's, or the only one that is an environment."""
+    """The module of the environment in a folder: the one named like the folder or its package, or the only one that is an environment."""
     assert source.path
     folder = source.path
     name = project_name(folder) or folder.name
@@ -39,13 +41,13 @@ def in_folder(source: Source) -> tuple[str, Path]:
 
 
 def project_name(folder: Path) -> str:
-    """The name of the package in a folder, as its pyproject.toml says; empty if that says none. Raises RunError."""
+    """The name of the package in a folder according to its pyproject.toml; empty if that gives none. Raises RunError."""
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise RunError(f"environment {folder}: its pyproject.toml cannot be read: {error}; mend it") from None
+        raise RunError(f"environment {folder}: its pyproject.toml cannot be read: {error}; fix it") from None
     return str(project.get("name", "")) if isinstance(project, dict) else ""
 
 
@@ -63,7 +65,7 @@ def module_of(file: Path) -> str:
 
 
 def choose(source: Source, files: Iterable[Path], package: str) -> tuple[str, Path]:
-    """Of top-level modules the one that bears the package's name, or else the only one that shows to be an environment."""
+    """The top-level module that bears the package's name, or else the only one that proves to be an environment. Raises RunError."""
     by_name = {module_of(path): path for path in files}
     wanted = module_name(package).lower()
     for name, path in by_name.items():
@@ -76,16 +78,14 @@ def choose(source: Source, files: Iterable[Path], package: str) -> tuple[str, Pa
     if found:
         several = f"its package has several environments, {', '.join(found)}"
         raise RunError(f"environment {source.text}: {several}; it must have one, or one that bears its name")
-    raise RunError(
-        f"environment {source.text}: its package is no environment: no module is called {wanted}, and none has a function load_environment "
-        f"or a v1 Taskset or Env in `__all__` (it has {looked})"
-    )
+    none = f"no module is called {wanted}, and each has {NEITHER} (it has {looked})"
+    raise RunError(f"environment {source.text}: its package is not an environment: {none}; check the name")
 
 
 def api_of(text: str, found: Probe, wanted: Api | None) -> Api:
-    """The API by which an environment is played. One that shows neither is taken for classic: its worker says more. Raises RunError for
-    one that was asked for and is not there."""
+    """The API by which an environment is played. A package that shows neither counts as classic: its worker reports the error. Raises
+    RunError if the package lacks the API that was asked for."""
     if wanted and found.api and not (found.classic if wanted == "classic" else found.v1):
         what = "a function load_environment" if wanted == "classic" else "a v1 Taskset or Env in `__all__`"
-        raise RunError(f'environment {text}: kind = "{wanted}", but it has not {what}; leave kind out')
+        raise RunError(f'environment {text}: kind = "{wanted}", but it does not have {what}; leave kind out')
     return wanted or found.api or "classic"

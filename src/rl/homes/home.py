@@ -1,13 +1,16 @@
-"""A home: a virtual environment in the cache with what was found out about it, and which home was made for which request.
+"""A home: a virtual environment in the cache with its description, and the record of which home was made for which request.
 
-<root>/<digest>/              a virtual environment; the digest is of what was installed in it, and we change nothing in it afterwards
+<root>/<digest>/              a virtual environment, never changed afterwards; the digest is that of what was installed in it
 <root>/<digest>/home.json     a Home
-<root>/<digest>/names         what lies in its site-packages, a name a line
-<root>/requests/NAME-KEY.json a Pointer: the home that was made for a request, the newest one
-<root>/logs/NAME-KEY.log      what uv said
+<root>/<digest>/names         the entries of its site-packages, one per line
+<root>/<digest>/holders/      the leases of its users: another machine with the same root cannot see their processes
+<root>/requests/NAME-KEY.json a Pointer: the newest home that was made for a request
+<root>/logs/NAME-KEY.log      uv's output
 """
 
+import contextlib
 import hashlib
+import itertools
 import os
 from pathlib import Path
 
@@ -17,27 +20,30 @@ import psutil
 from rl.config.environment_id import homes_root
 from rl.homes.needs import Api
 from rl.run_dir.files import make_directory, remove_directory, write_file
+from rl.run_dir.lease import Lease, forget_dead, hold_role
+from rl.system.linux import pid_scope
 
-FILE, NAMES = "home.json", "names"
+FILE, NAMES, HOLDERS = "home.json", "names", "holders"
+SERIAL = itertools.count(1)
 
 
 class Home(msgspec.Struct, frozen=True, kw_only=True):
-    """What a virtual environment holds, and what it was made for."""
+    """The contents of a virtual environment, and what it was made for."""
 
     digest: str
     id: str
-    """The environment id, in the one way in which it is compared; `classic` or `v1` where only verifiers is wanted."""
+    """The environment id in its normalized form; `classic` or `v1` where only verifiers is needed."""
     module: str
-    """The module that is the environment; empty where it is none of a package."""
+    """The module that is the environment; empty if the home was not made for a package."""
     api: Api
     version: str
-    """Of the environment's package; empty without one."""
+    """Version of the environment's package; empty without one."""
     why: str
     """Which verifiers it has, and why."""
     python: str
     """Version of its interpreter."""
     packages: list[str]
-    """All that is installed, as requirements."""
+    """All installed packages, as requirements."""
     index: str = ""
     """Address of the index that has the environment's package; empty: the usual one."""
     path: str = ""
@@ -62,12 +68,12 @@ class Pointer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(*parts: object) -> str:
-    """A short name for some things: equal for equal ones, in any process."""
+    """A short name for some values: equal for equal values, in any process."""
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
 
 
 def read(name: str) -> tuple[Home | None, str]:
-    """A home by its digest, and why it cannot be used; neither if it is not there."""
+    """(the home with this digest, ""), (None, why it cannot be used), or (None, "") if it does not exist."""
     place = homes_root() / name
     if not place.exists():
         return None, ""
@@ -94,13 +100,13 @@ def home_of(python: str) -> str:
 
 
 def is_of_package(python: str) -> bool:
-    """Whether an interpreter is that of a home that was made for a package, and for no module of the current directory."""
+    """Whether an interpreter belongs to a home that was made for a package rather than for a module of the current directory."""
     home, _ = read(home_of(python)) if home_of(python) else (None, "")
     return bool(home and home.module)
 
 
 def read_pointer(path: Path) -> Pointer | None:
-    """A pointer; None if there is none that can be read."""
+    """The pointer in a file; None if it is missing or cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Pointer)
     except (OSError, msgspec.DecodeError):
@@ -108,13 +114,13 @@ def read_pointer(path: Path) -> Pointer | None:
 
 
 def pointers() -> dict[Path, Pointer]:
-    """All requests for which a home was made, by their files."""
+    """The pointers of all requests for which a home was made, by file."""
     read = {path: read_pointer(path) for path in sorted(homes_root().glob("requests/*.json"))}
     return {path: pointer for path, pointer in read.items() if pointer}
 
 
 def unreferenced() -> list[str]:
-    """Homes that no request has any more: a newer one took their place. Runs that were played in them still name them."""
+    """The digests of homes that no request points to because a newer one took their place. Runs that used them still name them."""
     kept = {pointer.home for pointer in pointers().values()}
     return sorted(
         path.parent.name for path in homes_root().glob(f"*/{FILE}") if path.parent.name not in kept and path.parent.name[0] != "."
@@ -126,19 +132,32 @@ def write_pointer(path: Path, pointer: Pointer) -> None:
     write_file(path, msgspec.json.encode(pointer) + b"\n")
 
 
-def users(name: str) -> list[int]:
-    """Processes that run in a home."""
+def hold(name: str) -> Lease | None:
+    """Keeps every machine from deleting a home until the lease is closed or this process ends. Returns None if there is no such home or
+    it cannot be written to."""
+    holder = homes_root() / name / HOLDERS / f"{pid_scope()}-{os.getpid()}-{next(SERIAL)}.lock"
+    if not (homes_root() / name).is_dir():
+        return None
+    with contextlib.suppress(OSError):
+        return hold_role(holder)
+    return None
+
+
+def users(name: str) -> str:
+    """The processes that run in a home or hold it, for messages; empty if there are none. Waits up to LEASE_S to find out whether holders
+    on other machines are alive."""
     inside = f"{homes_root() / name}/"
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if command and command[0].startswith(inside):
-            found.append(process.pid)
-    return found
+            found.append(str(process.pid))
+    holders = forget_dead((homes_root() / name / HOLDERS).glob("*.lock"))
+    return ", ".join([*found, *(f"{owner.pid} on {owner.host}" for owner in holders)])
 
 
 def own_bytes(name: str) -> int:
-    """What deleting a home gives back: the bytes of its files that are not links into uv's cache."""
+    """The bytes that deleting a home frees: those of its files that are not links into uv's cache."""
     found = 0
     for folder, _, files in os.walk(homes_root() / name):
         states = [os.lstat(os.path.join(folder, file)) for file in files]
@@ -147,5 +166,5 @@ def own_bytes(name: str) -> int:
 
 
 def delete(name: str) -> None:
-    """Deletes a home; a half-deleted one does not have its name any more."""
+    """Deletes a home; it loses its name first, so a half-deleted home is never found."""
     remove_directory(homes_root() / name)

@@ -1,7 +1,7 @@
-"""The Environments Hub: where a package of it is installed from. Public ones are in a package index of their owner; private ones, and
-those without an index, are fetched as source by its own command `prime`, where that is installed and logged in.
+"""The Environments Hub: finds out where its packages are installed from. Public packages are in their owner's package index; private
+packages, and those without an index, are fetched as source by the Hub's command `prime`, if that is installed and logged in.
 
-Written after the Hub's clients and tested against a server with its layout, never against the Hub itself.
+Modelled on the Hub's own clients and tested against a server with its layout, never against the Hub itself.
 """
 
 import os
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from rl.config.environment_id import Source, module_name
 from rl.homes.uv import PROGRESS_S, Say, last_lines
+from rl.run_dir.access_token import hides_keys
 from rl.system.children import start
 from rl.system.errors import RunError
 
@@ -30,11 +31,11 @@ class Place:
     """Where a package of the Hub is installed from."""
 
     requirement: str
-    """What uv is asked for."""
+    """The requirement that uv installs."""
     index: str = ""
-    """Address of the owner's index, which is asked for this package alone; empty: the requirement says where it lies."""
+    """Address of the owner's index, which is asked only for this package; empty: the requirement has the address."""
     where: str = ""
-    """For people."""
+    """The place in words, for messages."""
 
 
 def hub_url() -> str:
@@ -42,8 +43,8 @@ def hub_url() -> str:
 
 
 def find(source: Source, work: Path, say: Say) -> Place:
-    """Where a package of the Hub lies. `work`: a directory for the source of a private one. Raises RunError for one that is not there, and
-    HubLostError."""
+    """Finds the place of a package of the Hub. `work`: a directory for the source of a private package. Raises RunError if it is not
+    found, and HubLostError if the Hub does not answer."""
     import httpx
 
     address = f"{hub_url()}/{source.owner}/{source.name}/@{source.version or 'latest'}"
@@ -56,7 +57,7 @@ def find(source: Source, work: Path, say: Say) -> Place:
             f"{what}: the Environments Hub does not answer ({address}: {error or type(error).__name__}); check the network"
         ) from None
     except ValueError:
-        raise HubLostError(f"{what}: the answer of {address} is no JSON; is {HUB_VARIABLE} the Hub's address?") from None
+        raise HubLostError(f"{what}: the answer of {address} is not JSON; is {HUB_VARIABLE} the Hub's address?") from None
     if answer.status_code >= 500:
         raise HubLostError(f"{what}: the Environments Hub answered {answer.status_code} ({address}); try again later")
     details = details.get("data", details) if isinstance(details, dict) else {}
@@ -66,18 +67,20 @@ def find(source: Source, work: Path, say: Say) -> Place:
         return Place(f"{source.name}{version}", index, f"the Environments Hub ({index})")
     if wheel := web_address(details.get("wheel_url")):
         return Place(f"{source.name} @ {wheel}", "", f"the Environments Hub ({wheel})")
-    found = f"answered {answer.status_code}" if answer.status_code != 200 else "has no package of it that everybody may install"
+    found = f"answered {answer.status_code}" if answer.status_code != 200 else "has no public package of it"
     return pull(source, work, f"{what}: {address} {found}", say)
 
 
 def web_address(value: object) -> str:
-    """The address, if it is one for the web without a name and a password; else empty."""
+    """The address if it is https or on this machine, and has no user name or password; else empty. Anybody on the way could replace
+    what comes over plain http."""
     parts = urlsplit(value) if isinstance(value, str) and not re.search(r"\s", value) else urlsplit("")
-    return str(value) if parts.scheme in ("http", "https") and parts.netloc and "@" not in parts.netloc else ""
+    web = parts.scheme in ("http", "https") and parts.netloc and "@" not in parts.netloc
+    return str(value) if web and hides_keys(str(value)) else ""
 
 
 def pull(source: Source, work: Path, found: str, say: Say) -> Place:
-    """Fetches the source of a package that is not public, by `prime`. Raises RunError."""
+    """Fetches the source of a package that is not public with `prime`. Raises RunError."""
     version = f"@{source.version}" if source.version else ""
     check = "check owner, name and version"
     prime = shutil.which("prime")
@@ -91,7 +94,7 @@ def pull(source: Source, work: Path, found: str, say: Say) -> Place:
     try:
         while (code := child.wait(PROGRESS_S)) is None and waited < PULL_TIMEOUT_S:
             waited += PROGRESS_S
-            say(f"  {source.text}: prime works for {waited:.0f} s")
+            say(f"  {source.text}: prime has been running for {waited:.0f} s")
     finally:
         child.kill_tree()
         child.wait()

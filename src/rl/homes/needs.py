@@ -1,4 +1,4 @@
-"""What a home needs beside its environment: the packages that our worker imports, and the versions of verifiers that it can play."""
+"""The packages that a home needs besides its environment: those that our worker imports, and the supported versions of verifiers."""
 
 from typing import Literal
 
@@ -16,9 +16,12 @@ WORKER = (
     "pydantic>=2.11",
     "pyzmq>=26",
     "renderers>=0.1.10,<0.2",
-    "tokenizers>=0.21",
+    "sentencepiece>=0.2",
+    "transformers>=4.56,<6",
     "uvloop>=0.21",
 )
-"""The packages that modules of `rl.envs`, and all that those import, are written for."""
-VERIFIERS: dict[Api, str] = {"classic": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.3.1,<0.5"}
-"""By API: 0.4 has no classic one any more."""
+"""The packages that `rl.envs` and the modules it imports are written for."""
+NO_CLASSIC = "0.4"
+"""The first version of verifiers without a classic API."""
+VERIFIERS: dict[Api, str] = {"classic": f"verifiers>=0.3.1,<{NO_CLASSIC}", "v1": "verifiers>=0.3.1,<0.5"}
+"""The supported versions of verifiers, by API."""

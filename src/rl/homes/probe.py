@@ -1,4 +1,4 @@
-"""What an environment's package is written for, as its source text shows it. Nothing is imported."""
+"""Finds out from its source text which API an environment's package is written for. Nothing is imported."""
 
 import ast
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from rl.system.functions import syntax_tree
 
 CLASSIC, V1 = "load_environment", "verifiers.v1"
 MOST_FILES = 500
-"""Files of a package that are read."""
+"""Most files of a package that are read."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a module offers."""
+    """The APIs that a module offers."""
 
     classic: bool
     """It has a function load_environment."""
@@ -23,28 +23,31 @@ class Probe:
     """It names something in `__all__`, and imports verifiers.v1."""
     imports: frozenset[str]
     """Modules of verifiers that it imports, by their full names."""
+    hides: bool
+    """Its text cannot be parsed, or may bind further names by `import *` or `__getattr__`."""
 
     @property
     def api(self) -> Api | None:
-        """The API by which it is played: one that has both is v1, as in the worker. None: it shows neither."""
+        """The API by which it is played: v1 if it has both, as in the worker; None if it shows neither."""
         return "v1" if self.v1 else "classic" if self.classic else None
 
 
 def files_of(file: Path) -> list[Path]:
-    """The source files of a module: itself, or all of its package."""
+    """The source files of a module: the file itself, or all files of its package."""
     return sorted(file.parent.rglob("*.py"))[:MOST_FILES] if file.name == "__init__.py" else [file]
 
 
 def probe(file: Path) -> Probe:
-    """Reads a module's file, and for its imports all of its package. What is no Python has nothing: whoever imports it says more."""
+    """Reads a module's file, and for its imports its whole package. A file that is not Python offers nothing: importing it reports why."""
     names, exported = set(bound(file)), set(exports(file)) - set(functions(file))
+    hides = bool({"*", "__getattr__"} & names) or next(nodes(file), None) is None
     imports = frozenset(name for path in files_of(file) for name in verifiers_imports(path))
     is_v1 = any(name == V1 or name.startswith(f"{V1}.") for name in imports)
-    return Probe(CLASSIC in names, is_v1 and bool(exported - {CLASSIC}), imports)
+    return Probe(CLASSIC in names, is_v1 and bool(exported - {CLASSIC}), imports, hides)
 
 
 def nodes(file: Path) -> Iterator[ast.AST]:
-    """All nodes of a file's syntax tree; none where it cannot be parsed."""
+    """All nodes of a file's syntax tree; none if it cannot be parsed."""
     try:
         tree = syntax_tree(file)
     except SyntaxError:
@@ -71,13 +74,15 @@ def functions(file: Path) -> Iterator[str]:
 def exports(file: Path) -> Iterator[str]:
     """The names in `__all__`."""
     for node in nodes(file):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets) and node.value:
             yield from (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str))
 
 
 def verifiers_imports(file: Path) -> Iterator[str]:
-    """The modules of verifiers that a file imports, and what it imports from verifiers itself if that is one of its two APIs."""
+    """The modules of verifiers that a file imports, including `v1` and `legacy` imported from verifiers itself."""
     for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "verifiers")
@@ -87,6 +92,6 @@ def verifiers_imports(file: Path) -> Iterator[str]:
 
 
 def lacking(found: Probe, verifiers: Path) -> list[str]:
-    """The modules that a package imports and the verifiers in this folder has no file for. Up to 0.3 some names have none and work."""
+    """The modules that a package imports but that have no file in this folder of verifiers. Up to 0.3 some names work without a file."""
     places = {name: verifiers.joinpath(*name.split(".")[1:]) for name in found.imports}
     return sorted(name for name, place in places.items() if not place.is_dir() and not place.with_suffix(".py").is_file())

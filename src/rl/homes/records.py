@@ -1,4 +1,4 @@
-"""What a run's environments were played with: `environments/<name>.txt` in the run directory, requirements below a head in comments."""
+"""Records of the packages that a run's environments used: `environments/<name>.txt`, requirements below a header in comments."""
 
 import re
 from pathlib import Path
@@ -15,12 +15,12 @@ LINE = re.compile(r"# (\w+) = (.*)")
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The home of an environment of a run, and the key of what it was made for."""
+    """The home of an environment of a run, and the key of the request that it was made for."""
 
     key: str
     home: Home
     code: str = ""
-    """Digest of the environment's own source files, where they lie in the user's folders; empty: not known."""
+    """Digest of the environment's own source files if they are in the user's folders; empty: not known."""
 
 
 def record_file(folder: Path, name: str) -> Path:
@@ -28,27 +28,27 @@ def record_file(folder: Path, name: str) -> Path:
 
 
 def text_of(name: str, record: Record) -> str:
-    """The record as text: what uv and pip read as requirements, below comments with the rest."""
+    """The record as text: comments with the other fields, then requirements that uv and pip can read."""
     fields = {"key": record.key} | {key: getattr(record.home, key) for key in HEAD}
     own = owned(record.home)
     if record.code:
         fields["code"] = record.code
     head = [f"# {key} = {value}" for key, value in fields.items()]
-    if own:  # its name alone would mean another package to whoever reads requirements
+    if own:  # to uv and pip its name alone would mean another package
         head += ["# uv and pip would look elsewhere for the next one: `rl env install` of this file installs it, too.", f"# own = {own}"]
     packages = [line for line in record.home.packages if line != own]
     return "\n".join([f"# Environment {name} was played with these packages.", *head, *packages]) + "\n"
 
 
 def owned(home: Home) -> str:
-    """The requirement of the environment's own package, if it lies in an index of its owner; else empty."""
+    """The requirement of the environment's own package if it comes from its owner's index; else empty."""
     name = unversioned(home.id).rpartition("/")[2]
     found = (line for line in home.packages if canonicalize_name(line.partition("==")[0]) == name)
     return next(found, "") if home.index else ""
 
 
 def write_record(folder: Path, name: str, record: Record) -> None:
-    """Writes the record, unless it is there already."""
+    """Writes the record unless the file already has it."""
     data, path = text_of(name, record).encode(), record_file(folder, name)
     if not path.exists() or path.read_bytes() != data:
         make_directory(folder)
@@ -56,7 +56,7 @@ def write_record(folder: Path, name: str, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
-    """The record in a file; None if there is none, if it was not written by us, or if several were written into it."""
+    """The record in a file; None if there is none, if `rl` did not write it, or if it contains several."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -74,13 +74,13 @@ def read_record(path: Path) -> Record | None:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """The records in a folder, by the name of their environment."""
+    """The records in a folder, by environment name."""
     found = {path.stem: read_record(path) for path in sorted(folder.glob("*.txt"))}
     return {name: record for name, record in found.items() if record}
 
 
 def difference(old: list[str], new: list[str]) -> str:
-    """What differs between two lists of packages, in words; empty if nothing does."""
+    """The differences between two lists of packages, in words; empty if there are none."""
     before, now = (dict(map(name_and_version, lines)) for lines in (old, new))
     names = sorted({*before, *now}, key=str.lower)
     changes = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names if before.get(name) != now.get(name)]
@@ -88,6 +88,6 @@ def difference(old: list[str], new: list[str]) -> str:
 
 
 def name_and_version(line: str) -> tuple[str, str]:
-    """A line of a record in two parts; a folder has no version."""
+    """Splits a line of a record into name and version; a folder has no version."""
     name, _, version = re.sub(r" @ ", "==", line, count=1).partition("==")
     return name, version or "as it lies there"

@@ -1,4 +1,4 @@
-"""uv as a child process: found, watched, ended at a deadline, and its complaint in words with a remedy."""
+"""Runs uv as a child process with a deadline, and turns its failures into messages with a remedy."""
 
 import contextlib
 import os
@@ -15,11 +15,11 @@ from rl.system.errors import RunError
 
 Say = Callable[[str], None]
 PROGRESS_S = 10.0
-"""Seconds between two lines that tell what is waited for."""
+"""Seconds between two progress messages while waiting."""
 SHOWN_LINES = 12
 """Last lines of uv's output that an error shows."""
 HIDDEN = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PYTHON", "UV_PROJECT_ENVIRONMENT", "UV_OVERRIDE", "UV_CONSTRAINT")
-"""Variables of the shell's own environment that mean another one than the home."""
+"""Variables of the user's shell that would direct uv to an environment other than the home."""
 NO_SPACE, OTHER_PYTHON = (
     re.compile(r"os error (28|122)\b|No space left|quota"),
     re.compile(r"(?:does not satisfy|requires) Python *((?:[<>=!~]=?[\d.*]+,?\s*)+)"),
@@ -29,7 +29,7 @@ OFFLINE = re.compile(r"error sending request|Failed to fetch|[Nn]etwork|dns erro
 
 
 class UvError(RunError):
-    """uv failed. Caught by those that can try again in another way."""
+    """uv failed. Caught by callers that can try again in another way."""
 
     def __init__(self, message: str, output: str):
         super().__init__(message)
@@ -37,7 +37,7 @@ class UvError(RunError):
 
     @property
     def python(self) -> str:
-        """The versions of Python that the packages want in place of this one, such as `>=3.12`; empty if that was not the reason."""
+        """The Python versions that the packages need in place of this one, such as `>=3.12`; empty if that was not the reason."""
         found = OTHER_PYTHON.search(" ".join(self.output.split()))
         with contextlib.suppress(InvalidSpecifier):
             return str(SpecifierSet(found[1].strip(" ,"))) if found else ""
@@ -50,7 +50,7 @@ class UvError(RunError):
 
 
 def uv_binary() -> str:
-    """The path of uv: the one that was installed beside us, or one on the PATH. Raises RunError."""
+    """The path of uv: the one installed alongside `rl`, or one on the PATH. Raises RunError."""
     try:
         import uv
 
@@ -58,7 +58,7 @@ def uv_binary() -> str:
     except (ImportError, FileNotFoundError):
         if found := shutil.which("uv"):
             return found
-    raise RunError("uv is not there, which makes the homes of environments: `pip install uv`, or name an interpreter with `python`")
+    raise RunError("uv, which makes the homes of environments, is not installed: `pip install uv`, or name an interpreter with `python`")
 
 
 def run_uv(arguments: list[str], folder: Path, log: Path, what: str, say: Say, deadline: float) -> str:
@@ -66,13 +66,13 @@ def run_uv(arguments: list[str], folder: Path, log: Path, what: str, say: Say, d
     env = {key: value for key, value in os.environ.items() if key not in HIDDEN} | {"UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     before = log.stat().st_size if log.exists() else 0
     began = time.monotonic()
-    child = start("uv", [uv_binary(), "--directory", str(folder), *arguments], env, log)  # it reads settings from there upwards
+    child = start("uv", [uv_binary(), "--directory", str(folder), *arguments], env, log)  # uv looks for its settings from there upwards
     try:
         while (code := child.wait(min(PROGRESS_S, max(0.0, deadline - time.monotonic())))) is None:
             seconds = time.monotonic() - began
             if time.monotonic() >= deadline:
                 raise UvError(f"{what}: not made after {seconds:.0f} s; {last_lines(log, before)}", "")
-            say(f"  {what}: uv works for {seconds:.0f} s (log: {log})")
+            say(f"  {what}: uv has been running for {seconds:.0f} s (log: {log})")
     finally:
         child.kill_tree()
         child.wait()
@@ -88,18 +88,22 @@ def reason(output: str, folder: Path) -> str:
     if NO_SPACE.search(output):
         found = NO_SPACE_AT.search(output)
         place = found[1] if found else f"{folder}, or of uv's own cache"
-        ways = "`uv cache clean` empties uv's cache, UV_CACHE_DIR and RL_ENVIRONMENTS name folders elsewhere"
-        return f"no space left on the disk of {place}; make room: {ways}"
+        ways = "`uv cache clean` empties uv's cache, and UV_CACHE_DIR and RL_ENVIRONMENTS can name folders elsewhere"
+        return f"no space left on the disk of {place}; free some: {ways}"
+    if "Failed to initialize cache" in output:
+        return "uv cannot write to its cache; set UV_CACHE_DIR to a folder that can be written"
     if "was not found in the package registry" in output:
         return "a package is not in the index; check the name"
+    if "network was disabled" in output:
+        return "a package is not in uv's cache, and uv may not use the network; unset UV_OFFLINE, or `offline` in uv's configuration"
     if OFFLINE.search(output):
         return "a package index does not answer; check the network, then try again"
     if "No solution found" in output:
-        return "what it needs does not go together; mend its dependencies, or give an interpreter of your own with `python`"
-    return "uv could not install it; mend the package, or give an interpreter of your own with `python`"
+        return "its dependencies conflict; fix them, or name your own interpreter with `python`"
+    return "uv could not install it; fix the package, or name your own interpreter with `python`"
 
 
 def last_lines(log: Path, before: int) -> str:
-    """The end of what uv has printed since byte `before` of the log."""
+    """The last lines that uv has printed since byte `before` of the log."""
     lines = log.read_bytes()[before:].decode(errors="replace").rstrip().splitlines()[-SHOWN_LINES:]
     return "uv says:\n" + "\n".join(f"  {line}" for line in lines) if lines else "uv said nothing"

@@ -1,4 +1,4 @@
-"""peft adapters, which runs with trainer.lora publish: read, checked against the base model, and added to its weights."""
+"""Reads peft adapters, which runs with trainer.lora publish, checks them against the base model, and adds them to its weights."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-"""How peft names the two factors of the matrix `<layer>.weight`: PREFIX + layer + A."""
+"""peft's names for the two factors of the matrix `<layer>.weight`: PREFIX + layer + A, PREFIX + layer + B."""
 
 PLAIN = {"peft_type": ("LORA",), "bias": ("none", None)}
 ABSENT = ("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern", "target_parameters", "trainable_token_indices")
-"""Kinds of adapters that a sum of low-rank products does not express."""
+"""Settings of adapters that are more than a sum of low-rank products."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Reads the settings and the header of the weights. Raises RunError for what is damaged or no plain LoRA."""
+    """Reads the settings and the header of the weights. Raises RunError if they are damaged or not a plain LoRA."""
     try:
         fields = json.loads((folder / CONFIG).read_text())
         base, rank, alpha = Path(fields["base_model_name_or_path"]), int(fields["r"]), float(fields["lora_alpha"])
@@ -63,11 +63,11 @@ def read_adapter(folder: Path) -> Adapter:
 def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
     """Raises RunError unless the adapter fits the model at `base`, whose tensors are `expected`; names at most eight faults.
 
-    A base that is not on this machine (a run that was moved) is only compared by shapes.
+    If the adapter's own base is not on this machine (the run was moved), only shapes are compared.
     """
     if adapter.base.is_dir() and not same_files(adapter.base, base):
         raise RunError(f"{adapter.folder} is an adapter of {adapter.base}; this server was started with {base}")
-    faults = [f"{name} is no factor of a matrix" for name in adapter.tensors if not name.endswith((A, B))]
+    faults = [f"{name} is not a factor of a matrix" for name in adapter.tensors if not name.endswith((A, B))]
     found = {name.removeprefix(PREFIX).removesuffix(B) for name in adapter.tensors if name.endswith(B)}
     faults += [f"{layer} has only one of its two factors" for layer in found ^ set(adapter.layers)]
     for layer in found & set(adapter.layers):
@@ -81,12 +81,12 @@ def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether two models are the same weights on disk: one may be a folder of links with another chat template."""
+    """Whether two models have the same weight files on disk: one may be a folder of links with another chat template."""
     return [file.resolve() for file in weight_files(one)] == [file.resolve() for file in weight_files(other)]
 
 
 def merge(adapter: Adapter, weights: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
-    """The base's `weights` with the adapter added, W + scale B A, in float32 where there is one (whoever loads them rounds, once).
+    """The base's `weights` with the adapter added, W + scale B A; changed weights are float32 (the caller rounds them once).
 
     "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.org/abs/2106.09685): scale = alpha / rank; alpha / sqrt(rank) in
     "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA" (https://arxiv.org/abs/2312.03732).

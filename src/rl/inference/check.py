@@ -1,4 +1,4 @@
-"""`python -m rl.inference.check CONFIG` has vLLM's own parser read `[inference.vllm]`; exit code 1 with a line for each fault."""
+"""`python -m rl.inference.check CONFIG` checks `[inference.vllm]` with vLLM's own parser; exit code 1 with a line per fault."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl.system.errors import ConfigError
 
 
 def main() -> None:
-    """The check, without a model and without a server."""
+    """Runs the check, without a model or a server."""
     config = from_toml(Path(sys.argv[1]))
     prepare(runs_on_cpu(config), None)  # before anything imports vLLM
     from rl.inference.engine_args import parse_engine_args

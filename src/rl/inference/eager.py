@@ -1,6 +1,6 @@
-"""What vLLM computes in many small steps where it runs a model on the CPU without compiling it, in few.
+"""Faster versions of what vLLM computes in many small steps when it runs a model on the CPU without compiling it.
 
-Put into a worker before its first request. Where a model is compiled, the compiler does it.
+They are installed in a worker before its first request. Compiled models do not need them.
 """
 
 from typing import Any
@@ -14,13 +14,12 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from rl.inference.draw import draw
-from rl.inference.threads import Threads
+from rl.inference.draw import carried_seed, counted_uniform, draw
 
 KERNEL = "vllm_c_cpu"
-"""vLLM's kernels in C++ of the norms, under a name of their own: it has them for CPUs and takes them on GPUs alone."""
+"""Our name for vLLM's C++ norm kernels: it has them for CPUs, too, but uses them only on GPUs."""
 VECTOR = 16
-"""Values that vLLM's norm in C++ computes at once; a row is a whole number of these."""
+"""Number of values that vLLM's C++ norm computes at once; the row length must be a multiple of it."""
 
 
 def can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
@@ -46,41 +45,43 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
-def uniforms(rows: int, generators: dict[int, torch.Generator]) -> Tensor:
-    """A random number for each row, of its own generator where its request has a seed; [rows], float64."""
+def uniforms(runner: Any, rows: int) -> Tensor:
+    """A random number in [0, 1) for each row of the runner's batch, derived from the seed if its request has one; [rows], float64."""
     uniform = torch.rand(rows, dtype=torch.float64)
-    for row, generator in generators.items():
-        uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
+    for row, name in enumerate(runner.input_batch.req_ids[:rows]):
+        request = runner.requests[name]
+        if (seed := carried_seed(request.sampling_params)) is not None:
+            uniform[row] = counted_uniform(seed, len(request.output_token_ids))
     return uniform
 
 
 class Drawing(torch.nn.Module):
-    """`draw` in the place of vLLM's draw, which makes other tokens of the same seed: those of a request must not depend on whether one
-    beside it is greedy, or wants more log-probabilities."""
+    """Replaces vLLM's draw by `draw`. vLLM's makes different tokens from the same seed, and a request's tokens must not depend on whether
+    another one in the batch is greedy or wants more log-probabilities."""
 
-    def forward(
-        self, logits: Tensor, generators: dict[int, torch.Generator], top_k: Tensor | None, top_p: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(tokens [rows], log-probabilities of the distributions that they are drawn from [rows, vocabulary])."""
+    def __init__(self, runner: Any):
+        super().__init__()
+        self.runner = runner
+
+    def forward(self, logits: Tensor, _generators: object, top_k: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the tokens [rows] and the log-probabilities of the distributions that they are drawn from [rows, vocabulary]."""
         logits = apply_top_k_top_p(logits, top_k, top_p)
         logprobs = logits.log_softmax(dim=-1)
-        tokens, _ = draw(logits, uniforms(len(logits), generators))
+        tokens, _ = draw(logits, uniforms(self.runner, len(logits)))
         return tokens.squeeze(1), logprobs
 
 
 class DrawingSampler(Sampler):
-    """vLLM's sampler with our draw; in few steps where requests are random and want the log-probability of the sampled token alone, as
-    those of a run do.
-
-    Its steps up to top_k and top_p are vLLM's own; then `draw`. Nobody who asks for that one log-probability is told a rank: it is 0.
+    """vLLM's sampler with our draw. It takes fewer steps if all requests are random and want only the log-probability of the sampled
+    token, as those of a run do: vLLM's own up to top_k and top_p, then `draw`. The rank of the sampled token is then reported as 0.
     """
 
     kept = torch.empty(0)
-    """Memory for logits in float32; fresh memory of that size costs more than the copy."""
+    """Reused memory for logits in float32; allocating it anew costs more than the copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__("processed_logprobs")
-        self.topk_topp_sampler = Drawing()
+        self.runner, self.topk_topp_sampler = runner, Drawing(runner)
 
     def forward(
         self,
@@ -97,12 +98,12 @@ class DrawingSampler(Sampler):
             logits = self.apply_temperature(logits, wanted.temperature, all_random=True)
         for processor in wanted.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
-        tokens, logprobs = draw(apply_top_k_top_p(logits, wanted.top_k, wanted.top_p), uniforms(len(logits), wanted.generators))
+        tokens, logprobs = draw(apply_top_k_top_p(logits, wanted.top_k, wanted.top_p), uniforms(self.runner, len(logits)))
         tokens = tokens.to(torch.int32)
         return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, torch.zeros(len(tokens), dtype=torch.int64)))
 
     def in_float32(self, logits: Tensor) -> Tensor:
-        """The logits, or a copy of them that is good until the next step."""
+        """The logits themselves, or a float32 copy that is valid until the next step."""
         if logits.dtype == torch.float32:
             return logits
         if self.kept.numel() < logits.numel():
@@ -110,16 +111,11 @@ class DrawingSampler(Sampler):
         return self.kept[: logits.numel()].view_as(logits).copy_(logits)
 
 
-def speed_up(runner: Any) -> Threads | None:
-    """Makes a CPU's model runner compute so. With speculative decoding the sampler stays vLLM's, in a compiled model everything else.
-
-    Returns what chooses the threads, None where all compute everything.
-    """
+def speed_up(runner: Any) -> None:
+    """Installs the sampler and the norms in a CPU's model runner. With speculative decoding the sampler stays vLLM's, and in a compiled
+    model the norms do."""
     if type(runner.sampler) is Sampler and runner.speculative_config is None:
-        runner.sampler = DrawingSampler()
-    if runner.compilation_config.mode != CompilationMode.NONE:
-        return None
-    for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
-        op.set_default([KERNEL, "native"])
-    # Several workers wait for each other inside of a step anyway.
-    return Threads(runner) if runner.parallel_config.world_size == 1 else None
+        runner.sampler = DrawingSampler(runner)
+    if runner.compilation_config.mode == CompilationMode.NONE:
+        for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+            op.set_default([KERNEL, "native"])

@@ -1,4 +1,4 @@
-"""vLLM's engine with a policy version: every sampled token has exactly one, also when weights are loaded while requests are in flight."""
+"""vLLM's engine with policy versions: every sampled token has exactly one, even if weights are loaded while requests are in flight."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
+from rl.inference.draw import carry_seed
 from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir import spans
@@ -26,19 +27,19 @@ from rl.wire.inference_client import Generation, LoadedVersion
 from rl.wire.messages import VersionSpan
 
 SLOT_POLL_S = 0.05
-"""Seconds between checks whether the requests of some adapter have all ended."""
+"""Seconds between checks whether all requests of some adapter have ended."""
 WRITTEN_WITHIN_S, WRITTEN_POLL_S = 60.0, 0.05
-"""For a version that was announced out of its trainer's memory to be on disk, where that memory is not to be reached."""
+"""Wait for an announced version to be on disk if its trainer's memory cannot be reached, and the interval between checks."""
 STAGING_POLL_S = 0.01
-"""Seconds between questions to the workers whether they have read the new weights; each costs the engine less than a millisecond."""
+"""Seconds between checks whether the workers have read the new weights; each costs the engine less than a millisecond."""
 
 
 class VersionedEngine(AsyncLLM):
     """AsyncLLM that knows which policy version samples.
 
-    Why the stamps are exact. Tokens reach us over one ordered road: the engine core's output queue, one ZMQ socket, `outputs_queue`, and
-    one handler task that takes a message only after it has processed the one before. The answer to `pause` travels the same road behind
-    the last tokens of the old weights, so when it is here those tokens are processed or in `outputs_queue`. A fence put into that queue is
+    Why the stamps are exact: tokens arrive over one ordered path: the engine core's output queue, one ZMQ socket, `outputs_queue`, and
+    one handler task that takes a message only after it has processed the previous one. The answer to `pause` travels the same path after
+    the last tokens of the old weights, so when it arrives those tokens are processed or in `outputs_queue`. A fence put into that queue is
     therefore reached exactly when all of them, and nothing else, have been counted. No clocks are compared.
     """
 
@@ -46,36 +47,36 @@ class VersionedEngine(AsyncLLM):
     loading: int | None = None
     expected: Tensors
     slots: int = 0
-    """Adapters that can be served side by side; 0: they are merged into the base model."""
+    """Number of adapters that can be served side by side; 0: adapters are merged into the base model."""
     adapter: LoRARequest | None = None
-    """What new requests are answered with; None is the base model."""
+    """The adapter for new requests; None is the base model."""
     all_here: bool = False
     """Whether all workers are on this host."""
     head_is_tied: bool = False
-    """Whether a version need not hold the head, which is the embedding."""
+    """Whether a version may omit the head because it is the embedding."""
     prepared: InMemory | None = None
-    """What the workers have staged besides, to be loaded soon."""
+    """The version that the workers have staged, to be loaded soon."""
     broken: str = ""
-    """Why the engine must not be used any more, although its process lives."""
+    """Why the engine must no longer be used, although its process is alive."""
     swapping: bool = False
-    """New weights are being put in place: the engine may need longer than a step until it answers."""
+    """New weights are being put in place: the engine may take longer than a step to answer."""
 
-    def set_model(self, policy_version: int, expected: Tensors, on_tokens: Callable[[int], None]) -> None:
-        """Names the weights that the engine started with; comes before the first request. `on_tokens` gets the number of new tokens."""
-        self.policy_version, self.expected, self.on_tokens = policy_version, expected, on_tokens
+    def set_model(self, policy_version: int, content: str, expected: Tensors, on_tokens: Callable[[int], None]) -> None:
+        """Names the weights that the engine started with. Called before the first request. `on_tokens` gets the number of new tokens."""
+        self.policy_version, self.content, self.expected, self.on_tokens = policy_version, content, expected, on_tokens
         self.vocab_size = self.model_config.get_vocab_size()
         self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
         self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
         self.sampling = spans.Busy("sampling", "requests")
         self.load_lock = asyncio.Lock()
         self.image = contextlib.ExitStack()
-        """Holds what is prepared open until it is loaded or forgotten: workers may read it until then."""
+        """Keeps the prepared version open until it is loaded or forgotten: workers may read it until then."""
         self.adapter_ids = itertools.count(1)
         self.adapter_versions: dict[int, int] = {}
         self.loaded_adapters: set[int] = set()
 
     def _run_output_handler(self) -> None:
-        """Before the handler starts: lets fences pass through its queue, and counts sampled tokens."""
+        """Lets fences pass through the handler's queue, and counts sampled tokens, from the handler's start."""
         if self.output_handler is None:
             get_output = self.engine_core.get_output_async
 
@@ -89,35 +90,44 @@ class VersionedEngine(AsyncLLM):
         super()._run_output_handler()
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> RequestOutputCollector:
-        """Every request, whatever route it came by, is answered with the newest adapter."""
+        """Gives every request, whatever route it came by, the newest adapter."""
         if self.adapter:
             more["lora_request"] = self.adapter
         return await super().add_request(request_id, prompt, params, *args, **more)
 
     async def _add_request(self, request, prompt, parent_req, index, queue) -> None:
         self.refuse_deadly(request)
-        # Runs without a break up to the registration of the request inside super(), so no version can change in between. With adapters
-        # side by side the request has had its own since `add_request`, and keeps it.
+        self.hand_over_seed(request.sampling_params)
+        # Does not suspend before the request is registered inside super(), so the version cannot change in between. With adapters side by
+        # side the request has had its own since `add_request`, and keeps it.
         lora = request.lora_request
         version = self.policy_version if not self.slots else self.adapter_versions[lora.lora_int_id] if lora else 0
         queue.version_starts = [(0, version)]
         await super()._add_request(request, prompt, parent_req, index, queue)
 
     def refuse_deadly(self, request: Any) -> None:
-        """Raises ValueError for what vLLM lets pass although its engine would die of it, whatever route it came by."""
+        """Raises ValueError for requests that vLLM accepts although they would kill its engine, whatever route they came by."""
         largest = max(request.prompt_token_ids or [0])
         if largest >= self.vocab_size:
             raise ValueError(f"token id {largest} is not of this model; its vocabulary has {self.vocab_size}")
         params = request.sampling_params
         try:
             self.engine_core.encoder.encode(params)
-            if params and params.seed is not None:  # an int64 where vLLM samples on GPUs
+            if params and params.seed is not None:  # vLLM uses an int64 on GPUs
                 params.seed.to_bytes(8, signed=True)
         except OverflowError:
-            raise ValueError("a number among the sampling parameters does not fit into a signed 64-bit integer") from None
+            raise ValueError("a sampling parameter does not fit into a signed 64-bit integer") from None
+
+    def hand_over_seed(self, params: SamplingParams | None) -> None:
+        """Makes our own draw on CPUs use the request's seed. Raises ValueError if vLLM draws there, because the seed would kill it."""
+        if self.vllm_config.device_config.device_type != "cpu" or params is None or params.seed is None:
+            return
+        if self.vllm_config.speculative_config:
+            raise ValueError("with speculative decoding on a CPU, a request cannot have a seed; leave the seed out")
+        carry_seed(params)
 
     async def sample(self, token_ids: list[int], params: SamplingParams, session: int | None = None) -> Generation:
-        """Answers one prompt; log-probabilities are nats under the distribution that was sampled from. Cancelling aborts the request."""
+        """Answers one prompt. Log-probabilities are in nats, of the distribution that was sampled from. Cancelling aborts the request."""
         request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
         with self.sampling(), self.ranks.use(session) as rank:
             try:
@@ -133,10 +143,10 @@ class VersionedEngine(AsyncLLM):
         return Generation(sampled, logprobs, version_spans(queue.version_starts, len(sampled)), answer.finish_reason)
 
     async def prepare_weights(self, policy_version: int, memory: InMemory | None) -> bool:
-        """Has every worker stage a version out of its trainer's memory, for `load_weights` of the same memory to use. Returns whether it is
-        prepared. Raises RunError.
+        """Makes every worker stage a version from its trainer's memory, for `load_weights` of the same memory to use. Returns whether it
+        is prepared. Raises RunError.
 
-        Nothing may be sampled with it yet: its trainer may die before anybody knows what it was.
+        Nothing may be sampled with it yet: its trainer may die before it has announced the version.
         """
         async with self.load_lock:
             if policy_version == self.policy_version or self.slots or not self.all_here:
@@ -154,41 +164,44 @@ class VersionedEngine(AsyncLLM):
             return image is not None
 
     async def forget_prepared(self) -> None:
-        """Gives back what was prepared and is not loaded."""
+        """Releases a version that was prepared but not loaded."""
         if self.prepared:
             self.prepared = None
             await self.on_every_worker("forget_weights")
         self.image.close()
 
-    async def load_weights(self, policy_version: int, path: str, memory: InMemory | None = None) -> LoadedVersion:
-        """Loads a version under running requests. Raises RunError with the old version still served.
+    async def load_weights(self, policy_version: int, path: str, memory: InMemory | None = None, content: str = "") -> LoadedVersion:
+        """Loads a version while requests are running. Raises RunError with the old version still served.
 
-        With `memory` it is read there where that can be reached, and need not be checked, nor even read if that was prepared; elsewhere it
-        waits for the folder.
+        If `memory` can be reached, the version is read from there without checks, or not at all if it was prepared; otherwise this waits
+        for the folder.
 
-        Loading what is loaded does nothing.
+        Loading the loaded version again does nothing, unless its `content` is known and differs.
         """
         async with self.load_lock:
-            if policy_version == self.policy_version:
+            if policy_version == self.policy_version and content in ("", self.content):
                 return LoadedVersion(policy_version)
             self.loading = policy_version
             try:
                 if memory and memory == self.prepared:
-                    return await self._load_prepared(policy_version)
-                await self.forget_prepared()
-                with opened(memory if self.all_here else None) as image:
-                    if memory and not image:
-                        await until_there(Path(path))
-                    return await self._load_weights(policy_version, str(image or path))
+                    loaded = await self._load_prepared(policy_version)
+                else:
+                    await self.forget_prepared()
+                    with opened(memory if self.all_here else None) as image:
+                        if memory and not image:
+                            await until_there(Path(path))
+                        loaded = await self._load_weights(policy_version, str(image or path))
+                self.content = content
+                return loaded
             except RunError as error:
-                if not Path(path).is_dir():  # deleted, or replaced at this moment, while it was read
-                    raise WeightsGoneError(f"{path} is not there (any more): {error}") from None
+                if not Path(path).is_dir():  # deleted or replaced while it was read
+                    raise WeightsGoneError(f"{path} does not exist (any more): {error}") from None
                 raise
             finally:
                 self.loading = None
 
     async def _load_prepared(self, policy_version: int) -> LoadedVersion:
-        """Swaps what every worker has staged."""
+        """Swaps in the version that every worker has staged."""
         self.prepared = None
         with self.image:
             drain_s, pause_s = await self.swap(policy_version)
@@ -202,11 +215,11 @@ class VersionedEngine(AsyncLLM):
             verified = time.perf_counter()
             await self.add_adapter(policy_version, path)
             return LoadedVersion(policy_version, verified - start, time.perf_counter() - verified)
-        # The workers read the files while this process compares them with their checksums; what is not sound is not swapped in.
+        # The workers read the files while this process verifies their checksums; damaged weights are not swapped in.
         verified_s, staged_s = await asyncio.gather(
             seconds(asyncio.to_thread(check_version, folder)), seconds(self.stage(policy_version, path)), return_exceptions=True
         )
-        if isinstance(verified_s, BaseException):  # of the two errors the one that says which file is damaged
+        if isinstance(verified_s, BaseException):  # of the two errors this one says which file is damaged
             await self.on_every_worker("forget_weights")
             raise verified_s
         if isinstance(staged_s, BaseException):
@@ -215,7 +228,7 @@ class VersionedEngine(AsyncLLM):
         return LoadedVersion(policy_version, verified_s, staged_s, drain_s, pause_s)
 
     def check_fit(self, folder: Path) -> None:
-        """Raises RunError unless a version's files, by their headers, are those of the served model."""
+        """Raises RunError unless the headers of a version's files match the served model."""
         if is_adapter(folder):
             check_adapter(read_adapter(folder), Path(self.model_config.model), self.expected)
         elif self.slots:
@@ -224,16 +237,16 @@ class VersionedEngine(AsyncLLM):
             check_weights(folder, self.expected, self.head_is_tied)
 
     async def add_adapter(self, policy_version: int, path: str) -> None:
-        """Loads an adapter between two steps. Requests from now on get it, those in flight keep theirs, and nothing pauses.
+        """Loads an adapter between two steps. New requests get it, requests in flight keep theirs, and nothing pauses.
 
-        Adapters that no request needs any more are removed. While each slot has requests, this waits until those of one have ended.
+        Adapters that no request needs any more are removed. If all slots are in use, this waits until the requests of one have ended.
         """
         while len(used := self.adapters_in_use()) >= self.slots:
             await asyncio.sleep(SLOT_POLL_S)
         for number in self.loaded_adapters - used:
             await self.remove_lora(number)
         number = next(self.adapter_ids)
-        # A name of its own also for a version that was trained again: cached prefixes are kept by it.
+        # The name is unique even if a version was trained again, because it is the key of cached prefixes.
         adapter = LoRARequest(f"version-{policy_version}-{number}", number, path)
         await self.add_lora(adapter)
         self.loaded_adapters = self.loaded_adapters & used | {number}
@@ -241,18 +254,18 @@ class VersionedEngine(AsyncLLM):
         self.adapter, self.policy_version = adapter, policy_version
 
     def adapters_in_use(self) -> set[int]:
-        """Those of requests in flight, and the one of new requests."""
+        """The numbers of the adapters of requests in flight and of new requests."""
         requests = [state.lora_request for state in self.output_processor.request_states.values()]
         return {request.lora_int_id for request in [*requests, self.adapter] if request}
 
     async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all workers to a call of `method`. vLLM's own `collective_rpc` has those of the first engine alone."""
+        """The results of calling `method` on all workers. vLLM's own `collective_rpc` returns only those of the first engine."""
         core = self.engine_core
         calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in core.core_engines)
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def stage(self, policy_version: int, path: str) -> None:
-        """Has every worker prepare the weights while generation goes on. Raises RunError if one of them cannot: then none swaps."""
+        """Makes every worker prepare the weights while generation continues. Raises RunError if one of them cannot; then none swaps."""
         with spans.span("stage", "weights", policy_version):
             await self.on_every_worker("stage_weights", path)
             states = await self.on_every_worker("staging_state")
@@ -264,10 +277,10 @@ class VersionedEngine(AsyncLLM):
             raise RunError(f"{path}: {faults[0]}")
 
     async def swap(self, policy_version: int) -> tuple[float, float]:
-        """Stops between two steps, drops all KV (it belongs to the old weights), swaps, and lets the requests in flight go on.
+        """Stops between two steps, drops the KV cache (it belongs to the old weights), swaps, and resumes the requests in flight.
 
-        Requests keep their tokens; the KV of prompt and tokens is computed again by the new weights. If anything fails in here the model
-        may be half new: `broken` then ends the server. Returns drain_s and pause_s.
+        Requests keep their tokens; the KV of prompt and tokens is recomputed with the new weights. If anything fails here the model may be
+        half new: `broken` then ends the server. Returns drain_s and pause_s.
         """
         self.broken, self.swapping = f"loading policy version {policy_version} failed half-way", True
         try:
@@ -291,22 +304,23 @@ class VersionedEngine(AsyncLLM):
 
 
 async def until_there(folder: Path) -> None:
-    """Returns when a version is there that its trainer has announced and still writes. Raises WeightsGoneError if that takes too long."""
+    """Waits for the folder of a version that its trainer has announced and is still writing. Raises WeightsGoneError if that takes too
+    long."""
     deadline = time.monotonic() + WRITTEN_WITHIN_S
     while not await asyncio.to_thread(folder.is_dir):
         if time.monotonic() > deadline:
-            raise WeightsGoneError(f"{folder}: announced, and not there after {WRITTEN_WITHIN_S:.0f} s; see logs/trainer*.log")
+            raise WeightsGoneError(f"{folder}: announced, but missing after {WRITTEN_WITHIN_S:.0f} s; see logs/trainer*.log")
         await asyncio.sleep(WRITTEN_POLL_S)
 
 
 async def seconds(work: Awaitable[object]) -> float:
-    """How long the work takes."""
+    """Does the work and returns how many seconds it took."""
     start = time.perf_counter()
     await work
     return time.perf_counter() - start
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:
-    """From (index of the first token, policy_version) in order to spans, empty ones left out."""
+    """Turns ordered pairs (index of the first token, policy_version) into spans, leaving out empty ones."""
     ends = [start for start, _ in starts[1:]] + [num_tokens]
     return [VersionSpan(version, end - start) for (start, version), end in zip(starts, ends, strict=True) if end > start]

@@ -22,16 +22,16 @@ OWNED = {
     "max_lora_rank": "trainer.lora.rank",
     "max_loras": "orchestrator.max_off_policy_steps",
 }
-"""vLLM arguments that say the same as a setting of ours -> that setting."""
+"""vLLM arguments that duplicate a setting of ours -> that setting."""
 
 FIXED = {
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from (processed_logprobs)",
     "worker_extension_cls": "the worker extension loads the weights",
-    "seed": "each start of a server has a seed of its own: with the same one, servers would sample the same answers",
+    "seed": "each start of a server has its own seed: with the same one, servers would sample the same answers",
     "api_server_count": "one API process stamps the policy versions",
     "uds": "the server binds inference.host and inference.port",
     "config": "put its keys into [inference.vllm]",
-    "api_key": "the run's token guards every path, where vLLM's key leaves some open: set RL_TOKEN",
+    "api_key": "the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
     "headless": "the server of a run answers HTTP",
     "grpc": "the server of a run answers HTTP",
 }
@@ -39,7 +39,7 @@ FIXED = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """vLLM's server parser, raising ConfigError instead of ending the process."""
+    """vLLM's server parser, which raises ConfigError instead of ending the process."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def to_flags(action: argparse.Action, value: Any) -> list[str]:
-    """The command line that says `value` (from TOML) to one argument. Raises ConfigError when it cannot be said."""
+    """The flags that set one argument to `value` (from TOML). Raises ConfigError if there are none."""
     flag = action.option_strings[0]
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -68,7 +68,7 @@ def to_flags(action: argparse.Action, value: Any) -> list[str]:
 
 
 def parse_one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) -> Any:
-    """`value` as vLLM's own parser reads it."""
+    """`value` as vLLM's own parser reads it. Raises ConfigError if it refuses it."""
     try:
         return getattr(parser.parse_args(to_flags(action, value)), action.dest)
     except ConfigError as error:
@@ -81,7 +81,7 @@ def parse_one(parser: argparse.ArgumentParser, action: argparse.Action, value: A
 def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Namespace:
     """All arguments of vLLM's server: vLLM's defaults, then `defaults` (ours, trusted), then `given` (the user's, `_` or `-` in keys).
 
-    Raises ConfigError that lists every fault of `given`, each with key, value and remedy.
+    Raises ConfigError listing every fault of `given` with key, value and remedy.
     """
     parser = make_parser()
     actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}

@@ -1,4 +1,4 @@
-"""The engine's process: started quickly, never left behind, and ended even when it hangs."""
+"""Manages the engine's process: starts it quickly, never leaves it behind, and ends it even if it hangs."""
 
 import asyncio
 import os
@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rl.system.children import descendants, kill_descendants
@@ -20,29 +20,30 @@ if TYPE_CHECKING:
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 END_DEADLINE_S = 10.0
-"""An orderly end takes about a second; a thread in the middle of reading weights, or an engine that hangs, may hold it up."""
+"""An orderly end takes about a second, but a thread that is reading weights, or an engine that hangs, may delay it."""
 POLL_S = 0.1
-"""How often the engine is checked; vLLM's own watchdog takes up to 5 s and exits with code 0."""
+"""Seconds between checks of the engine; vLLM's own watchdog takes up to 5 s and exits with code 0."""
 QUESTIONS_PER_TIMEOUT = 4
-"""How often the engine is asked for a sign of life while `inference.engine_timeout_s` passes."""
+"""How often the engine is asked for a sign of life within `inference.engine_timeout_s`."""
 SWAP_PATIENCE = 10
-"""Times `inference.engine_timeout_s` that an engine may take to put new weights in place: on GPUs it copies and packs all of them."""
+"""An engine may take this many times `inference.engine_timeout_s` to swap weights: on GPUs it copies and packs all of them."""
 
 
 def fork_engine(config: "VllmConfig", asked_for: str | None) -> None:
-    """Has vLLM fork the engine's process, as it does by itself where there are GPUs, unless the environment `asked_for` another method.
+    """Makes vLLM fork the engine's process, as it does by default with GPUs, unless the environment `asked_for` another method.
 
-    On the CPU it has a new process import everything again: half of the start. It does so to set up OpenMP for each of several workers;
-    one worker in the engine's process has the server's settings. No OpenMP threads run yet in the server, which would not survive a fork.
+    On the CPU vLLM spawns a process that imports everything again, which is half of the start. It does so to set up OpenMP for each of
+    several workers; a single worker in the engine's process has the server's settings. The server has no OpenMP threads yet, which would
+    not survive a fork.
     """
     if config.parallel_config.distributed_executor_backend == "uni" and asked_for is None:
         os.environ[METHOD] = "fork"
 
 
 def tie_children(inherited: Iterable[int]) -> None:
-    """Has the kernel end all children that are forked from now on together with this process, also stopped ones, and theirs with them. They
-    close `inherited`, file descriptors of ports and locks, so that a successor of this process finds these free; children of theirs do not:
-    the engine forks its workers where there are several GPUs, and has given these numbers to something else by then."""
+    """Makes the kernel kill all processes that are forked from now on with their parent, even stopped ones. Direct children close
+    `inherited`, file descriptors of ports and locks, so that a successor of this process finds them free; grandchildren do not: with
+    several GPUs the engine forks its workers, and has reused these numbers by then."""
     server, forker = os.getpid(), 0
 
     def before() -> None:
@@ -56,7 +57,7 @@ def tie_children(inherited: Iterable[int]) -> None:
         if forker != server:
             return
         set_process_name("EngineCore")  # else `ps` shows two servers
-        signal.set_wakeup_fd(-1)  # the server's event loop takes for its own what is written there
+        signal.set_wakeup_fd(-1)  # else the server's event loop would read this process's signals
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_DFL)
         for fd in inherited:
@@ -66,42 +67,22 @@ def tie_children(inherited: Iterable[int]) -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-@contextmanager
-def starting(timeout_s: float) -> Iterator[None]:
-    """Watches the engine while it starts and cannot answer: the server ends when the engine has been stopped (SIGSTOP) for `timeout_s`."""
-    started = threading.Event()
-
-    def watch() -> None:
-        stopped_s = 0.0
-        while not started.wait(1.0):
-            stopped_s = stopped_s + 1.0 if stopped_processes() else 0.0
-            if stopped_s > timeout_s:
-                text = f"the engine's process {stopped_processes()} has been stopped for {stopped_s:.0f} s while it started; it is killed"
-                print(f"inference: {text}", file=sys.stderr, flush=True)
-                end_all(1)
-
-    threading.Thread(target=watch, name="watch-start", daemon=True).start()
-    try:
-        yield
-    finally:
-        started.set()
-
-
 def end_within(deadline_s: float, exit_code: int) -> None:
-    """Kills everything below this process and ends it after `deadline_s`, whatever holds up an orderly end until then."""
+    """Kills everything below this process and ends it after `deadline_s`, unless it has ended in order by then."""
     timer = threading.Timer(deadline_s, end_all, (exit_code,))
     timer.daemon = True
     timer.start()
 
 
 def end_all(exit_code: int) -> None:
-    """Kills everything below this process and ends it, at once."""
+    """Kills everything below this process and ends it at once."""
     kill_descendants()
     os._exit(exit_code)
 
 
 def end_while_starting(*_: object) -> None:
-    """Handles SIGTERM and SIGINT: unwinds, so that the engine's process ends too and its sockets go; code that swallows that is killed."""
+    """Handles SIGTERM and SIGINT: unwinds, so that the engine's process ends and its sockets are removed; kills this process if code
+    swallows the exit."""
     end_within(END_DEADLINE_S, 0)
     sys.exit(0)
 
@@ -113,7 +94,7 @@ async def engine_death(engine: "VersionedEngine", timeout_s: float) -> str:
         while not silence.done():
             if engine.errored:
                 return engine.broken or "the engine process died; its last lines are above"
-            # While a swap runs `broken` is set in advance; it counts once the swap has ended.
+            # `broken` is set in advance for the time of a swap; it counts once the swap has ended.
             if engine.broken and not engine.swapping:
                 return engine.broken
             await asyncio.wait([silence], timeout=POLL_S)
@@ -123,20 +104,20 @@ async def engine_death(engine: "VersionedEngine", timeout_s: float) -> str:
 
 
 async def engine_silence(engine: "VersionedEngine", timeout_s: float) -> str:
-    """Asks every worker for a sign of life, again and again, and waits until an answer is overdue. Returns what to say of it.
+    """Repeatedly asks every worker for a sign of life until an answer is overdue. Returns the error message.
 
     An engine answers between two steps.
     """
     while True:
         await asyncio.sleep(timeout_s / QUESTIONS_PER_TIMEOUT)
         answer = asyncio.ensure_future(engine.collective_rpc("answer"))
-        # What fails at once is the engine's death, which is noticed otherwise.
+        # An immediate failure means that the engine is dead, which is noticed elsewhere.
         answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         waited_s, last = 0.0, time.monotonic()
         while not answer.done():
             await asyncio.wait([answer], timeout=min(POLL_S, timeout_s / 10))
             now = time.monotonic()
-            # This process may have been stopped itself, and the engine with it: what it slept does not count.
+            # This process may have been stopped itself, and the engine with it: that time does not count.
             waited_s, last = waited_s + min(now - last, 1.0), now
             if waited_s > timeout_s and not (engine.swapping and waited_s <= SWAP_PATIENCE * timeout_s and not stopped_processes()):
                 answer.cancel()
@@ -144,7 +125,7 @@ async def engine_silence(engine: "VersionedEngine", timeout_s: float) -> str:
 
 
 def stopped_processes() -> list[int]:
-    """Processes below this one that are stopped (SIGSTOP, a debugger)."""
+    """The pids below this process that are stopped (SIGSTOP, a debugger)."""
     return [pid for pid, line in descendants().items() if line.state in "Tt"]  # t: by a debugger
 
 
@@ -152,4 +133,4 @@ def describe_silence(waited_s: float) -> str:
     """The message about an engine that does not answer."""
     stopped = stopped_processes()
     why = f"process {', '.join(map(str, stopped))} is stopped" if stopped else "it hangs, or a step takes that long"
-    return f"the engine has not answered for {waited_s:.0f} s (inference.engine_timeout_s): {why}; it is killed"
+    return f"the engine has not answered for {waited_s:.0f} s (inference.engine_timeout_s): {why}; killing it"

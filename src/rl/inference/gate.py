@@ -1,4 +1,4 @@
-"""What every HTTP request to inference passes before anything else sees it: where it comes from, the run's token, the size of its body."""
+"""Checks every HTTP request to inference before anything else sees it: its origin, the run's token, the size of its body."""
 
 from starlette.responses import Response
 from starlette.types import Scope
@@ -10,7 +10,7 @@ class Gate(HttpGate):
     """The gate in front of all routes, vLLM's own included: its `api_key` leaves /metrics, /health and others open."""
 
     def refuse(self, scope: Scope) -> Response | None:
-        """The answer to a request that must not go on: a web page's, one for another host, or one without the token; else None."""
+        """The refusal of a request that comes from a web page, names another host, or lacks the token; None for other requests."""
         if header(scope, b"origin"):
             return refusal(403, "foreign_origin", "this server answers programs, not web pages: send no Origin header", CLOSE)
         if refused := self.foreign_host(scope):
@@ -21,6 +21,6 @@ class Gate(HttpGate):
         return refusal(401, "unauthorized", message, CLOSE | {"www-authenticate": "Bearer"})
 
     def shows_token(self, values: list[bytes]) -> bool:
-        """Whether Authorization shows the token."""
+        """Whether the Authorization header has the token."""
         scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         return scheme.lower() == b"bearer" and self.is_token(token.strip())

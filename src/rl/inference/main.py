@@ -1,7 +1,7 @@
-"""`inference`: one vLLM server at the newest policy version of the run. Also `python -m rl.inference.main`.
+"""`inference`: one vLLM server with the newest policy version of the run. Also `python -m rl.inference.main`.
 
-The one that `rl` starts and keeps alive is the process `inference` of the run; any other is `inference-<host>-<port>`, and there may be
-any number of those.
+The server that `rl` starts and keeps alive is the run's process `inference`; there may be any number of others, each named
+`inference-<host>-<port>`.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rl.config.command_line import load_config
+from rl.config.command_line import load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.inference.adapter import is_adapter
@@ -19,17 +19,17 @@ from rl.inference.server import Served, bind, common_environment, cpu_environmen
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
-from rl.run_dir.checksums import check_version
+from rl.run_dir.access_token import run_token
+from rl.run_dir.checksums import check_version, content_id
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase, Status, further_server
-from rl.run_dir.token import run_token
 from rl.system.credentials import redact
 from rl.system.errors import GIVE_UP, LASTING, WRONG_SETTINGS, ConfigError, RunError
 from rl.system.linux import die_with_parent
 from rl.system.machine import is_cpu_vllm, visible_gpus
+from rl.system.prefork import leave
 from rl.system.process_table import MARKER
-from rl.system.warm_start import leave
 from rl.wire.messages import WeightVersion
 
 SLOW_IMPORTS = (
@@ -43,9 +43,9 @@ SLOW_IMPORTS = (
 
 
 def main() -> None:
-    """Entry point: exit code 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a wrong setting, 3 where another start is no use."""
-    leave(lambda: preload(load_config(sys.argv[1:], "inference")[0]))
-    config, _ = load_config(sys.argv[1:], "inference", usage=PROCESS_USAGE)
+    """Entry point. Exit code 0 after SIGTERM or SIGINT, 1 if the engine died, 2 for a wrong setting, 3 if another start is pointless."""
+    leave(lambda: preload(load_config_or_exit(sys.argv[1:], "inference")[0]))
+    config, _ = load_config_or_exit(sys.argv[1:], "inference", usage=PROCESS_USAGE)
     try:
         code = run(config)
     except RunError as error:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def preload(config: RLConfig) -> None:
-    """Imports what server and engine will need, and does nothing else."""
+    """Imports what server and engine will need, nothing more."""
     prepare(runs_on_cpu(config), config.inference.cpus)
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
@@ -68,13 +68,13 @@ def report(error: Exception | str, code: int) -> int:
 
 
 def runs_on_cpu(config: RLConfig) -> bool:
-    """Also where there are GPUs, if vLLM or the configuration does without them."""
+    """Whether the server runs on the CPU, also if there are GPUs that vLLM's build or the configuration does not use."""
     return config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
 
 
 def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
-    """Sets up this process and its children; comes before anything imports torch or vllm. What the environment says already stays."""
-    # Imports take half as long with .pyc files; without them every start of a server pays (25 s on a cold machine).
+    """Sets up this process and its children before anything imports torch or vllm. Existing environment variables take precedence."""
+    # Imports take half as long with .pyc files (25 s without them on a cold machine, at every start of a server).
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     environment = common_environment()
@@ -88,23 +88,23 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
 
 
 def newest_sound_version(run_dir: RunDir, claim: Callable[[int], None]) -> WeightVersion | None:
-    """The newest policy version above 0 that is whole; damaged ones are passed over, loudly. None while there is only the base model.
+    """The newest policy version above 0 that is whole; damaged ones are skipped with a warning. None if there is only the base model.
 
-    `claim` is told of each before it is read: the run goes on with its other servers, and may delete versions.
+    `claim` is called with each before it is read, because a run that continues with its other servers may delete versions.
     """
     for version, path in reversed(numbered(run_dir.weights_dir).items()):
         claim(version)
         try:
             read_tensors(path)
             check_version(path, run_dir.digests(version))
-            return WeightVersion(version, str(path))
+            return WeightVersion(version, str(path), content=content_id(run_dir.digests(version)))
         except RunError as error:
-            print(f"inference: WARNING: policy version {version} is passed over: {error}", file=sys.stderr, flush=True)
+            print(f"inference: WARNING: skipping policy version {version}: {error}", file=sys.stderr, flush=True)
     return None
 
 
 def take_role(config: RLConfig) -> tuple[str, Lease, socket.socket]:
-    """The server's name among the processes of the run, which it holds from now on, and its bound socket. Raises RunError, OSError."""
+    """Takes a name among the processes of the run. Returns the name, its lease and the bound socket. Raises RunError, OSError."""
     run_dir, settings = config.run_dir, config.inference
     if MARKER in os.environ:  # `rl` has started it
         lease = hold_role(run_dir.lock("inference"), ROLE_WAIT_S)
@@ -123,7 +123,7 @@ def run(config: RLConfig) -> int:
     run_dir = config.run_dir
     try:
         token = run_token(run_dir.status_dir)
-    except RunError as error:  # its file cannot be used: as wrong a setting as an RL_TOKEN that cannot
+    except RunError as error:  # an unusable token file is a wrong setting, just like an unusable RL_TOKEN
         return report(error, WRONG_SETTINGS)
     name, lease, sock = take_role(config)
     spans.start(run_dir.spans, name)
@@ -133,7 +133,8 @@ def run(config: RLConfig) -> int:
         adapter = newest if newest and is_adapter(Path(newest.path)) else None
         whole = newest if newest and not adapter else None
         model_path = whole.path if whole else resolve_model(config.model)
-        served = Served(whole.policy_version if whole else 0, adapter, token, config.inference.engine_timeout_s, status, lease.fd, sock)
+        number, content = (whole.policy_version, whole.content) if whole else (0, "")
+        served = Served(number, content, adapter, token, config.inference.engine_timeout_s, status, lease.fd, sock)
         return serve(config, model_path, served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)

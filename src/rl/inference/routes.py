@@ -21,7 +21,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 
 
 class Sampling(Struct, forbid_unknown_fields=True):
-    """How to sample; what is not given is neutral (the model's generation_config.json is not consulted)."""
+    """Sampling parameters; the defaults are neutral (the model's generation_config.json is ignored)."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -43,12 +43,14 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class LoadWeightsRequest(Struct, forbid_unknown_fields=True):
-    """Body of `/load_weights` and `/prepare_weights`; the path is one that the server's machine sees."""
+    """Body of `/load_weights` and `/prepare_weights`; the server's machine must see the path."""
 
     policy_version: Annotated[int, Meta(ge=0)]
     path: str
     memory: InMemory | None = None
-    """Where it can be read before it is at `path`, by processes of the trainer's host."""
+    """Memory where processes of the trainer's host can read it before it is at `path`."""
+    content: str = ""
+    """Digest that tells it apart from other weights with the same version number; empty: not known."""
 
 
 def reply(status: int, content: Any) -> Response:
@@ -56,7 +58,7 @@ def reply(status: int, content: Any) -> Response:
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: one final output, the logprob of the sampled token alone, and text only where stop strings need it."""
+    """vLLM's parameters: one final output, only the logprob of the sampled token, and text only if stop strings need it."""
     return SamplingParams(
         **msgspec.structs.asdict(sampling),
         logprobs=0,
@@ -68,7 +70,7 @@ def to_sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 async def unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of `work`, or None once the client has gone: then it is cancelled. The body must have been read before."""
+    """The result of `work`; None if the client disconnects, which cancels it. The body must have been read before."""
     task, gone = asyncio.create_task(work), asyncio.create_task(listen_for_disconnect(request))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -89,19 +91,19 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
             body = msgspec.json.decode(await request.body(), type=GenerateRequest)
             num_tokens = len(body.token_ids)
             if num_tokens >= max_model_len:
-                message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} holds prompt and answer together"
+                message = f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} must hold prompt and answer together"
                 return refusal(400, "prompt_too_long", message, num_tokens=num_tokens, max_model_len=max_model_len)
             params = to_sampling_params(body.sampling)
             sampled = await unless_disconnected(request, engine.sample(body.token_ids, params, body.session))
         except (msgspec.DecodeError, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
         except asyncio.CancelledError:
-            return refusal(503, "stopping", "the server ends; repeat the request elsewhere or later")
+            return refusal(503, "stopping", "the server is stopping; repeat the request elsewhere or later")
         return reply(200, sampled)
 
     @router.post("/prepare_weights")
     async def prepare_weights(request: Request) -> Response:
-        """Reads a policy version that is in its trainer's memory, and goes on serving the one it has. 422: it does not fit."""
+        """Reads a policy version from its trainer's memory while the current one is still served. 422: it does not fit."""
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
             prepared = await asyncio.shield(engine.prepare_weights(body.policy_version, body.memory))
@@ -113,13 +115,13 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> Response:
-        """Puts a policy version in place of the one that is served; goes on to the end even if the client leaves.
+        """Replaces the policy version that is served; finishes even if the client disconnects.
 
-        422: the files are damaged or do not fit; 404: they are not there (any more). Both leave the old version in place.
+        422: the files are damaged or do not fit; 404: they do not exist (any more). Both leave the old version in place.
         """
         try:
             body = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            held = await asyncio.shield(engine.load_weights(body.policy_version, body.path, body.memory))
+            held = await asyncio.shield(engine.load_weights(body.policy_version, body.path, body.memory, body.content))
         except msgspec.DecodeError as error:
             return refusal(400, "bad_request", str(error))
         except WeightsGoneError as error:
@@ -135,6 +137,7 @@ def make_router(engine: VersionedEngine, served_model_name: str) -> APIRouter:
             {
                 "protocol": PROTOCOL,
                 "policy_version": engine.policy_version,
+                "content": engine.content,
                 "loading": engine.loading,
                 "served_model": served_model_name,
                 "max_model_len": max_model_len,

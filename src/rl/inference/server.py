@@ -19,37 +19,38 @@ from rl.config.run import RLConfig
 from rl.inference import engine_process
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
+from rl.run_dir.access_token import is_loopback
 from rl.run_dir.status import Phase, Status, reachable
-from rl.run_dir.token import is_loopback
 from rl.system.credentials import resolve
 from rl.system.errors import ConfigError
 from rl.system.functions import Blame
-from rl.system.linux import place
+from rl.system.linux import pid_scope
+from rl.system.memory import memory_bytes
 from rl.wire.messages import WeightVersion
 
 CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
-"""Sequences that the KV cache on the CPU is laid out for (more of them wait, none fails), and the tokens of a block. Only whole blocks are
-shared, so vLLM's 128 there would compute a short prompt once for every rollout of its group: 64 answers took 4.6 s instead of 3.2."""
+"""Number of sequences that the KV cache on the CPU is sized for (further requests are queued), and of tokens per block. Only whole blocks
+are shared: with vLLM's 128, each rollout of a group would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM lays its buffers out for; a smaller one fits into the next."""
+"""Ranks that vLLM allocates buffers for; a smaller rank uses the next larger buffer."""
 
 PORT_WAIT_S = 10.0
-"""For a port that a predecessor, or a child of one, has not yet let go."""
+"""Wait for a port that a predecessor, or a child of one, has not yet released."""
 SHUTDOWN_S = 2.0
-"""For vLLM's app to end by itself."""
+"""Wait for vLLM's app to end by itself."""
 
 KEEP_ALIVE_S = 600
-"""Idle HTTP connections stay open longer than any client keeps them, so that no request meets a connection that is being closed."""
+"""Idle HTTP connections stay open longer than any client keeps them, so that no request hits a connection that is being closed."""
 
 
 def cpu_environment(num_threads: int) -> dict[str, str]:
-    """Environment of a server without GPU; must be set before vllm or torch is imported.
+    """Environment variables of a server without GPU; must be set before vllm or torch is imported.
 
     Without OMP_NUM_THREADS vLLM reduces torch to one thread. Its in-process executor, 50% faster than the multi-process one on few
-    cores, is only taken with VLLM_ENABLE_V1_MULTIPROCESSING=0 (the engine core is a process of its own all the same). GOMP_SPINCOUNT: by
-    default threads that wait for each other spin for milliseconds; with other work on the same two cores, 64 answers of 16 tokens took
-    35-64 s so, 10-22 s with this (load 3 to 9, not a controlled comparison).
+    cores, is only used with VLLM_ENABLE_V1_MULTIPROCESSING=0 (the engine core is still a separate process). GOMP_SPINCOUNT: by default
+    threads that wait for each other spin for milliseconds; with other work on the same two cores, 64 answers of 16 tokens took 35-64 s
+    that way, 10-22 s with this (load 3 to 9, not a controlled comparison).
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -60,14 +61,14 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 
 
 def common_environment() -> dict[str, str]:
-    """Environment of every server: no usage is reported to anyone, and forked processes do not warn about tokenizer threads."""
+    """Environment variables of every server: no usage statistics are sent, and forked processes do not warn about tokenizer threads."""
     return {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
-    """vLLM arguments that suit the CPU, where the user says nothing else.
+    """Default vLLM arguments for the CPU.
 
-    Eager: compiling takes a minute at every start and saves a quarter of the time of a token.
+    Eager: compiling takes a minute at every start and saves a quarter of the time per token.
     """
     defaults: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_KV_BLOCK}
     parallel = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
@@ -77,7 +78,7 @@ def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one."""
+    """A bound socket; port 0 takes a free port. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,37 +95,33 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def cpu_kv_cache_bytes(config: Any) -> int:
-    """Memory for KV on the CPU: CPU_KV_SEQUENCES sequences that are half full, at most a sixth of the machine.
+    """Bytes of KV cache on the CPU: for CPU_KV_SEQUENCES half-full sequences, at most a sixth of the machine's memory.
 
-    vLLM would take nine tenths of the machine, which the trainer shares, and would touch all of it at start (1.5 s a GiB).
+    vLLM would take nine tenths of the memory, which the trainer shares, and would touch all of it at the start (1.5 s per GiB).
     """
     model, parallel = config.model_config, config.parallel_config
     values_per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     sequence = (model.max_model_len // 2 + CPU_KV_BLOCK) * values_per_token * model.dtype.itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory // 6))
+    return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory_bytes()[0] // 6))
 
 
 def suit_cpu(config: Any) -> None:
-    """Completes vLLM's configuration for the CPU: kernels, memory for KV, and prompts whose ends are shared."""
-    from rl.inference.shared_tails import share_tails
-
-    importlib.import_module("rl.inference.eager")  # its kernels have to be there before vLLM chooses among them
-    share_tails(config)
+    """Completes vLLM's configuration for the CPU: kernels and KV memory."""
+    importlib.import_module("rl.inference.eager")  # registers its kernels before vLLM chooses among them
     if config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
 
 
 def confuses_states(config: Any) -> bool:
-    """Whether vLLM would give requests the states of others: its build for CPUs has one of Mamba-2 a request, and, where prefixes are kept,
-    looks them up by chunks of prompts (an IndexError, or the wrong one)."""
+    """Whether vLLM would give requests the states of others: its build for CPUs keeps one Mamba-2 state per request but, with prefix
+    caching, looks states up by chunks of prompts (an IndexError, or the wrong state)."""
     model = config.model_config.hf_text_config
     has_chunks = any(getattr(model, name, None) for name in ("mamba_chunk_size", "chunk_size"))
     return has_chunks and config.device_config.device_type == "cpu" and config.cache_config.mamba_cache_mode != "none"
 
 
 def engine_config(args: Namespace, context: Any) -> Any:
-    """vLLM's configuration; without kept prefixes where confuses_states."""
+    """vLLM's configuration, without prefix caching if `confuses_states`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
@@ -136,24 +133,24 @@ def engine_config(args: Namespace, context: Any) -> Any:
 
 
 def check_experts(config: Any) -> None:
-    """Warns where a model has experts and a server several engines (`data_parallel_size`), which are replicas of other models alone: here
-    they go in step, and each expert is cut among all their GPUs. Raises ConfigError where it cannot be."""
+    """Warns if a model has experts and a server several engines (`data_parallel_size`). For other models engines are independent replicas;
+    here they run in lockstep, and each expert is split across all their GPUs. Raises ConfigError if it cannot be split."""
     parallel, model = config.parallel_config, config.model_config
     if not model.is_moe or parallel.data_parallel_size == 1 or parallel.enable_expert_parallel:
         return
     text, gpus = model.hf_text_config, parallel.data_parallel_size * parallel.tensor_parallel_size
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    cut = f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} cuts each expert, {width} wide, among {gpus} GPUs"
-    remedy = "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server a GPU (docs/multi_node.md)"
+    cut = f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} splits each expert (width {width}) across {gpus} GPUs"
+    remedy = "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server per GPU (docs/multi_node.md)"
     if isinstance(width, int) and width % gpus:
-        raise ConfigError(f"{cut}, of which that is no multiple: {remedy}")
+        raise ConfigError(f"{cut}, which does not divide evenly: {remedy}")
     print(f"inference: WARNING: {cut}, which wait for each other in each layer: {remedy}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def running_engine(args: Namespace, timeout_s: float):
-    """The engine, its process started; ended on the way out. Raises ConfigError for settings that vLLM refuses together, and RunError for a
-    model that it cannot read: another start would end the same way."""
+def running_engine(args: Namespace):
+    """Starts the engine's process and yields the engine; ends it on exit. Raises ConfigError if vLLM refuses the settings, and RunError if
+    it cannot read the model: another start would fail in the same way."""
     from pydantic import ValidationError
     from vllm.usage.usage_lib import UsageContext
 
@@ -165,13 +162,13 @@ def running_engine(args: Namespace, timeout_s: float):
             config = engine_config(args, context)
         except (ValueError, NotImplementedError) as error:
             said = "; ".join(found["msg"] for found in error.errors()) if isinstance(error, ValidationError) else str(error)
-            raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
+            remedy = "lower model.max_model_len. vLLM's words: " if "max_model_len" in said else ""
+            raise ConfigError(f"vLLM refuses the model or its settings: {remedy}{said}") from error
     check_experts(config)
     if config.device_config.device_type == "cpu":
         suit_cpu(config)
     engine_process.fork_engine(config, method)
-    with engine_process.starting(timeout_s):
-        engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
+    engine = VersionedEngine.from_vllm_config(config, usage_context=context, disable_log_stats=args.disable_log_stats)
     try:
         yield engine
     finally:
@@ -194,25 +191,27 @@ async def build_app(engine: Any, args: Namespace) -> Any:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, to whom, and where that is reported."""
+    """The weights that are served, and the settings and resources of the server."""
 
     policy_version: int
-    """Of the weights that the engine starts with."""
+    """Version of the weights that the engine starts with."""
+    content: str
+    """The content_id (rl.run_dir.checksums) of the same weights."""
     adapter: WeightVersion | None
-    """Loaded before the first request."""
+    """The adapter to load before the first request, if any."""
     token: str
-    """What every request must show."""
+    """The token that every request must have."""
     engine_timeout_s: float
     status: Status
     lock: int
     """File descriptor of the role's lock."""
     sock: socket.socket
-    """What the server answers at; bound."""
+    """The server's socket, bound."""
 
 
 async def run(args: Namespace, served: Served) -> str:
-    """Serves until SIGTERM, SIGINT or the engine's death; returns what went wrong, or "". Raises RunError for a bad adapter."""
-    with running_engine(args, served.engine_timeout_s) as engine:
+    """Serves until SIGTERM, SIGINT or the engine's death. Returns the error, or "". Raises RunError for a bad adapter."""
+    with running_engine(args) as engine:
         death = asyncio.create_task(engine_process.engine_death(engine, served.engine_timeout_s))
         ready = asyncio.create_task(make_ready(engine, args, served))
         await asyncio.wait([death, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -226,18 +225,18 @@ async def run(args: Namespace, served: Served) -> str:
 
 
 async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
-    """All that comes between the start of the engine and the first request; returns the app."""
-    engine.set_model(served.policy_version, read_tensors(Path(args.model)), served.status.advance)
+    """Does everything between the start of the engine and the first request; returns the app."""
+    engine.set_model(served.policy_version, served.content, read_tensors(Path(args.model)), served.status.advance)
     served.status.gauges["requests"] = engine.get_num_unfinished_requests
-    engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), place()))
+    engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
     if served.adapter:
-        await engine.load_weights(served.adapter.policy_version, served.adapter.path)
+        await engine.load_weights(served.adapter.policy_version, served.adapter.path, content=served.adapter.content)
     return await build_app(engine, args)
 
 
 async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
-    """The HTTP server from its address to its end; returns why the engine cannot be used any more, or ""."""
+    """Runs the HTTP server until it ends; returns why the engine can no longer be used, or ""."""
     import uvicorn
     from vllm.entrypoints.launchers.launcher import NoSignalServer
 
@@ -246,12 +245,12 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     bound, port = served.sock.getsockname()[:2]
     host, is_local = reachable(bound), is_loopback(bound)
-    # For strangers the slower parser: the other one has no limit on lines and headers.
+    # Non-local clients get the slower parser, because the other one does not limit lines and headers.
     parser = "auto" if is_local else "h11"
     gate = Gate(app, served.token, loopback=is_local)
     config = uvicorn.Config(gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = NoSignalServer(config)
-    app.state.server = server  # vLLM's error handlers stop it when they meet a dead engine
+    app.state.server = server  # vLLM's error handlers stop it when they find the engine dead
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[served.sock]))
@@ -260,28 +259,28 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
         await asyncio.sleep(0.01)
     served.status.enter(Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}")
     await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
-    # No waiting for open requests: they end with the engine, and their clients repeat them elsewhere.
+    # Open requests are not waited for: they end with the engine, and their clients repeat them elsewhere.
     server.should_exit = server.force_exit = True
     await serving
-    # uvicorn leaves that out then, and reports the task that waits for it as an error when the loop ends.
+    # With force_exit uvicorn skips the lifespan's shutdown, and its waiting task would be reported as an error when the loop ends.
     with suppress(TimeoutError):
         await asyncio.wait_for(server.lifespan.shutdown(), SHUTDOWN_S)
     if stopped.done():
         return ""
-    await asyncio.wait([death], timeout=1.0)  # vLLM's handlers end the server too when they meet a dead engine
+    await asyncio.wait([death], timeout=1.0)  # vLLM's handlers also end the server when they find the engine dead
     stopped.cancel()
     return death.result() if death.done() else "the HTTP server has ended"
 
 
 def adapter_arguments(config: RLConfig, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments for adapters beside the model; none where they are merged or the run has none."""
+    """vLLM's arguments for adapters beside the model; empty if adapters are merged or the run has none. Raises ConfigError."""
     lora, way = config.trainer.lora, config.inference.adapters
     if lora is None or way == "merge" or (way == "auto" and on_cpu):
         return {}
     rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
     if rank is None:
         raise ConfigError(f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; set inference.adapters = merge")
-    # Requests of that many versions can be in flight: older ones are cancelled. One more is the next.
+    # Requests of max_off_policy_steps + 1 versions can be in flight (older ones are cancelled); one more slot is for the next version.
     return {"enable_lora": True, "max_loras": config.orchestrator.max_off_policy_steps + 2, "max_lora_rank": rank}
 
 
@@ -294,7 +293,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
         "host": settings.host,
         "max_model_len": model.max_model_len,
         "dtype": model.dtype,
-        "seed": secrets.randbits(32),  # several servers, and the attempts of one, must not sample alike
+        "seed": secrets.randbits(32),  # servers, and restarts of one, must not sample the same answers
         "trust_remote_code": model.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rl.inference.worker.WeightLoader",
@@ -306,7 +305,7 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
 
 
 def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:
-    """Runs the server in this process and returns its exit code. Raises ConfigError first of all, later RunError."""
+    """Runs the server in this process and returns its exit code. Raises ConfigError before anything starts, RunError later."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, engine_process.end_while_starting)
     args = vllm_arguments(config, model_path, on_cpu)

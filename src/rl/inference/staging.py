@@ -1,10 +1,10 @@
-"""New weights beside the ones that serve: a second set of the model's modules, loaded and packed while the first goes on computing.
+"""Stages new weights beside the served ones: a second set of the model's modules is loaded and packed while the first keeps computing.
 
-vLLM's own reload works inside the running model: it counts every tensor on the meta device, loads, packs and copies back, 0.35 s of
-standstill for 135M parameters on two cores. Here only pointers change while the engine stands still. The second set is made like the
-first, by the model's own loaders and packing, so the model is afterwards what a server started on the new weights would hold.
+vLLM's own reload works inside the running model: it counts every tensor on the meta device, loads, packs and copies back, a pause of
+0.35 s for 135M parameters on two cores. Here the engine pauses only while pointers change. The second set is made like the first, by the
+model's own loaders and packing, so the result is what a server started with the new weights would hold.
 
-For CPUs and weights without quantization (`can_stage`). It holds the weights twice from staging to the swap.
+Works on CPUs with weights that are not quantized (`can_stage`). The weights are in memory twice from staging to the swap.
 """
 
 import copy
@@ -24,15 +24,13 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
-from rl.inference.threads import threads
-
 STRUCTURE = ("_modules", "_parameters", "_buffers")
 PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's mark of a layer that would skip its packing."""
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Whether `staged` works. On GPUs captured graphs hold addresses, and packed formats of quantized weights have states of their own."""
+    """Whether `Staged` works: on GPUs captured graphs hold addresses, and packed formats of quantized weights have their own state."""
     plain = config.model_config.quantization is None and config.lora_config is None and config.speculative_config is None
     return current_platform.is_cpu() and plain
 
@@ -40,24 +38,23 @@ def can_stage(config: VllmConfig) -> bool:
 class Staged:
     """The second set of one model's modules, complete; `put_in_place` makes the model compute with it."""
 
-    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig, num_threads: int):
-        """Loads and packs, by so many threads; may run in a thread while the model computes. `weights` are all that the model was loaded
-        from, by name."""
+    def __init__(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: VllmConfig):
+        """Loads and packs; may run in a thread while the model computes. `weights` are all tensors of the model's files, by name."""
         self.model, self.dtype = model, config.model_config.dtype
         self.twins = make_twins(model)
         has_head = any(isinstance(module, ParallelLMHead) for module in self.twins)
-        # The current config is global, but a running engine does not ask for it.
-        with torch.no_grad(), set_current_vllm_config(config), threads(num_threads):
+        # The current config is global, but a running engine does not read it.
+        with torch.no_grad(), set_current_vllm_config(config):
             self.twins[model].load_weights(weights)
             for module in self.twins.values():
                 method = getattr(module, "quant_method", None)
                 if type(module) is VocabParallelEmbedding and has_head:
-                    module.cpu_linear = linear  # nobody multiplies by it: the head does; packed it would be a third of a small model more
+                    module.cpu_linear = linear  # only the head is multiplied by, and a packed embedding would add a third to a small model
                 elif isinstance(method, QuantizeMethodBase):
                     method.process_weights_after_loading(module)
 
     def put_in_place(self) -> list[Any]:
-        """Exchanges the weights; no step may run meanwhile. Returns what the model held before: freeing it takes time and can wait."""
+        """Exchanges the weights; no step may run meanwhile. Returns the old content of the model: freeing it takes time and can wait."""
         attention = [module for module in self.twins if is_deferred_attention_layer(module)]
         before = [exchange(live, twin, self.twins) for live, twin in self.twins.items() if live not in attention]
         for module in attention:  # its scales, and what it derives from other layers' weights
@@ -66,7 +63,7 @@ class Staged:
 
 
 def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Every module of the model -> a copy with tensors of its own, laid out as before loading, and all else shared. Nothing is copied."""
+    """Maps every module of the model to a twin with its own tensors, laid out as before loading; everything else is shared, not copied."""
     twins: dict[nn.Module, nn.Module] = {}
     for live in model.modules():
         twin = twins[live] = object.__new__(type(live))
@@ -77,9 +74,9 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     tensors: dict[int, Tensor] = {}  # by the live tensor: what is tied stays tied
     for live, twin in twins.items():
         twin.__dict__["_modules"] = {name: twins.get(child) for name, child in live._modules.items()}
-        names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}  # those before its weights were packed, and now
+        names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}  # the names before packing, and the current ones
         twin.__dict__["_parameters"] = {name: twin_parameter(live, twin, name, tensors) for name in names}
-    for live, twin in twins.items():  # behind all parameters, of which a buffer may be a view
+    for live, twin in twins.items():  # after all parameters, since a buffer may be a view of one
         twin.__dict__["_buffers"] = {name: twin_buffer(live, name, tensors) for name in live._buffers}
     for twin in twins.values():
         if getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None:
@@ -106,13 +103,13 @@ def twin_parameter(live: nn.Module, twin: nn.Module, name: str, tensors: dict[in
 
 
 def rebound(value: Any, live: nn.Module, twin: nn.Module) -> Any:
-    """A method of `live` as that of `twin`; anything else as it is."""
+    """A method of `live` bound to `twin` instead; any other value unchanged."""
     return value.__func__.__get__(twin) if isinstance(value, MethodType) and value.__self__ is live else value
 
 
 def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:
-    """A copy of what a checkpoint may hold. Of the others a view of a parameter (Mamba-2's convolutions) is the same view of the twin's;
-    the rest (rotary tables) never change and are shared."""
+    """A copy if a checkpoint may hold the buffer. A non-persistent view of a parameter (Mamba-2's convolutions) becomes the same view of
+    the twin's parameter; other non-persistent buffers (rotary tables) never change and are shared."""
     now = live._buffers[name]
     if now is None or name in live._non_persistent_buffers_set:
         viewed = None if now is None else tensors.get(id(now._base))
@@ -121,9 +118,9 @@ def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tenso
 
 
 def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]) -> list[Any]:
-    """Gives `live` the tensors of `twin` and all that packing has set on it. Returns what it had.
+    """Gives `live` the tensors of `twin` and everything that packing has set on it. Returns its old content.
 
-    Tensor objects stay and take over the other's memory, so that whoever else refers to them sees the new values.
+    Tensor objects stay and take over the other's memory, so that other references to them see the new values.
     """
     before: list[Any] = []
     for ours, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
@@ -134,7 +131,7 @@ def exchange(live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module]
             elif old is not new:
                 before.append(old.data)
                 old.data = new.data
-                new.__dict__.clear()  # its loader is a method of the twin: the two would keep each other, and with them these values
+                new.__dict__.clear()  # its loader is a method of the twin: the cycle would keep both and these values alive
     for name, child in twin._modules.items():
         if child is not twins.get(live._modules.get(name)):  # type: ignore[arg-type]
             before.append(live._modules.get(name))

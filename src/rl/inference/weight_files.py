@@ -1,4 +1,4 @@
-"""Whether weights are whole files that fit the model, by their headers, before anything is touched."""
+"""Checks by their headers that weight files are whole and fit the model, before anything is changed."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,21 @@ from rl.run_dir.safetensors import TensorEntry, read_header
 from rl.system.errors import RESTART, RunError
 
 FLOATS = {"BF16", "F16", "F32"}
-"""Types that weights may have and that loading converts between."""
+"""Types of weights that loading can convert between."""
 
 Tensors = dict[str, TensorEntry]
 """Tensors by name."""
 
 
 class WeightsGoneError(RunError):
-    """The weights are not there, or not any more, for the trainer has replaced or deleted them: nothing is damaged. Caught by the route
-    that loads them, which answers 404 instead of 422."""
+    """The weights do not exist, or the trainer has replaced or deleted them; nothing is damaged. Caught by the route that loads them,
+    which answers 404 instead of 422."""
 
     exit_code = RESTART
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model in Hugging Face format; a file is its own."""
+    """The safetensors files of a model in Hugging Face format; for a file, the file itself. Raises RunError."""
     if directory.is_file():
         return [directory]
     if not directory.is_dir():
@@ -43,9 +43,9 @@ def read_tensors(directory: Path) -> Tensors:
 
 
 def check_weights(directory: Path, expected: Tensors, tied: bool) -> None:
-    """Raises RunError unless `directory` holds exactly the tensors of the served model; all faults are named (at most eight).
+    """Raises RunError unless `directory` holds exactly the tensors of the served model; names at most eight faults.
 
-    With a tied head the head itself (`lm_head.weight`) may be there or not.
+    With a tied head, the head itself (`lm_head.weight`) is optional.
     """
     found = read_tensors(directory)
     optional = {"lm_head.weight"} if tied else set()
@@ -61,7 +61,7 @@ def check_weights(directory: Path, expected: Tensors, tied: bool) -> None:
 
 
 def refuse_faults(directory: Path, faults: list[str]) -> None:
-    """Raises RunError if there are any; names at most eight."""
+    """Raises RunError if there are faults; names at most eight."""
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise RunError(f"{directory} does not fit the served model: {'; '.join(sorted(faults)[:8])}{more}")

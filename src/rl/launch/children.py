@@ -1,9 +1,9 @@
-"""All children of `rl` together: started with a marker, watched, and ended so that none is left, however `rl` itself ends.
+"""All children of `rl`: started with a marker, watched, and ended so that no process is left, however `rl` itself ends.
 
-Several nets, because each has a hole: SIGTERM goes to the group of every child; `rl` adopts orphans, so what left its group (torchrun's
-workers) or lost its parent is still found below it; all that a child starts bears its marker in the environment, so that what a dead
-child left is told from what the others need; and if `rl` is killed with SIGKILL, the kernel sends SIGTERM to each child that asked for it
-(PR_SET_PDEATHSIG), which they hand down, and the guard ends what that does not reach.
+It takes several mechanisms, because each has a gap: SIGTERM goes to the group of every child; `rl` adopts orphans, so processes that left
+their group (torchrun's workers) or lost their parent are still found below it; all descendants of a child bear its marker in the
+environment, so that leftovers of a dead child can be told from processes of the others; and if `rl` is killed by SIGKILL, the kernel sends
+SIGTERM to each child that asked for it (PR_SET_PDEATHSIG), which they pass on, and the guard ends the rest.
 """
 
 import contextlib
@@ -23,45 +23,45 @@ from rl.run_dir.logs import next_log
 from rl.system import process_table
 from rl.system.children import STOP_DEADLINE_S, Child, Stopped, add_marker, descendants, start
 from rl.system.linux import adopt_orphans
+from rl.system.preforked import PreforkedProcess
 from rl.system.process_table import Table
-from rl.system.standby import Standby
 
 OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")
-"""Variables whose values differ from attempt to attempt of a role."""
+"""Environment variables that differ between attempts of a role."""
 LONGEST_BASE = 40
-"""Bytes of the path of the directory for temporary files: the name of a Unix socket, which some put there, has at most 107."""
+"""Maximum bytes of the temporary directory's path: some processes put Unix sockets there, whose names have at most 107 bytes."""
 
 SHOW_CURSOR = b"\x1b[?25h"
-"""A progress bar hides it."""
+"""Shows the cursor, which a progress bar hides."""
 
 
 class Children:
-    """All children of this process, which adopts orphans below it. Used from the main thread alone.
+    """All children of this process, which adopts orphans below it. Use it only from the main thread.
 
-    With the first child come a guard and a directory for temporary files; both go with the last one.
+    The first child brings a guard and a directory for temporary files; both are removed when all children have ended.
     """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = False
         self.not_ours: set[int] = set()
-        """Processes below this one that were there before the first child: W&B's service, which is to outlive the children."""
+        """Descendants that existed before the first child: W&B's service, which must outlive the children."""
         self.guard: Guard | None = None
         self.num_started = 0
         own = process_table.entry(os.getpid())
         assert own is not None
         self.marker = f"{os.getpid()}:{own.start}:"
-        """The beginning of the marker of all that this process starts."""
-        self.standbys: dict[str, Standby] = {}
-        """The copies that wait, by the name of their role."""
+        """Prefix of the markers of all processes that this one starts."""
+        self.preforked: dict[str, PreforkedProcess] = {}
+        """Waiting copies by the name of their role."""
         adopt_orphans()
 
     def start(
         self, name: str, command: list[str], env: dict[str, str], logs: Path, cores: Iterable[int] | None = None, warm: bool | None = None
     ) -> Child:
-        """Starts a child under the next attempt's log, with a marker and a directory for temporary files in its environment.
+        """Starts a child with the log of the next attempt, and with a marker and a directory for temporary files in its environment.
 
-        `warm`: True: from the copy that its predecessor has left behind, if there is one; None: it shall leave no copy either.
+        `warm`: True starts it from its predecessor's copy if there is one; False starts it cold; None does, too, and it leaves no copy.
         """
         log = next_log(logs, name)
         if self.guard is None:
@@ -75,24 +75,24 @@ class Children:
         temporary.mkdir()
         env = env | environment(env, marker, temporary)
         keep_compiled(Path(env["TORCHINDUCTOR_CACHE_DIR"]), temporary)
-        standby = self.standbys.get(name)
-        if warm and standby and (pid := standby.call(log, {variable: env[variable] for variable in OF_AN_ATTEMPT})):
-            child = Child(name, pid, log, marker, ancestor=standby.marker)
+        preforked = self.preforked.get(name)
+        if warm and preforked and (pid := preforked.call(log, {variable: env[variable] for variable in OF_AN_ATTEMPT})):
+            child = Child(name, pid, log, marker, ancestor=preforked.marker)
         elif warm is None:
             child = start(name, command, env, log, cores=cores, marker=marker)
         else:
-            if standby:
-                standby.close()
-            standby = self.standbys[name] = Standby(marker)
-            child = start(name, command, env | standby.environment, log, cores=cores, inherited=standby.inherited, marker=marker)
-            standby.started()
+            if preforked:
+                preforked.close()
+            preforked = self.preforked[name] = PreforkedProcess(marker)
+            child = start(name, command, env | preforked.environment, log, cores=cores, inherited=preforked.inherited, marker=marker)
+            preforked.started()
         child.temporary = temporary
         self.children.append(child)
         self.guard.watch(child)
         return child
 
     def stop_on_signals(self) -> None:
-        """The first SIGINT or SIGTERM raises Stopped in the main thread, wherever it is; a second one, or one while stopping, kills."""
+        """Has the first SIGINT or SIGTERM raise Stopped in the main thread; a second one, or one while stopping, kills all children."""
 
         def on_signal(signum: int, _frame: FrameType | None) -> None:
             if self.stopping:
@@ -107,13 +107,13 @@ class Children:
         signal.signal(signal.SIGTERM, on_signal)
 
     def poll(self) -> None:
-        """Replaces a guard that is gone, and reaps orphans that became ours and have ended. Call it every few seconds."""
+        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds."""
         if self.guard:
             self.guard.poll()
             self._running()
 
     def stopped(self, child: Child, whole_tree: bool) -> list[int]:
-        """Which processes a signal has stopped: the child, or any in its whole tree."""
+        """Returns the processes that a signal has stopped: the child, or any in its whole tree."""
         if not whole_tree:
             line = process_table.entry(child.pid)
             return [child.pid] if line and line.state == "T" else []
@@ -121,14 +121,14 @@ class Children:
         return [pid for pid in process_table.trees(processes, [child.pid]) if processes[pid].state == "T"]
 
     def end(self, child: Child, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
-        """Ends one child: SIGTERM, and after the deadline SIGKILL to all that it has started. Returns what even that did not end."""
+        """Ends one child: SIGTERM, and after the deadline SIGKILL to all that it has started. Returns the pids that are still alive."""
         child.terminate()
         child.wait(deadline_s)
         return self.kill_tree(child)
 
     def kill_tree(self, child: Child) -> list[int]:
-        """Kills a child and all that it has started, wherever that has gone, reaps, and forgets it. Returns the pids that even that did
-        not end."""
+        """Kills a child and all that it has started, even if moved to other groups, then reaps and forgets it. Returns the pids that are
+        still alive."""
 
         def left() -> Table:
             processes = process_table.table()
@@ -144,15 +144,15 @@ class Children:
         return stuck
 
     def waiting(self) -> set[int]:
-        """Pids of the copies that wait."""
-        return {standby.poll() for standby in self.standbys.values()} - {0}
+        """Returns the pids of the waiting copies."""
+        return {preforked.poll() for preforked in self.preforked.values()} - {0}
 
     def _end_waiting(self) -> None:
-        while self.standbys:
-            self.standbys.popitem()[1].close()
+        while self.preforked:
+            self.preforked.popitem()[1].close()
 
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> list[int]:
-        """SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids that even that did not end."""
+        """Sends SIGTERM to every group, SIGKILL after the deadline, and reaps. Returns the pids that are still alive."""
         self.stopping = True
         self._end_waiting()
         for child in self.children:
@@ -163,7 +163,7 @@ class Children:
         return self.kill()
 
     def kill(self) -> list[int]:
-        """SIGKILL to everything that is left, and reaps. Returns the pids that are still there (stuck in the kernel)."""
+        """Sends SIGKILL to everything that is left, and reaps. Returns the pids that are still alive (stuck in the kernel)."""
         self._end_waiting()
         stuck = process_table.kill(self._running, 0.02 if self.guard else 0.0)
         for child in self.children:
@@ -176,14 +176,14 @@ class Children:
         return stuck
 
     def _running(self) -> Table:
-        """Processes below this one that its children brought and that have not ended; orphans that have are reaped on the way."""
+        """Returns the live processes below this one that its children started; also reaps orphans that have ended."""
         if not self.guard:
             return {}
         processes = process_table.table()
         return self._not_ended({pid: processes[pid] for pid in self._ours(processes)})
 
     def _not_ended(self, processes: Table) -> Table:
-        """Those of them that have not ended; an orphan that has is reaped, a child waits for its `reap`."""
+        """Returns those that have not ended; reaps ended orphans, while children wait for their `reap`."""
         leaders = {child.pid for child in self.children}
         for pid, line in processes.items():
             if line.state == "Z" and line.parent == os.getpid() and pid not in leaders:
@@ -192,32 +192,32 @@ class Children:
         return {pid: line for pid, line in processes.items() if line.state != "Z"}
 
     def _ours(self, processes: Table) -> set[int]:
-        """Processes under this one, without the guard, the copies that wait, and the trees that were there before the first child."""
+        """Returns the processes below this one without the guard, the waiting copies, and the trees that existed before the first child."""
         without = self.not_ours | ({self.guard.process.pid} if self.guard else set()) | self.waiting()
         return process_table.trees(processes, [os.getpid()], without) - {os.getpid()}
 
 
 def environment(given: dict[str, str], marker: str, temporary: Path) -> dict[str, str]:
-    """The variables of a child beside those that it is `given`."""
+    """Returns the variables that a child gets in addition to those `given`."""
     return {
         process_table.MARKER: add_marker(marker),
-        "SPT_NOENV": "1",  # setproctitle, which vLLM uses, would write the title over the environment that we look for the marker in
+        "SPT_NOENV": "1",  # otherwise setproctitle, which vLLM uses, overwrites the environment that has the marker
         "TMPDIR": str(temporary),
-        # The one thing there that is worth keeping, and where torch keeps it by default: half a minute of an engine's first step.
+        # Kept in torch's default location, outside of the temporary directory: it saves half a minute of an engine's first step.
         "TORCHINDUCTOR_CACHE_DIR": given.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user_name()}"),
         "VLLM_RPC_BASE_PATH": given.get("VLLM_RPC_BASE_PATH", str(temporary)),
     }
 
 
 def keep_compiled(cache: Path, temporary: Path) -> None:
-    """Has what torch compiles stay in `cache`, also the headers, for which it does not ask the variable: 10 s of a start that compiles."""
-    with contextlib.suppress(OSError):  # no more than a cache
+    """Keeps torch's compiled code in `cache`, even the headers, which ignore the variable: they save 10 s of a start that compiles."""
+    with contextlib.suppress(OSError):  # it is only a cache
         cache.mkdir(parents=True, exist_ok=True)
         (temporary / f"torchinductor_{user_name()}").symlink_to(cache.absolute())
 
 
 def user_name() -> str:
-    """The user's name; the number of one that has none."""
+    """Returns the user's name, or the user id if there is no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user may have none

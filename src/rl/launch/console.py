@@ -1,7 +1,7 @@
-"""What the user sees while a run goes on. A reader of the run directory like any other: metrics.jsonl, status/ and rollouts/.
+"""The console output of a running run. It only reads the run directory: metrics.jsonl, status/ and rollouts/.
 
-On a terminal lines scroll above a progress bar, as wide as it is; elsewhere (a log file, a pipe) there are lines only, with all columns,
-and what is waited for is printed when it changes. Whatever is printed, no character of it acts on a terminal.
+On a terminal, lines that fit its width scroll above a progress bar. Elsewhere (a log file, a pipe) there are only lines, with all columns,
+and phases of processes are printed when they change. Control characters in the output are always escaped.
 """
 
 import os
@@ -19,26 +19,26 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe, read_status
-from rl.system.terminal import clip, visible
-from rl.wire.agreement import RUN_LIMITS, Agreement
+from rl.system.terminal import Lines, clip, visible
+from rl.wire.parity import RUN_LIMITS, parity_warning
 
 PROCESSES = ("inference", "orchestrator", "trainer")
 SFT_PROCESSES = ("data", "trainer")
 
 
 class Column(NamedTuple):
-    """A metric in the table of steps. Those of the lowest ranks are shown where there is no room for all."""
+    """A metric in the table of steps. If there is no room for all, those with the lowest ranks are shown."""
 
     heading: str
     source: str
     metric: str
     width: int
     spec: str
-    """How its value is formatted."""
+    """Format specification of its value."""
     rank: int
     """0: not shown."""
     sft_rank: int
-    """The same in supervised fine-tuning, where nothing but the trainer reports."""
+    """Rank in supervised fine-tuning, where only the trainer reports."""
 
 
 COLUMNS = (
@@ -57,25 +57,25 @@ COLUMNS = (
     Column("time", "trainer", "time/step", 7, ".1f", 3, 3),
     Column("left", "console", "left", 7, "", 4, 4),
 )
-"""`eval` is the newest mean reward of the first evaluation that is configured, `left` the time until the last step."""
+"""`eval` is the newest mean reward of the first configured evaluation, `left` the time until the last step."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")
-"""Of these parts of a step the longest is shown: first, what a faster machine on the other side would save."""
+"""Parts of a step of which the longest is shown; the first one is what faster inference would save."""
 STEP_WIDTH, NOTES_WIDTH = 6, 20
-"""Characters of the step's number, and those that are kept free for the longest wait."""
+"""Characters of the step's number, and those reserved for the longest wait."""
 SCREEN = 50
-"""Lines after which the heading comes again where there is no terminal that says how many it has."""
+"""Lines after which the heading is repeated if there is no terminal with a height."""
 MOST_FOR_CHECKPOINTS = 1 / 20
-"""Share of the time above which the user is told what checkpoints cost."""
+"""Share of the time spent on checkpoints above which the user is warned."""
 PACE_STEPS = 10
-"""Newest steps whose median time the time that is left is reckoned by."""
+"""Number of newest steps whose median time gives the estimate of the time left."""
 MOST_LINES = 200
-"""So many lines of metrics are kept at least before the older ones are dropped."""
+"""Number of lines of metrics in memory above which old ones are dropped."""
 Line = dict[str, Any]
 Columns = tuple[Column, ...]
 
 
 def intro_lines(config: RLConfig) -> list[str]:
-    """What the run is: model, data, sizes and directory."""
+    """Describes the run: model, data, sizes and directory."""
     root = os.path.relpath(config.run_dir.root)
     where = f"in {config.run_dir.root if root.startswith('..') else root}"
     if config.sft:
@@ -83,14 +83,14 @@ def intro_lines(config: RLConfig) -> list[str]:
         what = f"{config.model.name}, supervised fine-tuning on {config.sft.dataset}"
         return [f"{config.name}: {what}", f"  {length} of {config.sft.batch_size} examples a step, {where}"]
     envs = ", ".join(env.label for env in config.orchestrator.environment)
-    length = f"{config.max_steps} steps of {batch_text(config)}, max_lag {config.max_lag}"
+    length = f"{config.max_steps} step{'s' * (config.max_steps > 1)} of {batch_text(config)}, max_lag {config.max_lag}"
     evals = [entry.label for entry in config.orchestrator.eval]
     shown = [f"  column eval: {evals[0]}, the first of {len(evals)} evaluations"] if len(evals) > 1 else []
     return [f"{config.name}: {config.model.name} on {envs}", f"  {length}, {where}", *shown]
 
 
 def batch_text(config: RLConfig) -> str:
-    """How many rollouts a batch has: whole groups."""
+    """Describes the number of rollouts in a batch, which has whole groups."""
     settings = config.orchestrator
     sizes = {env.group_size or settings.group_size for env in settings.environment} or {settings.group_size}
     rounded = f"batch_size = {settings.batch_size} is rounded up to whole groups"
@@ -98,18 +98,18 @@ def batch_text(config: RLConfig) -> str:
         (size,) = sizes
         groups = -(-settings.batch_size // size)
         more = f"; {rounded}" if groups * size > settings.batch_size else ""
-        return f"{groups * size} rollouts ({groups} groups of {size}{more})"
+        return f"{groups * size} rollouts ({groups} group{'s' * (groups > 1)} of {size}{more})"
     return f"{settings.batch_size} rollouts or a few more (groups of {', '.join(map(str, sorted(sizes)))}; {rounded})"
 
 
 def columns_of(config: RLConfig) -> Columns:
-    """The columns of a run, with their ranks in it."""
+    """Returns the columns of a run, with their ranks in it."""
     ranked = (column._replace(rank=column.sft_rank if config.sft else column.rank) for column in COLUMNS)
     return tuple(column for column in ranked if column.rank)
 
 
-def fitting(columns: Columns, width: int | None) -> Columns:
-    """The columns that a line of `width` characters has room for, by their ranks; all of them without a width."""
+def fit_columns(columns: Columns, width: int | None) -> Columns:
+    """Returns the columns of lowest rank that fit into a line of `width` characters; all of them without a width."""
     if width is None:
         return columns
     by_rank, room = sorted(columns, key=lambda column: column.rank), width - STEP_WIDTH - NOTES_WIDTH
@@ -119,7 +119,7 @@ def fitting(columns: Columns, width: int | None) -> Columns:
 
 
 def number(value: float | str | None, spec: str) -> str:
-    """A value as printed; `-` where there is none (not measured, or not finite)."""
+    """Formats a value; `-` for None (not measured, or not finite)."""
     return "-" if value is None else format(value, spec)
 
 
@@ -129,7 +129,7 @@ def header(columns: Columns) -> str:
 
 
 def newest_eval(lines: dict[tuple[int, str], Line], metric: str, step: int) -> tuple[int, float | None]:
-    """(the newest version up to `step` that has an evaluation's metric, its value); (0, None) if none has."""
+    """Returns (newest version up to `step` with an evaluation's metric, its value); (0, None) if there is none."""
     return max(
         ((at, line[metric]) for (at, source), line in lines.items() if source == "eval" and at <= step and metric in line),
         default=(0, None),
@@ -137,13 +137,13 @@ def newest_eval(lines: dict[tuple[int, str], Line], metric: str, step: int) -> t
 
 
 def step_line(step: int, lines: dict[str, Line], columns: Columns) -> str:
-    """One line of the table, about a step that all sides have reported; `lines` are its values by their source."""
+    """Formats a line of the table, for a step that all sources have reported; `lines` are its values by source."""
     cells = "".join(f"{number(lines[column.source].get(column.metric), column.spec):>{column.width + 1}}" for column in columns)
     return f"{step:>{STEP_WIDTH}}{cells}"
 
 
 def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
-    """What else there is to say about a step: its longest wait, that its batch was short, rewards and failures of its environments."""
+    """Returns notes on a step: its longest wait, a short batch, rewards and failures of its environments."""
     longest = max(WAITS, key=lambda metric: trainer.get(metric) or 0.0)
     seconds = trainer.get(longest) or 0.0
     notes = [f"{seconds:.1f} {longest.removeprefix('time/')}"] if seconds >= 0.05 else []
@@ -153,7 +153,7 @@ def step_notes(orchestrator: Line, trainer: Line, batch_size: int) -> list[str]:
 
 
 def with_notes(line: str, notes: list[str], width: int | None) -> str:
-    """A line with notes behind it; those that there is no room for stand below."""
+    """Appends notes to a line; those that do not fit follow on lines below."""
     lines = [line]
     for note in notes:
         if width is None or len(lines[-1]) + 2 + len(note) <= width:
@@ -164,7 +164,7 @@ def with_notes(line: str, notes: list[str], width: int | None) -> str:
 
 
 def eval_text(step: int, line: Line) -> str:
-    """An evaluation's numbers: `eval at version 10: gsm8k 0.412 (pass@4 0.600)`."""
+    """Formats an evaluation: `eval at version 10: gsm8k 0.412 (pass@4 0.600)`."""
     parts = []
     for key, value in line.items():
         if key.startswith("eval/") and key.endswith("/reward_mean"):
@@ -177,19 +177,19 @@ def eval_text(step: int, line: Line) -> str:
 
 
 def rollout_text(rollout: Line) -> str:
-    """One rollout in short."""
+    """Formats one rollout, shortened."""
     text = f"{heading(rollout)}\n{short_messages_text(rollout['messages'], num_prompt_messages(rollout))}"
     return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 
 
 def phase_text(name: str, status: RoleStatus, now: float) -> str:
-    """What a process does and for how long: `trainer: waiting for batch 3 (12 s)`."""
+    """Describes what a process does and for how long: `trainer: waiting for batch 3 (12 s)`."""
     seconds = now - status.since if status.since else 0.0
     return f"{name}: {describe(status)}" + (f" ({seconds:.0f} s)" if seconds >= 1 else "")
 
 
 class Console:
-    """Prints what is new at every `update`. Lines that were there before a resume are not printed again."""
+    """Prints news at every `update`. Lines from before a resume are not printed again."""
 
     def __init__(self, config: RLConfig, run_dir: RunDir, out: TextIO | None = None):
         self.config, self.run_dir, self.out = config, run_dir, out or sys.stdout
@@ -197,39 +197,39 @@ class Console:
         self.columns, self.processes = columns_of(config), SFT_PROCESSES if config.sft else PROCESSES
         self.limit = RUN_LIMITS[config.model.dtype]
         self.eval_metric = next((f"eval/{entry.label}/reward_mean" for entry in config.orchestrator.eval), "")
-        """Of the column `eval`. Intervals differ, so a mean over those that a version has would move with what is in it."""
-        evaluated = read_metrics(run_dir.metrics, "eval", wanted=lambda name: name == self.eval_metric)
+        """Metric of the column `eval`. It shows one evaluation: intervals differ, so a mean of several would depend on which ones ran."""
+        evaluated = read_metrics(run_dir.metrics, "eval")
         newest = sorted(at for at, line in evaluated.items() if self.eval_metric in line)[-1:]
         self.lines = {at: evaluated[at] for at in newest} | read_metrics(run_dir.metrics, last_bytes=NEWEST_BYTES)
-        """Those of the newest steps, and of the newest evaluation in the table."""
+        """Lines of the newest steps, and of the newest evaluation in the table."""
         self.shown = max((step for step, _ in self.lines if self._complete(step)), default=0)
-        """The newest step that was printed, or that was there before a resume."""
+        """Newest step that was printed, or that existed before a resume."""
         self.max_steps = config.max_steps
         self.phases: dict[str, Phase | None] = {}
-        """Of each process the phase that was printed last."""
+        """Process -> phase that was last printed."""
         self.headed: Columns = ()
-        """The columns of the heading that was printed last."""
+        """Columns of the heading that was last printed."""
         self.lines_since = 0
-        """Lines printed since then."""
+        """Number of lines printed since that heading."""
+        self.lines_out = Lines(self.out)
         self.said_short, self.said_costly, self.said_long = False, False, set[str]()
         self.bar = ProgressBar(self.out) if self.out.isatty() else None
 
     @property
     def width(self) -> int | None:
-        """Characters of a line; None where there is no terminal."""
+        """Characters of a line; None without a terminal."""
         return self.bar.console.width if self.bar else None
 
     def update(self, new_lines: list[Line]) -> None:
-        """Prints steps and evals that are complete now, and shows what the processes do."""
+        """Prints newly completed steps and evals, and shows what the processes do."""
         merge_lines(self.lines, new_lines)
         statuses = {name: status for name in self.processes if (status := read_status(self.run_dir.status(name)))}
-        self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # epochs are known to the trainer as steps
+        self.max_steps = statuses.get("trainer", RoleStatus()).max_steps or self.max_steps  # with epochs only the trainer knows it
         for line in new_lines:
             if line["source"] == "eval":
                 self._say_folded(eval_text(line["step"], line))
-            if line.get("parity/agrees") == 0.0:
-                found = Agreement(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0)
-                self.say(f"warning: step {line['step']}: {found.complaint(self.limit)}")
+            if text := parity_warning(line, self.limit):
+                self.say(f"warning: step {line['step']}: {text}")
             self._warn_of_checkpoints(line)
         for step in sorted({line["step"] for line in new_lines if line["step"] > self.shown}):
             if self._complete(step):
@@ -243,7 +243,7 @@ class Console:
             self._say_new_phases(statuses)
 
     def _warn_of_checkpoints(self, line: Line) -> None:
-        """Says, once, that checkpoints at the user's interval in steps take more of the time than they would at one in seconds."""
+        """Warns once if checkpoints at the user's interval in steps take a large share of the time."""
         interval, fraction = self.config.trainer.checkpoint.interval, line.get("time/checkpoint_fraction", 0.0)
         if interval is None or fraction <= MOST_FOR_CHECKPOINTS or self.said_costly:
             return
@@ -254,7 +254,7 @@ class Console:
         )
 
     def introduce(self) -> None:
-        """Prints what the run is."""
+        """Prints a description of the run."""
         for line in intro_lines(self.config):
             self._say_folded(line)
 
@@ -268,7 +268,7 @@ class Console:
         if self.bar:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self.out, flush=True)
+            self.lines_out.say(text)
 
     def _say_folded(self, line: str) -> None:
         """Prints a line of words that may be wider than the terminal."""
@@ -276,7 +276,7 @@ class Console:
         self.say("\n".join(textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)))
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self.bar:
             self.bar.live.stop()
             self.bar = None
@@ -290,7 +290,7 @@ class Console:
         return {(step, source) for source in self.sources} <= set(self.lines)
 
     def _show_step(self, step: int) -> None:
-        columns, screen = fitting(self.columns, self.width), self.bar.console.height - 3 if self.bar else SCREEN
+        columns, screen = fit_columns(self.columns, self.width), self.bar.console.height - 3 if self.bar else SCREEN
         if columns != self.headed or self.lines_since >= screen:
             self.say(header(columns))
             self.headed, self.lines_since = columns, 0
@@ -311,25 +311,25 @@ class Console:
             self.say(rollout_text({"step": step} | rollout))
 
     def _explain_short_batch(self, step: int, line: Line) -> None:
-        """Says, once, why a batch is smaller than it should be."""
+        """Explains once why a batch is smaller than configured."""
         self.said_short = True
         limit, played = self.config.orchestrator.max_refill, line.get("rollouts/finished", 0)
         self._say_folded(
-            f"  step {step} trained a short batch: too few of the {played:g} rollouts that finished since the batch before are in groups "
-            f"that can be trained; no more are begun than orchestrator.max_refill = {limit} batches' worth for each batch that may be "
+            f"  step {step} trained a short batch: too few of the {played:g} rollouts that finished since the previous batch are in groups "
+            f"that can be trained; no more than orchestrator.max_refill = {limit} batches' worth are begun for each batch that may be "
             f"sampled by now (max_lag = {self.config.max_lag})"
         )
 
     def _left(self, step: int) -> str | None:
-        """The time from a step to the last one, by the pace of the newest steps; None at the last one, and before there is a pace."""
+        """Estimates the time from a step to the last one from the newest steps; None at the last step, and before there is an estimate."""
         lines = (self.lines.get((number, "trainer"), {}) for number in range(max(1, step - PACE_STEPS + 1), step + 1))
         times = [seconds for line in lines if (seconds := line.get("time/step")) is not None]
         if step <= PACE_STEPS:
-            times = times[1:]  # the first step's is the wait for everything to come up
+            times = times[1:]  # the first step includes the start of all processes
         return span(statistics.median(times) * (self.max_steps - step)) if times and step < self.max_steps else None
 
     def _example(self, step: int) -> Line | None:
-        """The first rollout that the step trained on, else the first one."""
+        """Returns the first rollout that the step trained on, or else the first one."""
         path, first = self.run_dir.rollouts(step), None
         try:
             for rollout in read_rollouts(path) if path.exists() else ():
@@ -341,7 +341,7 @@ class Console:
         return first
 
     def _say_new_phases(self, statuses: dict[str, RoleStatus]) -> None:
-        """Prints what a process does when it has entered another phase; a step or a detail alone is no news."""
+        """Prints what a process does when it enters another phase, but not when only the step or detail changes."""
         for name, status in statuses.items():
             if status.phase != self.phases.get(name):
                 self.say(f"  {name}: {describe(status)}")
@@ -349,7 +349,7 @@ class Console:
 
 
 class ProgressBar:
-    """Rollouts of the batch that is filling, and what the processes do. Redrawn by `show` alone: no thread beside the supervision."""
+    """Shows rollouts of the batch being filled, and what the processes do. Only `show` redraws it: it needs no thread."""
 
     def __init__(self, out: TextIO):
         from rich.console import Console as RichConsole
@@ -360,7 +360,7 @@ class ProgressBar:
         self.live.start()
 
     def show(self, step: int, max_steps: int, left: str | None, statuses: dict[str, RoleStatus]) -> None:
-        """Redraws: one line where all fits, else what the processes do stands below."""
+        """Redraws the bar on one line if all fits, or else with the processes on lines below."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar as Bar
         from rich.table import Table
@@ -386,7 +386,7 @@ class ProgressBar:
 
 
 def packed(texts: list[str], width: int) -> list[str]:
-    """The texts in lines, as many in each as there is room for."""
+    """Packs the texts into lines, as many in each as fit."""
     lines: list[str] = []
     for text in texts:
         if lines and len(lines[-1]) + 2 + len(text) <= width:

@@ -1,22 +1,24 @@
-"""The final report of a run: its numbers at the start and the end, where the time went, where its files are, and curves.png."""
+"""The final report of a run: metrics at the start and the end, where the time went, paths of its files, and curves.png."""
 
-import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.diagnosis.environments import is_count, played_in
+from rl.diagnosis.environments import played_in
 from rl.run_dir.files import write_file
-from rl.run_dir.metrics import Curve, Lines, MetricsReader, curve, environment_rewards
+from rl.run_dir.metrics import MetricsReader
+from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 
 ENDS = 3
-"""Steps at the start and at the end over which a reward is averaged: one batch alone is noisy."""
+"""Number of steps at the start and at the end over which a reward is averaged: a single batch is noisy."""
 FALLEN, MOST_FALLEN = 0.2, 3
-"""Fraction by which a part of a reward has fallen that the report names, and the most that it names."""
+"""The report names parts of a reward that fell by more than this fraction, and at most this many."""
+MOST_PARTS = 6
+"""Maximum parts of rewards that the picture shows. If there are more it shows none: `rl view` and `rl compare` have all."""
 INTERVAL = 1.96
 """Standard errors on each side of an evaluation's mean: a 95% interval."""
 Series = tuple[str, str, str]
@@ -38,54 +40,51 @@ SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
     ("learning rate", (("trainer", "optim/lr", ""),)),
     ("tokens a second", (("trainer", "perf/tokens_per_s", ""),)),
 )
-"""The same for supervised fine-tuning."""
+"""Title and curves of these panels in supervised fine-tuning."""
 
 
-REPORTED = {metric for panels in (PANELS, SFT_PANELS) for _, series in panels for _, metric, _ in series} | {
-    "epoch", "loss/mean", "validation/loss", "time/step", "time/wait_for_batch", "time/batch", "perf/inference_idle_fraction",
-}  # fmt: skip
-"""What the report and the picture show, beside the rewards."""
+def eval_curves(numbers: Numbers) -> dict[str, Points]:
+    """Returns the reward of every evaluation over policy versions, by label."""
+    names = [name for name in numbers.names_of("eval") if name.endswith("/reward_mean")]
+    return {name.removeprefix("eval/").removesuffix("/reward_mean"): numbers.points("eval", name) for name in names}
 
 
-@functools.cache
-def is_reported(metric: str) -> bool:
-    """Whether the report and the picture need a metric."""
-    named = metric.endswith(("/mean", "/reward_mean", "/reward_mean_stderr")) or metric.startswith("reward/")
-    return named or metric in REPORTED or is_count(metric)
+def environments_of(numbers: Numbers) -> list[str]:
+    """Returns the environments that have a training reward."""
+    names = (name.split("/") for name in numbers.names_of("orchestrator"))
+    return [words[1] for words in names if words[0] == "reward" and words[2:] == ["mean"]]
 
 
-def eval_curves(lines: Lines) -> dict[str, Curve]:
-    """Reward of every evaluation over policy versions, by its label."""
-    keys = {key for (_, source), line in lines.items() if source == "eval" for key in line if key.endswith("/reward_mean")}
-    return {key.removeprefix("eval/").removesuffix("/reward_mean"): curve(lines, "eval", key) for key in sorted(keys)}
+def environment_curves(numbers: Numbers) -> dict[str, Points]:
+    """Returns the training reward of each environment over steps, if there are several."""
+    envs = environments_of(numbers)
+    return {env: numbers.points("orchestrator", f"reward/{env}/mean") for env in envs} if len(envs) > 1 else {}
 
 
-def environment_curves(lines: Lines) -> dict[str, Curve]:
-    """Training reward of each environment over steps, if there are several."""
-    envs = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
-    return {env: curve(lines, "orchestrator", f"reward/{env}/mean") for env in sorted(envs)} if len(envs) > 1 else {}
-
-
-def environment_lines(lines: Lines) -> list[str]:
-    """The reward of each environment, where there are several, and what is the matter with the rollouts of any."""
-    rewarded = {env for (_, source), line in lines.items() if source == "orchestrator" for env in environment_rewards(line)}
-    faults = {env: one.fault for env, one in played_in(lines).items()}
-    envs = sorted({*rewarded, *faults})
-    shown = {env: trend(curve(lines, "orchestrator", f"reward/{env}/mean")[1]) or "-" for env in envs if len(envs) > 1 or faults.get(env)}
+def environment_lines(numbers: Numbers) -> list[str]:
+    """Returns lines with the reward of each environment, if there are several, and with faults in its rollouts."""
+    faults = {env: one.fault for env, one in played_in(numbers).items()}
+    envs = sorted({*environments_of(numbers), *faults})
+    shown = {env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-" for env in envs if len(envs) > 1 or faults.get(env)}
     return [f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "") for env, text in shown.items()]
 
 
 def ends(values: list[float]) -> tuple[float, float]:
-    """Means over the first and over the last values."""
+    """Returns the means of the first and of the last values."""
     count = max(1, min(ENDS, len(values) // 2))
     return fmean(values[:count]), fmean(values[-count:])
 
 
-def fallen_lines(lines: Lines) -> list[str]:
-    """The parts of rewards, and other metrics of environments, that fell by more than FALLEN, the deepest first.
-    A policy may earn one part of its reward at the cost of another."""
-    names = {key for (_, source), line in lines.items() if source == "orchestrator" for key in line if key.startswith("reward/")}
-    curves = {name: curve(lines, "orchestrator", name)[1] for name in names if name.count("/") > 1 and not name.endswith("/mean")}
+def reward_parts(numbers: Numbers) -> list[str]:
+    """Returns the metrics `reward/<env>/<metric>`: parts of a reward, and other metrics of an environment's rollouts."""
+    names = [name for name in numbers.names_of("orchestrator") if name.startswith("reward/")]
+    return [name for name in names if name.count("/") > 1 and not name.endswith("/mean")]
+
+
+def fallen_lines(numbers: Numbers) -> list[str]:
+    """Returns lines on parts of rewards, and other metrics of environments, that fell by more than FALLEN, largest fall first.
+    A policy may gain one part of its reward at the cost of another."""
+    curves = {name: numbers.points("orchestrator", name)[1] for name in reward_parts(numbers)}
     means = {name: ends(values) for name, values in curves.items() if len(values) > 2 * ENDS}
     left = {name: last / first for name, (first, last) in means.items() if first > 0}
     deepest = sorted((fraction, name) for name, fraction in left.items() if 0 <= fraction < 1 - FALLEN)[:MOST_FALLEN]
@@ -93,64 +92,64 @@ def fallen_lines(lines: Lines) -> list[str]:
     return [f"fell      {text}   ({part} of {env})" for (_, env, part), text in parts]
 
 
-def is_sft(lines: Lines) -> bool:
-    """Whether the run is supervised fine-tuning, which alone writes `epoch`."""
-    return any("epoch" in line for line in lines.values())
+def is_sft(numbers: Numbers) -> bool:
+    """Returns whether the run is supervised fine-tuning, the only kind that writes `epoch`."""
+    return "epoch" in numbers.names
 
 
 def trend(values: list[float], spec: str = ".3f") -> str:
-    """Mean over the first and over the last values, `0.200 -> 0.700`; a single one by itself; empty without values."""
+    """Formats the means of the first and of the last values, `0.200 -> 0.700`; a single value alone; empty without values."""
     return " -> ".join(f"{mean:{spec}}" for mean in ends(values)[: len(values)]) if values else ""
 
 
-def inference_idle(lines: Lines) -> float | None:
-    """Fraction of the time in which inference had nothing to do; None where it was not measured."""
-    seconds = dict(zip(*curve(lines, "orchestrator", "time/batch"), strict=True))
-    idle = dict(zip(*curve(lines, "orchestrator", "perf/inference_idle_fraction"), strict=True))
+def inference_idle(numbers: Numbers) -> float | None:
+    """Returns the fraction of the time in which inference was idle; None if it was not measured."""
+    seconds = dict(zip(*numbers.points("orchestrator", "time/batch"), strict=True))
+    idle = dict(zip(*numbers.points("orchestrator", "perf/inference_idle_fraction"), strict=True))
     total = sum(seconds.get(step, 0.0) for step in idle)
     return sum(seconds.get(step, 0.0) * fraction for step, fraction in idle.items()) / total if total else None
 
 
 def duration(seconds: float) -> str:
-    """`2 h 05 min`, `3 min 07 s` or `4.2 s`."""
+    """Formats a duration: `2 h 05 min`, `3 min 07 s` or `4.2 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
 def seconds_of(run_dir: RunDir, part: str) -> float:
-    """Seconds that the trainer has spent on a part of its steps, those that it trained once more after a resume counted twice."""
+    """Returns the seconds that the trainer spent on a part of its steps; steps trained again after a resume count each time."""
     reader, total_s = MetricsReader(run_dir.metrics), 0.0
     while lines := reader.new():
         total_s += sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
     return total_s
 
 
-def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
-    """The final report as lines of text; what was not measured has none."""
+def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
+    """Returns the lines of the final report, without those of metrics that were not measured."""
     took_s, waited_s = (seconds_of(run_dir, part) for part in ("time/step", "time/wait_for_batch"))
-    measured = took_s and curve(lines, "trainer", "time/wait_for_batch")[1]
+    measured = took_s and numbers.points("trainer", "time/wait_for_batch")[1]
     shares = [f"trainer waited for batches {waited_s / took_s:.0%}"] if measured else []
-    if (idle := inference_idle(lines)) is not None:
+    if (idle := inference_idle(numbers)) is not None:
         shares.append(f"inference was idle {idle:.0%}")
-    count = max(0, max(curve(lines, "trainer", "time/step")[0], default=0) - first_step(run_dir))
+    count = max(0, max(numbers.points("trainer", "time/step")[0], default=0) - first_step(run_dir))
     took = f"{count} step{'' if count == 1 else 's'} in {duration(took_s)}"
     report = [took + (f"; {', '.join(shares)} of the time" if shares else "") if took_s else "no step was trained"]
-    if reward := trend(curve(lines, "orchestrator", "reward/mean")[1]):
+    if reward := trend(numbers.points("orchestrator", "reward/mean")[1]):
         report.append(f"reward    {reward}   (mean of the first and of the last steps)")
-    report += environment_lines(lines) + fallen_lines(lines)
-    if is_sft(lines) and (loss := trend(curve(lines, "trainer", "loss/mean")[1], ".4f")):
+    report += environment_lines(numbers) + fallen_lines(numbers)
+    if is_sft(numbers) and (loss := trend(numbers.points("trainer", "loss/mean")[1], ".4f")):
         report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")
-    at, losses = curve(lines, "trainer", "validation/loss")
+    at, losses = numbers.points("trainer", "validation/loss")
     if losses:
         versions = f"version {at[0]} and version {at[-1]}"
         report.append(f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, {versions})")
-    for label, (at, rewards) in eval_curves(lines).items():
+    for label, (at, rewards) in eval_curves(numbers).items():
         if len(rewards) > 1:
             report.append(f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})")
         elif rewards:
             report.append(f"eval      {rewards[0]:.3f}   ({label}, version {at[0]})")
-    if kl := curve(lines, "trainer", "mismatch_kl/mean")[1]:
+    if kl := numbers.points("trainer", "mismatch_kl/mean")[1]:
         report.append(f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens of the trained version)")
     newest = run_dir.newest_weights()
     where = {
@@ -163,24 +162,24 @@ def report_lines(lines: Lines, run_dir: RunDir) -> list[str]:
     return report + [f"{what:<9} {path}" for what, path in where.items() if path]
 
 
-def draw_curves(lines: Lines, path: Path, title: str) -> None:
-    """Writes curves.png: reward and evals, what PANELS lists, time a step with the part spent waiting. The old picture stays until then."""
+def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
+    """Writes curves.png: reward and evals, the panels of PANELS, time per step with the part spent waiting. Replaces it atomically."""
     from matplotlib.figure import Figure
 
-    sft = is_sft(lines)
+    sft = is_sft(numbers)
     size, rows = ((14, 7), 2) if sft else ((15, 10), 3)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     first, *middle, last = figure.subplots(rows, 3).flat
-    draw_first(first, lines, sft)
+    draw_first(first, numbers, sft)
     for panel, (name, series) in zip(middle, SFT_PANELS if sft else PANELS, strict=True):
         for source, metric, label in series:
-            panel.plot(*curve(lines, source, metric), label=label)
+            panel.plot(*numbers.points(source, metric), label=label)
         panel.set_title(name)
         if len(series) > 1:
             panel.legend(loc="best")
-    last.plot(*curve(lines, "trainer", "time/step"), label="whole step")
-    steps, waits = curve(lines, "trainer", "time/wait_for_batch")
+    last.plot(*numbers.points("trainer", "time/step"), label="whole step")
+    steps, waits = numbers.points("trainer", "time/wait_for_batch")
     last.fill_between(steps, waits, alpha=0.4, label="trainer waits for the batch")
     last.set_title("seconds a step")
     last.legend(loc="best")
@@ -193,20 +192,30 @@ def draw_curves(lines: Lines, path: Path, title: str) -> None:
     write_file(path, picture.getvalue())
 
 
-def draw_first(panel: Any, lines: Lines, sft: bool) -> None:
-    """The panel of what is learned: loss in supervised fine-tuning, else reward and evaluations, these with their intervals."""
+def drawn_parts(numbers: Numbers) -> dict[str, Points]:
+    """Returns the parts of rewards to draw with the rewards: at least two, within 0 to 1, and not constant."""
+    curves = {name: numbers.points("orchestrator", name) for name in reward_parts(numbers)}
+    found = {name: points for name, points in curves.items() if 0 <= min(points[1]) < max(points[1]) <= 1}
+    return found if 1 < len(found) <= MOST_PARTS else {}
+
+
+def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:
+    """Draws the first panel: loss in supervised fine-tuning, else reward and evaluations with confidence intervals."""
     from matplotlib import rcParams
 
     panel.set_title("loss, nats a token" if sft else "reward")
     if sft:
-        panel.plot(*curve(lines, "trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
-    environments = environment_curves(lines)
-    whole = ("training", curve(lines, "trainer", "loss/mean") if sft else curve(lines, "orchestrator", "reward/mean"))
+        panel.plot(*numbers.points("trainer", "validation/loss"), marker="o", linestyle="--", label="validation")
+    environments = environment_curves(numbers)
+    whole = ("training", numbers.points("trainer", "loss/mean") if sft else numbers.points("orchestrator", "reward/mean"))
     for env, points in environments.items() or [whole]:
         panel.plot(*points, label=env)
+    for name, points in drawn_parts(numbers).items():
+        panel.plot(*points, linewidth=0.8, linestyle=":", label=name.removeprefix("reward/"))
     colours = dict(zip(environments, rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    for label, (versions, rewards) in eval_curves(lines).items():
-        errors = [INTERVAL * (lines[version, "eval"].get(f"eval/{label}/reward_mean_stderr") or 0.0) for version in versions]
+    for label, (versions, rewards) in eval_curves(numbers).items():
+        known = dict(zip(*numbers.points("eval", f"eval/{label}/reward_mean_stderr"), strict=True))
+        errors = [INTERVAL * known.get(version, 0.0) for version in versions]
         style = {
             "marker": "o",
             "linestyle": "--",
@@ -218,13 +227,13 @@ def draw_first(panel: Any, lines: Lines, sft: bool) -> None:
     panel.legend(loc="best")
 
 
-def final_report(lines: Lines, run_dir: RunDir, title: str, say: Callable[[str], None]) -> None:
-    """Draws curves.png and prints the report, if the run has any metrics. A picture that cannot be written is only reported."""
-    if not any(source in ("trainer", "eval") for _, source in lines):
+def final_report(numbers: Numbers, run_dir: RunDir, title: str, say: Callable[[str], None]) -> None:
+    """Draws curves.png and prints the report, if the run has any metrics. If the picture cannot be written, it only prints that."""
+    if not numbers.tables.keys() & {"trainer", "eval"}:
         return
     try:
-        draw_curves(lines, run_dir.curves, title)
+        draw_curves(numbers, run_dir.curves, title)
     except OSError as error:
         say(f"no curves: {run_dir.curves}: {error.strerror}")
-    for line in report_lines(lines, run_dir):
+    for line in report_lines(numbers, run_dir):
         say(line)

@@ -13,14 +13,14 @@ from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 
 SHARED_GPU_MEMORY = 0.35
-"""vLLM's fraction of a GPU that it shares with the trainer, whose weights, gradients and two float32 moments need most of the rest."""
+"""vLLM's fraction of a GPU shared with the trainer, whose weights, gradients and two float32 moments need most of the rest."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
-"""Settings of glibc to keep freed memory. Without them page faults took 90 s of system time in a benchmark (FSDP2, 135M, on CPU)."""
+"""glibc settings that keep freed memory. Without them page faults took 90 s of system time in a benchmark (FSDP2, 135M, on CPU)."""
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""The memory of replaced weights, which one thread frees, is another's for the next ones."""
+"""Lets one thread reuse the memory of replaced weights that another thread has freed."""
 SPIN = {"GOMP_SPINCOUNT": "10000"}
-"""How long OpenMP's threads wait for each other before they sleep: some 10 us, so that vLLM has the cores that it needs. A step is ten
-thousand small operators, and threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) took 3.3 s for one of 2.4 s."""
+"""How long OpenMP threads spin before they sleep: some 10 us, which leaves vLLM the cores it needs. A step has ten thousand small
+operators: with threads that sleep at once (OMP_WAIT_POLICY=PASSIVE) a step of 2.4 s took 3.3 s."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 FOR_GPUS = "`uv sync --no-group cpu --group gpu`, and `uv run --no-group cpu --group gpu` in place of each `uv run`"
@@ -44,11 +44,11 @@ class Split:
     inference: Share
     ranks: int
     vllm: dict[str, Any]
-    """Engine arguments that follow from the division and that the user did not set."""
+    """Engine arguments implied by the division, except those that the user set."""
 
 
 def pick(key: str, asked: int | list[int] | None, available: list[int], kind: str, *, from_end: bool = False) -> list[int] | None:
-    """The devices that setting `key`, a count or a list of ids, asks for; None if it is not set. Raises ConfigError."""
+    """Returns the devices that setting `key`, a count or a list of ids, requests; None if it is not set. Raises ConfigError."""
     if asked is None:
         return None
     if isinstance(asked, list):
@@ -62,7 +62,7 @@ def pick(key: str, asked: int | list[int] | None, available: list[int], kind: st
 
 
 def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
-    """(GPUs of the trainer, GPUs of inference). By default the trainer has one and inference the others; a single GPU is shared."""
+    """Returns (GPUs of the trainer, GPUs of inference). By default the trainer gets one and inference the rest; a single GPU is shared."""
     every = list(range(len(box.gpus)))
     trainer_asked, inference_asked = config.trainer.gpus, config.inference.gpus
     if trainer_asked is None and every:
@@ -72,14 +72,14 @@ def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
     if config.orchestrator.inference_urls or (inference_asked is None and not box.gpu_inference):
         inference_asked = 0
 
-    def without(taken: object) -> list[int]:
-        """GPUs that the other process does not have; a single GPU of a machine belongs to both."""
+    def without(taken: int | list[int] | None) -> list[int]:
+        """Returns the GPUs that the other process does not have; the only GPU of a machine is shared."""
         return [gpu for gpu in every if len(every) == 1 or gpu not in as_ids(taken)]
 
     named = isinstance(trainer_asked, list)
     trainer = pick("trainer.gpus", trainer_asked, every if named else without(inference_asked), "GPUs" if named else "free GPUs") or []
     if isinstance(inference_asked, list):
-        return trainer, pick("inference.gpus", inference_asked, every, "GPUs")
+        return trainer, pick("inference.gpus", inference_asked, every, "GPUs") or []
     free = without(trainer)
     if every and not free and inference_asked is None:
         remedy = (
@@ -91,15 +91,15 @@ def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
 
 
 def check_build(config: RLConfig, box: Machine) -> str:
-    """A line for the user where inference computes on the CPU although there are GPUs, for vLLM is built for CPUs; else empty.
+    """Returns a warning if inference runs on the CPU despite GPUs, because the installed vLLM is built for CPUs; else empty.
 
-    Raises ConfigError if `inference.gpus` asks for GPUs all the same.
+    Raises ConfigError if `inference.gpus` nevertheless requests GPUs.
     """
     if box.gpu_inference or not box.gpus or config.sft or config.orchestrator.inference_urls or config.inference.gpus == 0:
         return ""
     if config.inference.gpus:
         raise ConfigError(f"inference.gpus = {config.inference.gpus}\n    the installed vLLM is the one for CPUs: {FOR_GPUS}")
-    return f"warning: the installed vLLM is the one for CPUs, and inference computes there although there are GPUs: {FOR_GPUS}"
+    return f"warning: the installed vLLM is the one for CPUs, so inference runs on the CPU although there are GPUs: {FOR_GPUS}"
 
 
 def split(config: RLConfig, box: Machine) -> Split:
@@ -111,7 +111,7 @@ def split(config: RLConfig, box: Machine) -> Split:
     for key in ("dp_replicate", "context_parallel"):
         value = getattr(config.trainer, key)
         if ranks % value:
-            remedy = f"must divide the trainer's ranks, {ranks} (one a GPU; trainer.ranks without any): change it, or their number"
+            remedy = f"must divide the trainer's ranks, {ranks} (one per GPU; trainer.ranks without GPUs): change either of them"
             raise ConfigError(f"trainer.{key} = {value}\n    {remedy}")
     trainer_cores = pick("trainer.cpus", config.trainer.cpus or None, box.cores, "cores") or box.cores
     inference_cores = pick("inference.cpus", config.inference.cpus or None, box.cores, "cores", from_end=True) or box.cores
@@ -121,7 +121,7 @@ def split(config: RLConfig, box: Machine) -> Split:
     if not trainer_gpus:
         trainer_env |= MALLOC | SPIN
     if not inference_gpus:
-        inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # else vLLM computes with one thread
+        inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))  # otherwise vLLM uses one thread
         inference_env |= MALLOC | ONE_ARENA
     return Split(
         trainer=Share(trainer_gpus, trainer_cores, trainer_env),
@@ -132,12 +132,12 @@ def split(config: RLConfig, box: Machine) -> Split:
 
 
 def threads(cores: list[int], box: Machine) -> int:
-    """Number of threads that can run at once on `cores` within the container's quota."""
+    """Returns the number of threads that can run at once on `cores` within the container's quota."""
     return max(1, min(len(cores), math.floor(box.quota) if math.isfinite(box.quota) else len(cores)))
 
 
 def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) -> dict[str, Any]:
-    """vLLM's arguments that follow from its GPUs: its fraction of a shared one, and a replica for each that no other parallelism uses."""
+    """Returns vLLM's arguments implied by its GPUs: its fraction of a shared one, and as many data-parallel replicas as fit."""
     given = {key.replace("-", "_"): value for key, value in given.items()}
     implied: dict[str, Any] = {}
     if shared and "gpu_memory_utilization" not in given:
@@ -157,7 +157,7 @@ def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) ->
 
 
 def write_into(config: RLConfig, division: Split) -> RLConfig:
-    """The configuration with the division written into it, so that a process can be restarted from config.toml alone."""
+    """Returns the configuration with the division written into it, so that a process can be restarted from config.toml alone."""
     config = config.model_copy(deep=True)
     config.trainer.gpus = division.trainer.gpus or 0
     config.trainer.ranks = division.ranks

@@ -1,4 +1,4 @@
-"""Keeps the guard running: the small process beside `rl` that outlives its SIGKILL."""
+"""Keeps the guard running: the small process beside `rl` that survives when `rl` is killed by SIGKILL."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from rl.system.children import Child
 
 
 class Guard:
-    """The guard as `rl` keeps it: started anew when it is gone or stopped, and told which sessions the children lead."""
+    """The guard as seen by `rl`: restarted when it is gone or stopped, and told which sessions the children lead."""
 
     def __init__(self, marker: str, directory: os.PathLike[str], grace_s: float):
         self.command = [sys.executable, "-I", "-S", process_table.__file__, marker, str(directory), str(grace_s)]
@@ -20,24 +20,25 @@ class Guard:
 
     def _start(self) -> None:
         reader, self.pipe = os.pipe()
-        # Not our output: whoever reads that to its end would wait for the guard, too.
-        no_output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(self.command, stdin=reader, start_new_session=True, cwd="/", **no_output)
+        # It must not inherit our output: a reader that waits for its end would also wait for the guard.
+        self.process = subprocess.Popen(
+            self.command, stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+        )
         os.close(reader)
         for session, start in self.sessions.items():
             self._send(f"+ {session} {start}")
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is gone: `poll` starts another, which is told everything
+        with contextlib.suppress(BrokenPipeError):  # the guard is gone: `poll` starts another one and sends all sessions
             os.write(self.pipe, line.encode() + b"\n")
 
     def watch(self, child: Child) -> None:
-        """Has the processes of a child's session ended with the run, also those that have overwritten their environment."""
+        """Has the guard end the processes of a child's session with the run, even those that have overwritten their environment."""
         self.sessions[child.pid] = child.start_ticks
         self._send(f"+ {child.pid} {child.start_ticks}")
 
     def forget(self, child: Child) -> None:
-        """Takes back `watch`: nothing is left of the child, and another process may get its number."""
+        """Reverts `watch`: the child's processes are gone, and its pid may be reused."""
         self.sessions.pop(child.pid, None)
         self._send(f"- {child.pid}")
 
@@ -49,8 +50,8 @@ class Guard:
             self._start()
 
     def close(self) -> None:
-        """Ends it before it sees the end of the pipe: there is nothing left for it to do."""
+        """Kills the guard before it sees the end of the pipe: there is nothing left for it to do."""
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(OSError):  # a second signal came here before
+        with contextlib.suppress(OSError):  # closed already, if a second signal interrupted us here
             os.close(self.pipe)

@@ -1,4 +1,4 @@
-"""The browser page beside a run (`--view`): a process of the lowest priority that the run does not know of, and that ends with it."""
+"""The browser page beside a run (`--view`): a process of lowest priority, independent of the run except that it ends with it."""
 
 import os
 import re
@@ -6,32 +6,34 @@ import sys
 from collections.abc import Callable
 
 from rl.launch.children import Children
+from rl.run_dir.access_token import PAGE_VARIABLE, link, page_secret
 from rl.run_dir.logs import last_lines
 from rl.run_dir.paths import RunDir
-from rl.run_dir.token import PAGE_VARIABLE, page_token
 from rl.system.children import Child
 
-ADDRESS = re.compile(r"http://\S+/")
+LINK = re.compile(r"(http://\S+/) (\w+)$", re.M)
+"""Matches the address and the number of a link in the page's log."""
 
 
 class Page:
-    """Starts `rl view` on the run, and says its address once it is there. `poll` never waits."""
+    """Starts `rl view` on the run, and prints each link that admits a browser. `poll` never waits."""
 
     def __init__(self, run_dir: RunDir, children: Children, say: Callable[[str], None]):
-        self.children, self.say, self.token = children, say, page_token(run_dir.status_dir)
+        self.children, self.say, self.secret = children, say, page_secret(run_dir.status_dir)
         command = [sys.executable, "-m", "rl.main", "view", str(run_dir.root), "--beside"]
-        self.child: Child | None = children.start("view", command, os.environ | {PAGE_VARIABLE: self.token}, run_dir.logs)
-        self.told = False
+        self.child: Child | None = children.start("view", command, os.environ | {PAGE_VARIABLE: self.secret}, run_dir.logs)
+        self.told = ""
 
     def poll(self) -> None:
-        """Says the address, or that the page has ended; the run goes on without it."""
+        """Prints a new link, or that the page has ended; the run continues without it."""
         if self.child is None:
             return
-        if not self.told and (found := ADDRESS.search("\n".join(last_lines(self.child.log)))):
-            self.told = True
-            self.say(f"view      {found[0]}?token={self.token}")
+        found = LINK.findall("\n".join(last_lines(self.child.log)))
+        if found and self.told != (newest := link(self.secret, *found[-1])):
+            self.say(f"view      {newest}" + ("  (a browser has used the link before)" if self.told else ""))
+            self.told = newest
         if self.child.exit_code is not None:
-            self.say(f"warning: the page of --view has ended, the run goes on (log: {self.child.log})")
+            self.say(f"warning: the page of --view has ended, the run continues (log: {self.child.log})")
             self.children.kill_tree(self.child)
             self.child = None
 

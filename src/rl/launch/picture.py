@@ -1,4 +1,4 @@
-"""curves.png while a run goes on: drawn now and then by a process of its own, for which neither the loop of `rl` nor training waits."""
+"""Draws curves.png from time to time during a run, in a separate process, so that neither the loop of `rl` nor training waits."""
 
 import os
 import sys
@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl.launch.children import Children
-from rl.launch.curves import draw_curves, is_reported
-from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.system.children import Child
 from rl.system.linux import die_with_parent
 
 EVERY_S = 60.0
-"""Least time between two pictures, seconds."""
+"""Minimum seconds between two pictures."""
 SHARE = 0.02
-"""Most of the time that drawing takes, as a part of one core's."""
+"""Maximum share of one core's time spent on drawing."""
 DEADLINE_S = 300.0
-"""A picture that takes longer is given up, seconds."""
+"""Seconds after which drawing is aborted."""
 
 
 class Picture:
@@ -29,10 +27,10 @@ class Picture:
         self.child: Child | None = None
         self.next_at = time.monotonic() + EVERY_S
         self.news = False
-        """Whether a step was reported that is not in the picture."""
+        """Whether there are metrics that are not in the picture."""
 
     def poll(self, num_new: int) -> None:
-        """Starts a drawing process, or looks after the one that runs. `num_new`: lines of metrics.jsonl since the last call."""
+        """Starts a drawing process, or checks the running one. `num_new`: number of lines of metrics.jsonl since the last call."""
         self.news = self.news or num_new > 0
         if self.child:
             if self.child.exit_code is not None or time.monotonic() - self.child.started > DEADLINE_S:
@@ -45,13 +43,13 @@ class Picture:
                 self._give_up(f"cannot be drawn: {error}")
 
     def close(self) -> None:
-        """Forgets the process that was drawing when the run ended, and that was ended with all others. None is started any more."""
+        """Forgets a drawing process, which was ended with all others at the end of the run. No further one is started."""
         if self.child:
             self.child.log.unlink(missing_ok=True)
         self.child, self.next_at = None, float("inf")
 
     def _finish(self, child: Child) -> None:
-        """Puts a process away. One that failed was the last one until the run ends, and its log stays."""
+        """Cleans up after a process. After a failure its log is kept and no other is started until the run ends."""
         took, code = time.monotonic() - child.started, child.exit_code
         self.children.kill_tree(child)
         self.child, self.next_at = None, time.monotonic() + max(EVERY_S, took / SHARE)
@@ -63,15 +61,18 @@ class Picture:
 
     def _give_up(self, why: str) -> None:
         self.next_at = float("inf")
-        self.say(f"warning: {self.run_dir.curves} {why}; the next picture comes when the run ends")
+        self.say(f"warning: {self.run_dir.curves} {why}; it is drawn again when the run ends")
 
 
 def main() -> None:
+    from rl.launch.curves import draw_curves
+    from rl.run_dir.numbers import Numbers
+
     die_with_parent()
     os.nice(19)
     root, title = Path(sys.argv[1]), sys.argv[2]
     run_dir = RunDir(root, root / "weights")
-    draw_curves(read_metrics(run_dir.metrics, wanted=is_reported), run_dir.curves, title)
+    draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Prepares the run directory for a start: new, emptied (--clean) or continued (--resume). One `rl` at a time owns it.
 
-A run lives where its config.toml lies: it may be moved and renamed. A directory in which nothing was made yet is simply used again.
+The location of a run is that of its config.toml: it may be moved and renamed. A directory in which nothing was made yet is reused.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ from rl.config.differences import changed_keys
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
-from rl.launch.repair import repair
+from rl.launch.repair import find_fault, repair
 from rl.run_dir.files import append_file, clean_leftovers, move
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, is_run, numbered, numbers
-from rl.run_dir.status import RunEnd, bury, read_json, server_files
+from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import RunError
+from rl.wire.batch_file import sound_batch
 
 MAY_CHANGE = (
     "name",
@@ -72,13 +73,13 @@ MAY_CHANGE = (
     "supervisor",
     "*_timeout_s",
 )
-"""Settings, and sections with all their settings, that a resume may change: how long, where and how fast, but not what is learned.
-Another machine, other time-outs or more steps continue the same experiment; another model, data or loss would be a second one."""
+"""Settings and whole sections that a resume may change: how long, where and how fast, but not what is learned.
+Another machine, other timeouts or more steps continue the same experiment; another model, data or loss would be a new one."""
 
 
 REMEDY = "continue that run with --resume, delete it with --clean, or choose another --name"
 MAX_LISTED = 10
-"""Number of runs that an error lists."""
+"""Maximum number of runs listed in an error."""
 
 
 @dataclass
@@ -87,21 +88,21 @@ class Prepared:
 
     run_dir: RunDir
     notes: list[str]
-    """What was found and done, for the console."""
+    """Findings and actions, for the console."""
     lease: Lease
-    """The role `rl`, which this process holds as long as it lives."""
+    """The role `rl`, which this process holds while it lives."""
     is_done: bool = False
-    """It is resumed at its end, with the settings that it was made with: nothing is left to do."""
+    """Whether a complete run was resumed with unchanged settings, so that nothing is left to do."""
 
 
 def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     """Takes the run directory of a resolved configuration and writes config.toml.
 
-    resume: None: no --resume; -1: at the newest step; else the step. Raises RunError or OSError.
+    resume: None without --resume; -1: newest step; else the step. Raises RunError or OSError.
     """
     run_dir = config.run_dir
     if clean and resume is not None:
-        raise RunError("--clean deletes the run and --resume continues it: give one of them")
+        raise RunError("--clean deletes the run and --resume continues it: give only one of them")
     exists = is_run_or_free(run_dir.root)
     if resume is not None and not exists:
         raise RunError(no_run(run_dir.root))
@@ -110,7 +111,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         on_failure.callback(lease.close)
         wait_for_survivors(run_dir, all_servers=clean)
         clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
-        clean_leftovers(run_dir.status_dir, ours="" if clean else None)  # else further servers, on other hosts, write there
+        clean_leftovers(run_dir.status_dir, ours="" if clean else None)  # not all: further servers on other hosts may be writing there
         notes, made, is_done = [], run_dir.anything_made(), False
         if exists and resume is not None and (made or resume > 0 or not refusals(as_written(run_dir.root), config)):
             same = not changed_keys(as_written(run_dir.root), config)
@@ -120,7 +121,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
             if clean:
                 origin = read_origin(run_dir)
                 clean_run(run_dir, lease, run_dir.cleaned if made else None)
-                base = f", a {origin}: what starts now begins at the base model" if origin else ""
+                base = f", a {origin}: the new run begins at the base model" if origin else ""
                 until = f" as soon as this one has finished a group or a step; until then it is in {run_dir.cleaned}" if made else ""
                 notes += [f"{'deletes' if made else 'deleted'} the run in {run_dir.root}{until}{base}"] if exists else []
             elif made:
@@ -133,13 +134,13 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         write_config(run_dir.config, config)
         forget_dead_servers(run_dir.status_dir)
         for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {run_dir.status("inference")}:
-            bury(path, run_dir.spans)
+            archive_status(path, run_dir.spans)
         on_failure.pop_all()
     return Prepared(run_dir, notes, lease, is_done)
 
 
 def has_ended(config: RLConfig, run_dir: RunDir) -> bool:
-    """Whether a run of reinforcement learning has come to its end, all steps made and evaluated, and has the files of its last one."""
+    """Returns whether an RL run is complete: it has ended well, its last step is evaluated, and the files of that step exist."""
     end, last = read_json(run_dir.run_end, RunEnd), config.max_steps
     evaluated = not config.orchestrator.eval or last in numbered(run_dir.evals)
     saved = last in numbers(run_dir.checkpoints) and last in numbered(run_dir.weights_dir)
@@ -147,19 +148,19 @@ def has_ended(config: RLConfig, run_dir: RunDir) -> bool:
 
 
 def no_run(root: Path) -> str:
-    """The message for a --resume where there is no run."""
+    """Returns the message for a --resume without a run."""
     there = f"; in {root.parent} there are {runs}" if (runs := runs_in(root.parent, root.name)) else ""
-    return f"--resume: there is no run in {root}{there}. Leave it out to start one, or name the one meant: rl @ RUN/config.toml --resume"
+    return f"--resume: there is no run in {root}{there}. Leave it out to start one, or give another run: rl @ RUN/config.toml --resume"
 
 
 def runs_in(folder: Path, name: str) -> str:
-    """The runs in a folder, for a message: the one whose name is most like `name`, or else the first ones. Empty if there is none."""
+    """Lists runs in a folder for a message: the one with the name closest to `name`, or else the first ones. Empty if there is none."""
     runs = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     return ", ".join(get_close_matches(name, runs, n=1) or runs[:MAX_LISTED])
 
 
 def use_again(run_dir: RunDir) -> list[str]:
-    """Empties the directory of a run that made nothing, as after a failed start: its settings may be others now. Logs and events stay.
+    """Empties the directory of a run that made nothing, as after a failed start, for possibly other settings. Keeps logs and events.
 
     Returns notes for the console.
     """
@@ -169,13 +170,13 @@ def use_again(run_dir: RunDir) -> list[str]:
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
         path.unlink(missing_ok=True)
-    return [f"{run_dir.root} is used again: the run in it had made nothing yet"]
+    return [f"reusing {run_dir.root}: the run in it had made nothing yet"]
 
 
 def is_run_or_free(root: Path) -> bool:
-    """Whether there is a run; False if there is nothing, or what a start leaves that was interrupted before it wrote config.toml.
+    """Returns whether there is a run; False if there is nothing, or only leftovers of a start interrupted before it wrote config.toml.
 
-    Raises RunError for anything else, which is the user's. To be asked before a lock makes any directory look like a run's.
+    Raises RunError for anything else, which belongs to the user. Call it before a lock makes the directory look like a run.
     """
     if is_run(root):
         return True
@@ -185,10 +186,10 @@ def is_run_or_free(root: Path) -> bool:
 
 
 def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
-    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. Those on another host,
-    which only time can judge, are watched together; one that was given up, and lives nevertheless, finds its role taken.
+    """Waits until no process of an earlier `rl` holds its role: after a SIGKILL of `rl` they need a moment to end. Those on other hosts,
+    where only time shows whether they are alive, are watched in parallel; one wrongly declared dead finds its role taken.
 
-    Inference servers that `rl` has not started go on, unless `all_servers` are to have ended.
+    Inference servers not started by `rl` may keep running, unless `all_servers` is set.
     """
     further = set() if all_servers else {*run_dir.status_dir.glob("inference-*.lock")}
     locks = sorted({*run_dir.status_dir.glob("*.lock")} - {run_dir.lock("rl")} - further)
@@ -197,10 +198,10 @@ def wait_for_survivors(run_dir: RunDir, *, all_servers: bool) -> None:
 
 
 def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
-    """Empties the run directory except for our lock and lease: all of it moves to `away`, but for weights that lie elsewhere, which follow
-    from what moves; without `away` it is deleted. config.toml goes last, so that what was interrupted can be repeated."""
+    """Empties the run directory except for our lock and lease: moves everything to `away`, or deletes it without `away`. Weights that lie
+    elsewhere are deleted: they can be rebuilt from the rest. config.toml goes last, so that an interrupted call can be repeated."""
     stored = None
-    with contextlib.suppress(RunError):  # no configuration, or one of another version of rl: then only the new one's weights are known
+    with contextlib.suppress(RunError):  # no or incompatible configuration: then only the weights of the new one are known
         stored = as_written(run_dir.root)
     if stored and stored.trainer.weights.dir and not copied_from(stored.run_dir, run_dir):
         delete_weights(stored.run_dir.weights_dir)
@@ -221,7 +222,7 @@ def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
 
 
 def delete_weights(weights_dir: Path) -> None:
-    """Deletes the versions, finished or not, in a weights directory, and nothing else: it may lie outside the run."""
+    """Deletes only the versions, finished or not, from a weights directory, which may lie outside the run."""
     for path in list(weights_dir.iterdir()) if weights_dir.is_dir() else []:
         if re.fullmatch(r"\d{6,}|\.\d{6,}\..*", path.name):
             shutil.rmtree(path)
@@ -230,7 +231,7 @@ def delete_weights(weights_dir: Path) -> None:
 
 
 def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
-    """Checks that the run may go on with this configuration, cuts it to `step` (-1: nothing is cut) and records changed settings.
+    """Checks that the run may continue with this configuration, cuts it to `step` (-1: no cut) and records changed settings.
 
     Returns notes for the console. Raises RunError.
     """
@@ -238,14 +239,18 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
     if refused := refusals(stored, config):
         many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
         remedies = (
-            f"  go on with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start another with a new --name;",
+            f"  continue with them in a new run: rl branch {run_dir.root} --name NEW and the same settings; start one with a new --name;",
             "  or delete this one with --clean. docs/settings.md ends with what a resume may change",
         )
         raise RunError("\n".join([f"{run_dir.root} was made with another configuration, {many}:", *refused, *remedies]))
-    newest = max(run_dir.newest_batch(), max(numbers(run_dir.checkpoints), default=0))
+    batch = run_dir.newest_batch()
+    if batch > config.max_steps and find_fault(sound_batch, run_dir.batch(batch)):
+        sound = (n for n in reversed(numbers(run_dir.batches, ".batch")) if not find_fault(sound_batch, run_dir.batch(n)))
+        batch = next(sound, 0)  # `repair` moves what is newer away
+    newest = max(batch, max(numbers(run_dir.checkpoints), default=0))
     if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (config.sft and config.sft.epochs):
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
-        raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} has {reached} steps already; give at least that{back}")
+        raise RunError(f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; give at least that{back}")
     bring_weights(stored, config)
     changes, notes = changed_keys(stored, config), []
     if step >= 0:
@@ -265,7 +270,7 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:
-    """Moves the versions of a run that was renamed along, where they lie outside of it: their directory bears its name."""
+    """Moves the versions of a renamed run if they lie outside of it, because their directory has the run's name."""
     before, now = stored.run_dir, config.run_dir
     if (
         config.trainer.weights.dir
@@ -279,7 +284,7 @@ def bring_weights(stored: RLConfig, config: RLConfig) -> None:
 
 
 def copied_from(before: RunDir, now: RunDir) -> bool:
-    """Whether the run that was last started elsewhere is still there. Raises RunError if the versions of both would be in one place."""
+    """Returns whether this run is a copy, its original still existing. Raises RunError if both would share a weights directory."""
     if not before.config.exists() or before.root.samefile(now.root):
         return False
     if before.weights_dir == now.weights_dir:
@@ -290,8 +295,8 @@ def copied_from(before: RunDir, now: RunDir) -> bool:
 def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
     """Moves everything later than `step` to `discarded/`. Raises RunError if the run cannot be rebuilt at `step` from what remains.
 
-    The trainer starts at the newest remaining checkpoint, or at the base model, and trains the batches from there again: `logged` ones,
-    or in supervised fine-tuning those that follow from data and seed.
+    The trainer starts at the newest remaining checkpoint, or at the base model, and trains the batches after it again: `logged` ones, or
+    in supervised fine-tuning batches rebuilt from data and seed.
     """
     if (origin := read_origin(run_dir)) and step < origin.step:
         raise RunError(f"--resume {step}: {run_dir.root} begins at step {origin.step}, as a {origin}; give at least that")
@@ -306,12 +311,12 @@ def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
         )
     away = run_dir.discard_after(step)
     if away and run_dir.wandb.exists():
-        move(run_dir.wandb, away / run_dir.wandb.name)  # starts a new W&B run: the old one would show both versions of the later steps
+        move(run_dir.wandb, away / run_dir.wandb.name)  # a new W&B run starts: the old one would show both versions of the later steps
     return [f"moved everything after step {step} to {away}"] if away else []
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`1-4, 7` for [1, 2, 3, 4, 7]."""
+    """Formats [1, 2, 3, 4, 7] as `1-4, 7`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -322,14 +327,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
-    """The settings that differ and that a resume may not change, a line each. An argument with a fault no environment was ever given."""
+    """Returns the settings that differ although a resume may not change them, one per line."""
     differ = ((key, old, new) for key, old, new in changed_keys(stored, config) if not may_change(key) and not moved(old, new))
-    kept = ((key, old, new) for key, old, new in differ if not (key.startswith("orchestrator.environment.") and argument_fault(old)))
-    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in kept]
+    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in differ]
 
 
 def moved(old: Any, new: Any) -> bool:
-    """Whether two values are absolute paths, with or without `:function`, of one name, of which only the new one is still there."""
+    """Returns whether two values are absolute paths of the same name, with or without `:function`, of which only the new one exists."""
     if not (isinstance(old, str) and isinstance(new, str) and old.startswith("/") and new.startswith("/")):
         return False
     before, after = Path(old.partition(":")[0]), Path(new.partition(":")[0])

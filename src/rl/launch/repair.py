@@ -1,7 +1,7 @@
 """Finds damaged files of a run by their checksums and moves them, with all that depends on them, to `discarded/<time>/`.
 
-A run goes on from a checkpoint and the batches after it, its orchestrator from the newest batch. So with a damaged batch that is needed
-all later steps are discarded, as by `--resume` at the step before; they are sampled and trained again.
+A run continues from a checkpoint and the batches after it, its orchestrator from the newest batch. So if a needed batch is damaged, it and
+all later steps are discarded, as by `--resume` at the previous step, and sampled and trained again.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from rl.wire.batch_file import check_rollouts, open_rollouts, sound_batch
 
 
 def repair(run_dir: RunDir, *, thorough: bool = True, logged: bool = True) -> list[str]:
-    """Moves damaged files away so that the run can go on. Neither its trainer nor its orchestrator may be running.
+    """Moves damaged files away so that the run can continue. Neither its trainer nor its orchestrator may be running.
 
-    thorough: also checks checkpoints and older versions, which are gigabytes; else a process that reads a damaged one ends.
-    Of rollouts those behind the checkpoint: who reads an older file is told when it is damaged, and `rl doctor RUN --verify` reads all.
-    logged: the batches are files; False for supervised fine-tuning, which makes them from its data again.
-    Returns a line for each thing that was done.
+    thorough: also checks checkpoints and older versions, which are gigabytes; otherwise a process that reads a damaged one ends.
+    Checks only rollouts after the checkpoint: readers of older files detect damage themselves, and `rl doctor RUN --verify` reads all.
+    logged: the batches are files; False for supervised fine-tuning, which rebuilds them from its data.
+    Returns one line for each action.
     """
     return Repair(run_dir, thorough, logged).run()
 
@@ -37,7 +37,7 @@ class Repair:
         self.away = run_dir.new_discarded()
         self.remarks: list[str] = []
         self.faults: dict[int, str] = {}
-        """Step -> what is wrong with its batch, "" if nothing. Holds the batches that were read."""
+        """Step -> fault of its batch, "" if it is sound; for the batches read so far."""
 
     def run(self) -> list[str]:
         """See `repair`."""
@@ -52,7 +52,7 @@ class Repair:
         return self.remarks
 
     def _newest_state(self, newest: int) -> tuple[int, int]:
-        """(checkpoint, step) of the newest step at which the run can go on. Moves newer checkpoints that are damaged away."""
+        """Returns (checkpoint, step) of the newest step at which the run can continue. Moves newer damaged checkpoints away."""
         origin = read_origin(self.run_dir)
         for step, path in [*reversed(numbered(self.run_dir.checkpoints).items()), (0, None)]:
             if path is None and origin:
@@ -71,7 +71,7 @@ class Repair:
         raise AssertionError("a run can always go on at step 0")
 
     def _fault(self, step: int) -> str:
-        """What is wrong with a batch; empty if it is sound."""
+        """Describes the fault of a batch; empty if it is sound."""
         if step not in self.faults:
             self.faults[step] = find_fault(sound_batch, self.run_dir.batch(step))
         return self.faults[step]
@@ -87,7 +87,7 @@ class Repair:
         )
 
     def _repair_weights(self, checkpoint: int) -> None:
-        """Moves damaged versions away. The trainer makes those from `checkpoint` on again."""
+        """Moves damaged versions away. The trainer rebuilds those from `checkpoint` on."""
         for version, path in numbered(self.run_dir.weights_dir).items():
             if version < checkpoint and not self.thorough:
                 continue
@@ -96,10 +96,10 @@ class Repair:
                 self._discard(path, "weights", f"{fault}; {comes}")
 
     def _repair_rollouts(self, checkpoint: int) -> None:
-        """Moves damaged files of rollouts away; only people read them."""
+        """Moves damaged rollout files away; only people read them."""
         for path in self.run_dir.rollout_files(after=checkpoint).values():
             if fault := find_fault(check_rollouts, path):
-                self._discard(path, "rollouts", f"{fault.split(';')[0]}; nothing but its readers needs it")
+                self._discard(path, "rollouts", f"{fault.split(';')[0]}; only readers of rollouts need it")
 
     def _discard(self, path: Path, kind: str, remark: str) -> None:
         target = self.away / kind / path.name
@@ -108,7 +108,7 @@ class Repair:
 
 
 def find_fault(check: Callable[[Path], object], path: Path) -> str:
-    """What is wrong with a file or a directory; empty if it is sound."""
+    """Describes the fault of a file or directory; empty if it is sound."""
     try:
         check(path)
     except CorruptFileError as error:
@@ -117,7 +117,7 @@ def find_fault(check: Callable[[Path], object], path: Path) -> str:
 
 
 def finished_groups(rollouts: Path) -> set[bytes]:
-    """Ids of the groups in a file of rollouts, as far as it can be read."""
+    """Returns the ids of the groups in a rollout file, as far as it can be read."""
     found = set()
     with contextlib.suppress(OSError, EOFError, zlib.error), open_rollouts(rollouts) as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""Which processes a run has, and the command of each."""
+"""The processes of a run, and the command of each."""
 
 import os
 import sys
@@ -14,47 +14,47 @@ from rl.system.children import Child
 
 @dataclass(frozen=True)
 class Role:
-    """How a process is started, each time anew."""
+    """How to start a process, at every attempt."""
 
     name: str
     command: list[str]
     env: dict[str, str]
     cores: list[int] | None = None
     leaves_copy: bool = False
-    """For a warm start of its next attempt, see standby.py."""
+    """Whether it leaves a copy for a warm start of its next attempt, see system/preforked.py."""
     after: str = ""
-    """The role that is to be up before its first attempt, or the supervisor's patience at its end; empty: none."""
+    """Role that its first attempt waits for, until that is up or the supervisor's time limit has passed; empty: none."""
 
 
 MANY_CORES = 3
-"""With fewer the trainer starts last: it has nothing to do before the first batch, and would hold up what makes that."""
+"""With fewer cores the trainer starts last: it has nothing to do before the first batch, and would slow down making it."""
 
 
 PREPARING = {"model": "rl.models.folder", "data": "rl.trainer.sft.tokens"}
-"""What runs to its end before anything else starts: finds or downloads the model, and makes the examples of supervised fine-tuning."""
+"""Processes that run to their end before anything else: find or download the model, make the examples of supervised fine-tuning."""
 
 
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
-    """How a process is started. It reads everything from the run's config.toml."""
+    """Returns the command of a process, which reads everything else from the run's config.toml."""
     if name in PREPARING:
         return [sys.executable, "-m", PREPARING[name], str(run_dir.config)]
     module = ["-m", f"rl.{name}.main", "@", str(run_dir.config)]
     if name == "trainer" and ranks > 1:
-        # --standalone: the agent finds its own free port on this host, so two runs never meet.
+        # --standalone: the agent picks a free port on this host, so two runs never collide.
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
-    return [sys.executable, *module]  # one rank needs no agent, which would import torch first: 3 s
+    return [sys.executable, *module]  # one rank needs no agent, whose import of torch takes 3 s
 
 
 def start(children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path) -> Child:
-    """Starts one process of a run on its share of the machine, for a command that watches over it itself."""
+    """Starts one process of a run on its share of the machine, for a command that supervises it itself."""
     return children.start(name, command(name, run_dir, ranks), {**os.environ, **share.env}, log_dir, share.cores)
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
-    """Inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
+    """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other by their status files, in any order.
 
-    On a GPU that both share, the trainer waits until the server is up: vLLM takes for its own whatever free memory goes while it starts,
-    and ends if some comes back. Supervised fine-tuning needs the trainer alone.
+    If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM starts, it attributes any loss of free
+    memory to itself, and exits if free memory grows. Supervised fine-tuning only needs the trainer.
     """
     shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
     if config.orchestrator.inference_urls:

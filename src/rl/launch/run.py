@@ -14,12 +14,12 @@ from typing import Any
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
 from rl.diagnosis.disk import disk_estimate
-from rl.diagnosis.ending import early_end, nothing_trained
-from rl.diagnosis.rewards import verdict
+from rl.diagnosis.rewards import reward_summary
+from rl.diagnosis.run_outcome import early_end, nothing_trained
 from rl.diagnosis.state import read_state
 from rl.homes.make import summary
-from rl.homes.settle import Homes, homes_of, record
-from rl.homes.settle import entries as environments
+from rl.homes.resolve import Homes, homes_of, record
+from rl.homes.resolve import entries as environments
 from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.page import Page
@@ -30,10 +30,11 @@ from rl.launch.supervisor import Supervisor
 from rl.launch.trackers import trackers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import last_lines, newest_log
-from rl.run_dir.metrics import Merger, MetricsReader, ReadOnce, read_metrics, sources_dir
+from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import Stopped
 from rl.system.errors import RunError
+from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault
 from rl.system.terminal import visible
@@ -42,7 +43,7 @@ POLL_S = 0.2
 
 
 def manifest_lines(manifest: dict[str, Any]) -> list[str]:
-    """The data in words."""
+    """Describes the data of supervised fine-tuning."""
     lines = []
     for name in ("train", "validation"):
         if part := manifest.get(name):
@@ -53,7 +54,7 @@ def manifest_lines(manifest: dict[str, Any]) -> list[str]:
 
 
 class Watch:
-    """The loop of `rl`: it supervises the children and shows the run's numbers, until the run is over."""
+    """The loop of `rl`: supervises the children and shows the run's metrics until the run is over."""
 
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
@@ -66,28 +67,28 @@ class Watch:
         self.reader = MetricsReader(prepared.run_dir.metrics)
         self.picture = Picture(prepared.run_dir, config.name, children, self.console.say)
         self.not_merged = False
-        """Whether it was said that metrics.jsonl cannot be written."""
+        """Whether the user was warned that metrics.jsonl cannot be written."""
         self.console.introduce()
         for note in prepared.notes:
             self.console.say(note)
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
-        """The run that was here before, as long as it is to stay."""
+        """The previous run, until it is deleted."""
         self.trackers = trackers(config, self.run_dir, self.console.say)
-        while self.trackers and (old_lines := self.reader.new()):  # the console has read the newest of these on its own
+        while self.trackers and (old_lines := self.reader.new()):  # the console has already read the newest of these itself
             for tracker in self.trackers:
                 tracker.send(old_lines)
         self.page = Page(self.run_dir, children, self.console.say) if view else None
         self.reader.skip()
 
     def until_finished(self, started: list[Role]) -> None:
-        """Starts processes and keeps them alive until they have ended well. Raises RunError when that cannot be."""
+        """Starts processes and keeps them alive until they have ended well. Raises RunError if that is impossible."""
         self.supervisor.begin(started)
         while not self.supervisor.finished:
             self.supervisor.poll(self.show())
             time.sleep(POLL_S)
 
     def show(self) -> list[dict[str, Any]]:
-        """Merges, shows and sends what is new, and returns it. Raises RunError when another `rl` has taken the run over."""
+        """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has taken over the run."""
         self._merge()
         lines = self.reader.new()
         self.console.update(lines)
@@ -108,59 +109,65 @@ class Watch:
                 merger.merge()
         except OSError as error:
             if not self.not_merged:
-                self.console.say(f"warning: {error}; until it can be written, the numbers wait in {sources_dir(self.run_dir.metrics)}")
+                self.console.say(f"warning: {error}; until it can be written, the metrics are kept in {sources_dir(self.run_dir.metrics)}")
             self.not_merged = True
-        self.merger = merger  # unless this process is not to write any more
+        self.merger = merger  # stays None after a RunError: then this process must not write any more
 
     def tell_disk(self, config: RLConfig) -> None:
-        """Says what the run will use on disk. The model's folder is what the process that found it printed."""
+        """Prints the disk space that the run will use. The model's folder is the path in the log of the process that found it."""
         log = newest_log(self.run_dir.logs, "model")
         folder = next((Path(line) for line in last_lines(log) if line.startswith("/") and Path(line).is_dir()), None)
         for line in disk_estimate(config, folder) if folder else []:
             self.console.say(line)
 
     def tell_data(self) -> None:
-        """Says what supervised fine-tuning trains on."""
+        """Prints the data of supervised fine-tuning."""
         for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
             self.console.say(line)
 
     def tell_end(self) -> None:
-        """Says why a run ended that has not made all its steps."""
+        """Prints why the run ended before its last step, if it did."""
         end = None if self.config.sft else read_json(self.run_dir.run_end, RunEnd)
         if end and (text := early_end(end, self.run_dir.newest_batch(), self.config.max_steps)):
             self.supervisor.event("end", "rl", reason=text)
             doubt = f"; `rl show {self.run_dir.root}` shows the rollouts"
             self.console.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
 
+    def nothing_trained(self) -> str:
+        """See rl.diagnosis.run_outcome.nothing_trained."""
+        from rl.run_dir.numbers import Numbers
+
+        return nothing_trained(Numbers.read(self.run_dir.metrics))
+
     def close(self, exit_code: int) -> None:
-        """The last lines, the report, and the end of what gets the numbers."""
-        from rl.launch.curves import final_report, is_reported
+        """Prints the last lines and the report, and closes the trackers."""
+        from rl.launch.curves import final_report
+        from rl.run_dir.numbers import Numbers
 
         self.picture.close()
         if self.page:
             self.page.close()
         self.show()
         self.console.close()
-        lines = read_metrics(self.run_dir.metrics, wanted=is_reported)
-        final_report(lines, self.run_dir, self.config.name, self.console.say)
+        final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say)
         for tracker in self.trackers:
             tracker.close(exit_code)
 
 
 def run(config: RLConfig, prepared: Prepared, division: devices.Split, children: Children, again: str, view: bool = False) -> int:
-    """The run from its directory to its report. Returns the exit code."""
+    """Runs everything from the prepared directory to the report. Returns the exit code."""
     watch = Watch(config, prepared, children, view)
     code, why = 0, ""
     try:
-        # Has the model found or downloaded before anything needs it, in a process of its own: it may load torch, and be stopped.
-        # The same for the data of supervised fine-tuning: what is wrong with it is said before anything else starts.
+        # Find or download the model before anything needs it, in a separate process, which may load torch and can be stopped.
+        # The same for the data of supervised fine-tuning, so that its faults are reported before anything else starts.
         for name in ("model", "data") if config.sft else ("model",):
             watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), dict(os.environ))])
         watch.tell_disk(config)
         if config.sft:
             watch.tell_data()
         watch.until_finished(roles.roles(config, prepared.run_dir, division))
-        if fault := nothing_trained(ReadOnce(read_metrics(prepared.run_dir.metrics, "trainer", "quarantined".__eq__))):
+        if fault := watch.nothing_trained():
             raise RunError(fault, resume_at=0)
         watch.tell_end()
     except Stopped as stop:
@@ -172,24 +179,24 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     finally:
         watch.console.close()
     if why:
-        print(visible(why), file=sys.stderr, flush=True)  # it may have lines of logs, and those what a model has said
+        print(visible(why), file=sys.stderr, flush=True)  # it may quote logs, which may contain model output
     stuck = children.stop()
     if code > 1 and not stuck:
         watch.supervisor.forget()
     if stuck:
-        print(f"rl: these processes do not end, not even by SIGKILL: {stuck}", file=sys.stderr)
+        print(f"rl: these processes do not end, even after SIGKILL: {stuck}", file=sys.stderr)
     watch.close(code)
     if code == 1 and not prepared.run_dir.anything_made():
-        print("nothing was made yet: a start with other settings uses the directory again", file=sys.stderr)
+        print("nothing was made yet: a start with other settings reuses the directory", file=sys.stderr)
         if watch.cleaned:
-            print(f"the run that was there before --clean is in {watch.cleaned}: move it to where it is to go on", file=sys.stderr)
+            print(f"the run that was there before --clean is in {watch.cleaned}: move it elsewhere to continue it", file=sys.stderr)
     elif code:
         print(f"resume with: {again}", file=sys.stderr)
     return code
 
 
 def resume_command(args: list[str], program: str = "rl") -> str:
-    """The same command, continuing."""
+    """Returns the same command with --resume."""
     kept, rest = [], list(args)
     while rest:
         word = rest.pop(0)
@@ -201,12 +208,12 @@ def resume_command(args: list[str], program: str = "rl") -> str:
 
 
 def tell(text: str) -> None:
-    """Says what is done before there is a console."""
+    """Prints a message before there is a console."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
 def home_lines(homes: Homes, told: list[str]) -> list[str]:
-    """What environments are played in, a line for each home, but for those that were told when they were made."""
+    """Returns a line for each home that environments are played in, except those reported when they were made."""
     by_home: dict[str, list[str]] = {}
     for name, one in homes.items():
         if one.home.version and not any(summary(one.home) in text for text in told):
@@ -215,9 +222,11 @@ def home_lines(homes: Homes, told: list[str]) -> list[str]:
 
 
 def launch(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
-    """A run from its configuration to its exit code. Raises RunError, OSError and Stopped."""
+    """Runs a configuration and returns the exit code. Raises RunError, OSError and Stopped."""
     if config.trainer.data.fake:
         raise RunError("trainer.data.fake measures the trainer alone; start it as `trainer` with the same files and flags")
+    if problem := shared_memory_fault():
+        raise RunError(problem)
     config = config.with_absolute_paths()
     sandboxed = {entry.label for entry in environments(config).values() if entry.isolation == "sandbox"}
     if sandboxed and (problem := fault()):
@@ -235,12 +244,14 @@ def launch(config: RLConfig, line: CommandLine, children: Children, again: str) 
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
-        print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to go on", flush=True)
+        print(f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise --max_steps to continue", flush=True)
         return 0
     record(config, homes)
     prepared.notes += [*([warning] if warning else []), *home_lines(homes, told)]
+    import rl.launch.curves  # noqa: F401  now: a signal in the middle of NumPy's import would leave it broken for the final report
+
     code = run(config, prepared, division, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
-        print(f"verdict   {verdict(read_state(prepared.run_dir, config))}", flush=True)
+        print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
     return code

@@ -1,5 +1,5 @@
-"""metrics.jsonl as TensorBoard's event files, in `tensorboard/` of the run. They follow from metrics.jsonl, so each start writes them anew,
-and no step is in them twice."""
+"""Writes metrics.jsonl as TensorBoard event files in `tensorboard/` of the run. Each start rewrites them from metrics.jsonl, so that no
+step is in them twice."""
 
 import importlib.util
 import shutil
@@ -20,12 +20,12 @@ class TensorboardLog:
         """Raises RunError without the package."""
         if importlib.util.find_spec(PACKAGE) is None:
             raise RunError(f"tensorboard: needs a package that is not installed: `uv pip install {PACKAGE}`, or the extra `tensorboard`")
-        # Not SummaryWriter: its thread dies of a full disk, and then whoever writes waits for that thread for ever.
+        # Not SummaryWriter: a full disk kills its thread, and then every write waits for that thread forever.
         from tensorboardX.event_file_writer import EventsWriter
 
         self.say, self.folder = say, run_dir.tensorboard
         self.writer: Any = None
-        """None once a write has failed: then nothing is written any more."""
+        """None after a failed write: then nothing more is written."""
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
@@ -37,8 +37,8 @@ class TensorboardLog:
         """Writes the values of these lines at their steps and times."""
         if self.writer is None or not lines:
             return
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.event_pb2 import Event  # ty: ignore[missing-module-member] - made by protobuf at import
+        from tensorboardX.proto.summary_pb2 import Summary  # ty: ignore[missing-module-member]
 
         try:
             for line in lines:
@@ -60,4 +60,4 @@ class TensorboardLog:
 
     def _give_up(self, error: OSError) -> None:
         self.writer = None
-        self.say(f"warning: {self.folder} cannot be written ({error.strerror or error}): TensorBoard gets no more numbers, the run goes on")
+        self.say(f"warning: {self.folder} cannot be written ({error.strerror or error}): TensorBoard gets no more data, the run continues")

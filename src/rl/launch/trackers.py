@@ -1,4 +1,4 @@
-"""Services and files beside metrics.jsonl that get a run's numbers: each reads the same lines. The files of the run are the truth."""
+"""Services and files that receive a run's metrics in addition to metrics.jsonl, which remains the source of truth."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,17 +10,17 @@ Say = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """One of them. A failure within it is a warning that it says itself, never an error of the run."""
+    """A service or file that receives metrics. It reports its own failures as warnings; they are never errors of the run."""
 
     def send(self, lines: list[dict[str, Any]]) -> None:
-        """Takes lines of metrics.jsonl. The first calls bring those that were there before, of which it may know some already."""
+        """Takes lines of metrics.jsonl. The first calls bring existing lines, some of which it may have received in an earlier start."""
 
     def close(self, exit_code: int) -> None:
-        """Ends it, when everything is sent."""
+        """Closes it after everything is sent."""
 
 
 def trackers(config: RLConfig, run_dir: RunDir, say: Say) -> list[Tracker]:
-    """Those that the configuration asks for. Raises RunError for one that is not installed."""
+    """Returns the trackers that the configuration requests. Raises RunError if one is not installed."""
     found: list[Tracker] = []
     if config.wandb:
         from rl.launch.wandb_log import WandbLog

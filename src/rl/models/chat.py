@@ -1,4 +1,4 @@
-"""Chat messages, and the text form of tool calls and thinking: types, writing, reading."""
+"""Chat messages, and the text form of tool calls and thinking: types, writing and parsing."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from rl.system.errors import RunError
 
 Message = dict[str, Any]
-"""A message as chat APIs have it: role, content (text, a list of text parts, or None), reasoning_content?, tool_calls?, tool_call_id?"""
+"""A message as in chat APIs: role, content (text, a list of text parts, or None), reasoning_content?, tool_calls?, tool_call_id?"""
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}"""
 
@@ -20,12 +20,12 @@ END_OF_BAD_CALL = re.compile(rf"{CALL_END}|(?={CALL})|\Z")
 
 
 class RendererError(RunError):
-    """Messages that cannot be rendered for this model; the error names the remedy. In a rollout it fails only that rollout."""
+    """Messages cannot be rendered for this model; the error names the remedy. It fails only the rollout in which it occurs."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote. Whether there is such a tool is for the environment to check."""
+    """A call that the policy wrote. The environment checks whether the tool exists."""
 
     id: str
     name: str
@@ -39,11 +39,11 @@ class Answer:
     content: str  # includes the text of `bad_tool_calls`
     reasoning: str | None
     tool_calls: list[ToolCall]
-    bad_tool_calls: list[str]  # text between call tags that is no valid call, verbatim
+    bad_tool_calls: list[str]  # text between call tags that is not a valid call, verbatim
 
 
 def assistant_message(answer: Answer) -> Message:
-    """An answer in the form of chat APIs."""
+    """An answer as a message of chat APIs."""
     message: Message = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -55,8 +55,8 @@ def assistant_message(answer: Answer) -> Message:
 
 
 def wire(messages: list[Message]) -> list[Message]:
-    """Copies in the form of chat APIs: content is text, arguments are JSON text, and empty fields, which templates test for in different
-    ways, are left out. Raises RendererError for content that is not text."""
+    """Copies of messages in normalized form: content is text, arguments are JSON text, and empty fields are left out, because templates
+    test for them in different ways. Raises RendererError for content that is not text."""
     return [
         {key: value for key, value in message.items() if value and key != "tool_calls"}
         | {"content": content_text(message)}
@@ -72,7 +72,7 @@ def content_text(message: Message) -> str:
         return content
     kinds = sorted({str(part.get("type")) for part in content} - {"text"})
     if kinds:
-        raise RendererError(f"a {message['role']} message has content of type {', '.join(kinds)}; only text can be rendered: take it out")
+        raise RendererError(f"a {message['role']} message has content of type {', '.join(kinds)}; only text can be rendered: remove it")
     return "".join(part["text"] for part in content)
 
 
@@ -86,7 +86,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def arguments_object(arguments: str) -> Any:
-    """The value of JSON text; the text itself if it is not JSON."""
+    """The value of JSON text; the text itself if it is not valid JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -94,13 +94,13 @@ def arguments_object(arguments: str) -> Any:
 
 
 def call_text(call: dict[str, Any]) -> str:
-    """A call as the text that read_calls reads; the arguments, JSON text, stay as they are."""
+    """A call as the text that read_calls reads; its arguments, JSON text, are not changed."""
     function = call["function"]
     return f'{CALL}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}\n{CALL_END}'
 
 
 def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Reads <tool_call> blocks: (the text without the valid ones, their (name, arguments), the verbatim text of the invalid ones)."""
+    """Parses <tool_call> blocks. Returns the text without the valid ones, their (name, arguments), and the verbatim invalid ones."""
     kept, calls, bad, at = "", [], [], 0
     while (start := text.find(CALL, at)) >= 0:
         kept += text[at:start]
@@ -115,11 +115,11 @@ def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
 
 
 def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
-    """(the call in the block at `start` or None if it is invalid, where the block ends). A closing tag in a JSON string does not count."""
+    """Returns the call in the block at `start` (None if invalid), and where the block ends. A closing tag in a JSON string is ignored."""
     body = SPACE.match(text, start + len(CALL)).end()
     try:
         value, end = json.JSONDecoder().raw_decode(text, body)
-    except (ValueError, RecursionError):  # not JSON, or more digits or nesting than Python reads, as a policy in a loop writes them
+    except (ValueError, RecursionError):  # not JSON, or more digits or nesting than Python parses, as a looping policy writes
         return None, END_OF_BAD_CALL.search(text, body).end()
     closing = CLOSE.match(text, end)
     call = checked_call(value.get("name"), value.get("arguments", {})) if closing and isinstance(value, dict) else None
@@ -127,7 +127,7 @@ def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
 
 
 def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) if they are a name and an object that every JSON reader accepts; else None."""
+    """(name, arguments as JSON text) if they are a name and an object that every JSON parser accepts; else None."""
     if not isinstance(name, str) or not name or not is_unicode(name) or not isinstance(arguments, dict):
         return None
     try:
@@ -138,12 +138,12 @@ def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
 
 
 def is_unicode(text: str) -> bool:
-    r"""False for half of a surrogate pair, which JSON can spell (\ud83d) but neither a tokenizer nor a file takes."""
+    r"""Returns False for text with half of a surrogate pair, which JSON can spell (\ud83d) but tokenizers and files do not accept."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def read_thinking(text: str, opened: bool) -> tuple[str | None, str]:
-    """(thinking or None, the text after it). `opened`: the prompt ends with the opening tag. Thinking that was cut off has no rest."""
+    """Returns (thinking or None, the text after it). `opened`: the prompt ends with the opening tag. No text follows cut-off thinking."""
     if not opened:
         if not text.lstrip().startswith(THINK):
             return None, text

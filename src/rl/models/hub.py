@@ -1,4 +1,4 @@
-"""What is asked of the Hugging Face hub, and models that are pushed to it.
+"""Requests to the Hugging Face hub, and the upload of models to it.
 
 `python -m rl.models.hub NAME` prints how many bytes of a model's files a start downloads.
 """
@@ -13,16 +13,16 @@ from rl.system.functions import Blame
 
 TIMEOUT_S = 10.0
 SILENCE_S = 60.0
-"""Longest silence of the hub in an upload; the upload as a whole takes what it takes."""
+"""Longest silence of the hub during an upload; the total time is not limited."""
 MODEL_FILES = ["*.safetensors", "*.bin", "*.index.json", "config.json", "adapter_config.json"]
-"""Files of a model that must not stay beside those of another one."""
+"""Files that are deleted when another model is uploaded in place of one."""
 
 
 @contextmanager
 def hub_or_cache(name: str) -> Iterator[str]:
-    """Yields why the hub, which the data set `name` comes from, is out of reach; an empty text if it answers, or if `name` is here.
+    """Yields why the hub, the source of the data set `name`, cannot be reached; an empty text if it answers, or if `name` is a local path.
 
-    While it is out of reach `datasets` reads from the cache alone, at once: by itself it would ask again and again, for half a minute.
+    Meanwhile `datasets` reads only from the cache if the hub cannot be reached: otherwise it would retry for half a minute.
     """
     import datasets
     from huggingface_hub import constants
@@ -38,7 +38,7 @@ def hub_or_cache(name: str) -> Iterator[str]:
 
 
 def hub_fault() -> str:
-    """Why the hub is out of reach; empty if it answers, whatever it says, within TIMEOUT_S."""
+    """Why the hub cannot be reached; empty if it gives any answer within TIMEOUT_S."""
     import httpx
     from huggingface_hub import constants
 
@@ -52,8 +52,8 @@ def hub_fault() -> str:
 
 
 def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
-    """Raises RunError unless a model may be pushed to `owner/name`, which need not be there: without a token, over another model, and
-    into a repository that everybody sees, unless these are wanted."""
+    """Raises RunError unless a model may be pushed to `owner/name`, which need not exist: a token is required, replacing another model
+    needs `overwrite`, and a public repository needs `public`."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -62,9 +62,9 @@ def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise RunError(f"{what}: no name of a repository ({error}); give owner/name") from None
+        raise RunError(f"{what}: not a valid repository name ({error}); give owner/name") from None
     if repo.count("/") != 1:
-        raise RunError(f"{what}: give owner/name, where the owner is you or an organisation of yours")
+        raise RunError(f"{what}: give owner/name, where the owner is you or one of your organisations")
     if fault := hub_fault():
         raise RunError(f"{what}: {fault}; check the network, or export with --to alone")
     if not get_token():
@@ -72,23 +72,23 @@ def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
     with asking(what):
         try:
             there = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=TIMEOUT_S)
-        except RepositoryNotFoundError:  # the hub says the same of another's private one, and refuses to make that
+        except RepositoryNotFoundError:  # also the answer for somebody else's private one, whose creation the hub then refuses
             return
     files = [file.rfilename for file in there.siblings or []]
     if not overwrite and any(name.endswith((".safetensors", ".bin")) for name in files):
         raise RunError(f"{what}: there is a model already; give another name, or --overwrite")
     if not there.private and not public:
-        raise RunError(f"{what}: everybody sees this repository; give --public if they are to see the model, or another name")
+        raise RunError(f"{what}: this repository is public; give --public if the model may be public, or another name")
 
 
 def push(folder: Path, repo: str, message: str, *, public: bool, overwrite: bool) -> tuple[str, str]:
-    """Uploads a model's folder in one commit, into a repository that is made private, or `public`, if it is new. Returns its address, and
-    who sees it. Raises RunError."""
+    """Uploads a model's folder in one commit. A new repository is private, or public with `public`. Returns its address and visibility.
+    Raises RunError."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
 
     api = HfApi(endpoint=constants.ENDPOINT)
-    get_session().timeout = SILENCE_S  # the client's own is none
+    get_session().timeout = SILENCE_S  # by default the client has none
     with asking(f"--push {repo}"):
         url = api.create_repo(repo, private=not public, exist_ok=True)
         stale = MODEL_FILES if overwrite else None
@@ -99,7 +99,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool, overwrite: bool
 
 @contextmanager
 def asking(what: str) -> Iterator[None]:
-    """Turns what the hub's client raises into a RunError."""
+    """Turns the exceptions of the hub's client into RunError."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -113,7 +113,7 @@ def asking(what: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Prints the bytes; exit code 1 with one line when the hub does not have the model or does not answer."""
+    """Prints the bytes; exit code 1 with one line if the hub does not have the model or does not answer."""
     from huggingface_hub import model_info
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,4 +1,4 @@
-"""Conversations that show what a chat template does: whether it presents tools, and whether a renderer writes the same."""
+"""Conversations that show what a chat template does: whether it presents tools, and whether a renderer writes the same text."""
 
 from rl.models.chat import Message, Tool
 

@@ -14,11 +14,11 @@ from rl.models.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 PACKAGE_ERRORS = (AssertionError, AttributeError, KeyError, TypeError, ValueError)
-"""What renderers of the package raise for a tokenizer or messages that do not fit their model."""
+"""Exceptions that the package's renderers raise for a tokenizer or messages that do not fit their model."""
 
 
 class PackageRenderer(Renderer):
-    """A renderer of the `renderers` package, which has one for each family of models."""
+    """A renderer of the `renderers` package, which has one for each model family."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig, name: str):
         from renderers.base import create_renderer
@@ -61,7 +61,7 @@ class PackageRenderer(Renderer):
         prompt, whole = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
         if whole[: len(prompt)] != prompt:
             remedy = 'see renderer.enable_thinking, or set renderer.name = "template"'
-            raise RendererError(f'renderer "{self.name}" does not write an answer behind the prompt that asks for it; {remedy}')
+            raise RendererError(f'renderer "{self.name}" does not write an answer directly after its prompt; {remedy}')
         answer = whole[len(prompt) :]
         last = max((at for at, id in enumerate(answer) if id in self.stop_token_ids), default=None)
         return answer[: last + 1] if last is not None else [*answer, self.stop_token_ids[0]]
@@ -70,7 +70,7 @@ class PackageRenderer(Renderer):
         answer = self.until_stop(completion_ids)
         try:
             parsed = self.inner.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
-        except (ValueError, RecursionError):  # digits or nesting beyond what Python's JSON reads: see chat.read_call
+        except (ValueError, RecursionError):  # more digits or nesting than Python's JSON parses: see chat.read_call
             return Answer(self.text(answer), None, [], [self.text(answer)] if tools else [])
         calls, bad = [], []
         for call in parsed.tool_calls:
@@ -93,15 +93,15 @@ CANDIDATES = {
     "]~b]": ("minimax-m2",),
     "<|turn>": ("gemma4",),
 }
-"""Token of the vocabulary -> the package's renderers for models that have it."""
+"""Token of the vocabulary -> the package's renderers for models with that token."""
 
 
-def load_renderer(model_path: str, config: RendererConfig, *, slim: str = "", trust_remote_code: bool = False) -> Renderer:
-    """The renderer for a model folder, which has the template that model.chat_template names. `slim`: see load_tokenizer.
+def load_renderer(model_path: str, config: RendererConfig, *, trust_remote_code: bool = False) -> Renderer:
+    """The renderer for a model folder, which already contains the template that model.chat_template names.
 
     Raises RendererError, and RunError if the tokenizer cannot be loaded.
     """
-    tokenizer = load_tokenizer(model_path, slim, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
     name, why = (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path)
     renderer = build(tokenizer, config, name)
     log.info("renderer %s: %s; tools %s", name, why, "can be used" if renderer.supports_tools else "cannot be shown to the model")
@@ -112,16 +112,17 @@ def build(tokenizer: Any, config: RendererConfig, name: str) -> Renderer:
     if name not in ("template", "chatml"):
         return PackageRenderer(tokenizer, config, name)
     if not tokenizer.chat_template:
-        raise RendererError("the model's tokenizer has no chat template; give one with model.chat_template: chatml, or a file")
+        raise RendererError("the model's tokenizer has no chat template; set model.chat_template to chatml or a file")
     return (TemplateRenderer if name == "template" else ChatMLRenderer)(tokenizer, config)
 
 
 def choose(tokenizer: Any, model_path: str) -> tuple[str, str]:
-    """(renderer's name, reason): by the model's published name if its template is unchanged, else by what its template does."""
+    """Chooses a renderer by the model's published name if its template is unchanged, else by what its template does. Returns its name and
+    the reason."""
     from renderers.base import MODEL_RENDERER_MAP
 
     published, inherited = published_names(tokenizer, model_path)
-    if published in MODEL_RENDERER_MAP:  # a folder with another template lies outside of the hub's cache
+    if published in MODEL_RENDERER_MAP:  # a folder with another template is outside the hub's cache
         return MODEL_RENDERER_MAP[published], f"known for {published}"
     template = build(tokenizer, RendererConfig(), "template")
     vocabulary = tokenizer.get_vocab()
@@ -131,14 +132,14 @@ def choose(tokenizer: Any, model_path: str) -> tuple[str, str]:
         if agrees(tokenizer, name, template):
             return name, f"it equals the model's template on {len(probes.CONVERSATIONS)} conversations with and without tools"
     if template.supports_tools:
-        return "template", "the model's template shows tools, and no specific renderer equals it"
+        return "template", "the model's template shows tools, and no specific renderer matches it"
     if f"{IM_START}user\n{probes.QUESTION}{IM_END}\n{IM_START}assistant\n" in template.render(probes.ASK):
         return "chatml", "the model's template is ChatML and shows no tools"
-    return "template", "no specific renderer equals the model's template"
+    return "template", "no specific renderer matches the model's template"
 
 
 def published_names(tokenizer: Any, model_path: str) -> tuple[str, str]:
-    """(the hub's name for this very model, the name of the model it was made from, whose template may differ); "" where unknown."""
+    """Returns the hub's name for this very model, and that of the model it was made from, whose template may differ; "" if unknown."""
     cached = next((part for part in Path(model_path).parts if part.startswith("models--")), "")  # the layout of the hub's cache
     config = Path(model_path) / "config.json"
     inherited = json.loads(config.read_text()).get("_name_or_path", "") if config.is_file() else ""

@@ -1,7 +1,7 @@
-"""What every renderer does, and two on a model's own chat template: as it is, and with tools as text for templates without them.
+"""The interface of renderers, and two that use a model's own chat template: unchanged, or with tools written as text if it has none.
 
-The ids of earlier turns are never encoded again, because sampled ids need not be those that the tokenizer would choose. What a later
-turn adds is rendered alone and appended.
+The ids of earlier turns are never encoded again, because sampled ids need not be those that the tokenizer would choose. The messages of a
+later turn are rendered alone and appended.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ from rl.models.chat import (
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 PLACEHOLDER = "RL-PLACEHOLDER"
-"""Stands for an answer, to find the text that a template puts behind it."""
+"""Stands for an answer, to find the text that a template puts after it."""
 
 
 class Renderer:
-    """Turns chat messages into the token ids of one model, and sampled ids back into messages, exactly, over turns and tools."""
+    """Turns chat messages into the token ids of one model, and sampled ids back into messages, exactly, across turns and tools."""
 
     supports_tools = True
     stop_token_ids: list[int]
@@ -60,12 +60,12 @@ class Renderer:
         raise NotImplementedError
 
     def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        """The ids that the policy would sample after the prompt of all earlier messages to give the last one, the assistant's, with the
-        token that ends it. What the template leaves out is not among them. Raises RendererError."""
+        """The ids that the policy would sample after all earlier messages to produce the last one, the assistant's, including the token
+        that ends it. Text that the template leaves out is not included. Raises RendererError."""
         raise NotImplementedError
 
     def parse(self, completion_ids: list[int], tools: list[Tool] | None = None, prompt_ids: list[int] | None = None) -> Answer:
-        """The answer in sampled ids, up to the first stop token. Without `tools` nothing is read as a call.
+        """Parses the answer in sampled ids, up to the first stop token. Without `tools` nothing is parsed as a call.
 
         `prompt_ids` shows whether the prompt opened the thinking, and makes the ids of calls unique within a conversation.
         """
@@ -88,18 +88,18 @@ class Renderer:
     def check_tools(self, tools: list[Tool] | None) -> None:
         if tools and not self.supports_tools:
             raise RendererError(
-                "the model's chat template shows no tools to the model, or none in a known format; "
-                'set renderer.name = "chatml" to describe them in the system message, or give a template with model.chat_template'
+                "the model's chat template does not show tools to the model, or not in a known format; "
+                'set renderer.name = "chatml" to describe them in the system message, or set model.chat_template to another template'
             )
 
     def with_ids(self, calls: list[tuple[str, str]], completion_ids: list[int], prompt_ids: list[int] | None) -> list[ToolCall]:
-        """Calls of (name, arguments) with ids that depend on the tokens alone."""
+        """Turns pairs (name, arguments) into calls with ids that depend only on the tokens."""
         digest = hashlib.blake2b(repr((prompt_ids, completion_ids)).encode(), digest_size=8).hexdigest() if calls else ""
         return [ToolCall(f"call_{digest}_{at}", name, arguments) for at, (name, arguments) in enumerate(calls)]
 
 
 class TemplateRenderer(Renderer):
-    """Renders with the model's own chat template; a later turn is text after the end-of-turn token of the turns before."""
+    """Renders with the model's own chat template; a later turn is text appended after the previous turn's end-of-turn token."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig):
         super().__init__(tokenizer)
@@ -117,8 +117,8 @@ class TemplateRenderer(Renderer):
         self.supports_tools = self._shows_tools()
 
     def _shows_tools(self) -> bool:
-        """Whether the template writes tools, calls and results, and calls in the form that chat.read_calls reads."""
-        for self.dict_arguments in (False, True):  # some templates quote a string once more, some cannot take one
+        """Whether the template writes tools, results, and calls in the form that chat.read_calls reads."""
+        for self.dict_arguments in (False, True):  # some templates quote a string again, others do not accept one
             try:
                 prompt, cycle = self.render(probes.ASK, [probes.TOOL]), self.render(probes.TOOL_CYCLE, [probes.TOOL])
             except RendererError:
@@ -130,14 +130,14 @@ class TemplateRenderer(Renderer):
         return False
 
     def prepared(self, messages: list[Message], tools: list[Tool] | None) -> tuple[list[Message], list[Tool] | None]:
-        """Messages and tools in the form that the template takes."""
+        """Messages and tools in the form that the template accepts."""
         if not self.dict_arguments:
             return messages, tools
         calls = [[with_arguments(call, arguments_object) for call in message.get("tool_calls", [])] for message in messages]
         return [{**message, "tool_calls": made} if made else message for message, made in zip(messages, calls, strict=True)], tools
 
     def render(self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True) -> str:
-        """The conversation as text; `header`: with what the template writes before an answer. Raises RendererError."""
+        """The conversation as text; `header` adds the text that the template writes before an answer. Raises RendererError."""
         from jinja2 import TemplateError
 
         messages, tools = self.prepared(messages, tools)
@@ -145,7 +145,7 @@ class TemplateRenderer(Renderer):
             return self.tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=header, **self.switches)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            remedy = "change them, or give another template with model.chat_template"
+            remedy = "change them, or set model.chat_template to another template"
             raise RendererError(f"the model's chat template cannot render messages of {roles}: {error}; {remedy}") from error
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
@@ -165,7 +165,7 @@ class TemplateRenderer(Renderer):
         close = [] if before[-1] in self.stop_token_ids else [*self._close_of_thinking(before), self.end_id]
         if behind is None or (not keeps and not self._is_faithful([*before, *close], messages, behind, tools)):
             return None
-        # Encoded behind the token it follows: some tokenizers treat the start of a text, or the space after a token, differently.
+        # Encoded together with the preceding token: some tokenizers treat the start of a text, or the space after a token, differently.
         ids = self.encode(self.end + behind)
         return [*before, *close, *ids[ids.index(self.end_id) + 1 :]]
 
@@ -174,25 +174,25 @@ class TemplateRenderer(Renderer):
         messages = wire(messages)
         prompt, whole = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
         thinking = ""
-        if self._opens_thinking(prompt) and not whole.startswith(prompt):  # templates that leave out the thinking that they ask for
+        if self._opens_thinking(prompt) and not whole.startswith(prompt):  # some templates leave out the thinking that they ask for
             prompt = prompt.rstrip()[: -len(THINK)]
             thinking = f"{messages[-1].get('reasoning_content', '').strip()}\n{THINK_END}\n\n"
         if not whole.startswith(prompt):
-            remedy = "see renderer.enable_thinking and renderer.name, or give another template with model.chat_template"
-            raise RendererError(f"the chat template does not write an answer behind the prompt that asks for it; {remedy}")
+            remedy = "see renderer.enable_thinking and renderer.name, or set model.chat_template to another template"
+            raise RendererError(f"the chat template does not write an answer directly after its prompt; {remedy}")
         answer = whole[len(prompt) :]
         text = thinking + (answer.rpartition(self.end)[0] if self.end else answer.removesuffix(self.closing))
         if not self.stop_token_ids:
-            raise RendererError("neither the chat template nor the tokenizer has a token that ends an answer; give model.chat_template")
-        # Encoded behind the header: some tokenizers treat the start of a text differently.
+            raise RendererError("neither the chat template nor the tokenizer has a token that ends an answer; set model.chat_template")
+        # Encoded together with the header: some tokenizers treat the start of a text differently.
         header, ids = self.encode(self.header), self.encode(self.header + text)
         ids = ids[len(header) :] if ids[: len(header)] == header else self.encode(text)
         return [*ids, self.stop_token_ids[0]]
 
     def _behind_answer(self, messages: list[Message], num_old: int, tools: list[Tool] | None) -> str | None:
-        """What the template writes after the end of the last old answer; None if it also changes what is before that answer.
+        """The text that the template writes after the end of the last old answer; None if it also changes the text before that answer.
 
-        Old answers are rendered without their text, so neither their thinking nor an end of turn spelled in them matters.
+        Old answers are rendered without their text, so that neither their thinking nor an end of turn spelled out in them matters.
         """
         old = [without_text(message, self.end) for message in messages[:num_old]]
         prompt = self.render(old[:-1], tools)
@@ -210,7 +210,7 @@ class TemplateRenderer(Renderer):
         return self.thinks and prompt.rstrip().endswith(THINK)
 
     def _close_of_thinking(self, before: list[int]) -> list[int]:
-        """The ids that end the thinking of an answer that was cut off in it, so that the next messages are not part of it."""
+        """The ids that close the thinking of an answer that was cut off in it, so that later messages do not become part of it."""
         answer = self.text(before).rpartition(self.header)[2] if self.header and self.thinks else ""
         is_open = self._opens_thinking(self.header) or answer.lstrip().startswith(THINK)
         return self.encode(f"\n{THINK_END}\n\n") if is_open and THINK_END not in answer else []
@@ -226,7 +226,7 @@ class TemplateRenderer(Renderer):
 
 
 def without_text(message: Message, end: str) -> Message:
-    """A copy of an answer without text, thinking and arguments. Names and ids of calls stay: templates look results up by them."""
+    """A copy of an answer without text, thinking and arguments. Call names and ids stay, because templates look up results by them."""
     if message["role"] != "assistant":
         return message
     rest = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": "-"}
@@ -237,7 +237,7 @@ def without_text(message: Message, end: str) -> Message:
 
 
 class ChatMLRenderer(TemplateRenderer):
-    """Renders with a template that leaves tools out: tools, calls and results are written as text of its messages."""
+    """Renders with a template that omits tools: writes tools, calls and results as text of its messages."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig):
         self.default_system = ""

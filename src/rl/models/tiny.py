@@ -1,4 +1,4 @@
-"""Random models with a tokenizer of bytes, to try a machine or the code with: a Llama of 100 thousand weights, or any architecture."""
+"""Random models with a byte tokenizer, for trying out a machine or the code: a Llama of 100 thousand weights, or any architecture."""
 
 import json
 import string
@@ -17,16 +17,16 @@ CHAT_TEMPLATE = (
 )
 """ChatML."""
 HIDDEN, HEADS, LAYERS, MAX_LEN = 64, 2, 2, 1024
-"""vLLM's attention on CPUs takes heads of 32 and more."""
+"""vLLM's attention on CPUs needs a head size of at least 32."""
 STD = 0.2
-"""Ten times what is usual, so that logits differ visibly from token to token."""
+"""Ten times the usual value, so that logits differ visibly from token to token."""
 
 
 def make_tiny_model(folder: Path, config: dict[str, object] | None = None, seed: int = 0) -> Path:
     """Writes a random float32 model and its tokenizer; the same arguments give the same bytes. Returns the folder.
 
-    `config`: `model_type` and other fields of config.json. With them the model is of that architecture, initialised by transformers, which
-    takes torch and seconds; without them it is the plain Llama. The head is the embedding unless `config` says otherwise.
+    `config`: `model_type` and other fields of config.json. With it the model has that architecture and transformers initialises it, which
+    needs torch and takes seconds; without it the model is the plain Llama. The head is the embedding unless `config` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fields = write_tokenizer(folder) | {"tie_word_embeddings": True, "initializer_range": STD}
@@ -38,7 +38,7 @@ def make_tiny_model(folder: Path, config: dict[str, object] | None = None, seed:
 
 
 def write_tokenizer(folder: Path) -> dict[str, object]:
-    """Writes `byte_tokenizer` with ChatML's template as transformers reads it. Returns the fields of config.json that follow from it."""
+    """Writes `byte_tokenizer` with ChatML's template in transformers' format. Returns the fields of config.json that depend on it."""
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "model_max_length": MAX_LEN}
@@ -62,7 +62,7 @@ def byte_tokenizer() -> "Tokenizer":
 
 
 def write_architecture(folder: Path, fields: dict[str, Any], seed: int) -> None:
-    """Writes a model of any architecture, whose configuration has these fields."""
+    """Writes a model of any architecture; `fields` are those of its configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def write_architecture(folder: Path, fields: dict[str, Any], seed: int) -> None:
 
 
 def write_llama(folder: Path, fields: dict[str, Any], seed: int) -> None:
-    """Writes the plain Llama: as transformers would, but without torch and in milliseconds."""
+    """Writes the plain Llama as transformers would, but without torch and in milliseconds."""
     from safetensors.numpy import save_file
 
     sizes = {

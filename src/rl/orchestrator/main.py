@@ -1,4 +1,4 @@
-"""`orchestrator`: starts environments' workers, waits for inference, runs the loops. One per run, fenced by a lock."""
+"""`orchestrator`: starts environment workers, waits for inference, runs the loops. One per run, fenced by a lock."""
 
 import asyncio
 import contextlib
@@ -12,38 +12,49 @@ from functools import partial
 
 import msgspec
 
-from rl.config.command_line import load_config, write_config
+from rl.config.command_line import load_config_or_exit, write_config
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
-from rl.homes.settle import homes_of, in_homes, record
+from rl.homes.resolve import Homes, homes_of, in_homes, record
 from rl.models.folder import resolve_model
-from rl.orchestrator.evaluator import Evaluator
-from rl.orchestrator.functions import load_functions, metrics_function
+from rl.orchestrator.evals.evaluator import Evaluator
+from rl.orchestrator.groups.functions import load_functions, metrics_function
+from rl.orchestrator.groups.teacher import make_teachers
 from rl.orchestrator.orchestrator import Orchestrator
-from rl.orchestrator.pool import WorkerPool
-from rl.orchestrator.served_policy import ServedPolicy
-from rl.orchestrator.setups import eval_envs, policy_spec, task_faults, task_source, worker_setups
+from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
-from rl.orchestrator.teacher import make_teachers
+from rl.orchestrator.workers.pool import WorkerPool
+from rl.orchestrator.workers.setups import eval_envs, policy_spec, task_faults, task_source, worker_setups
 from rl.run_dir import spans
+from rl.run_dir.access_token import run_token
 from rl.run_dir.files import clean_leftovers, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, forget_dead_servers, hold_role
 from rl.run_dir.metrics import merging
 from rl.run_dir.status import Phase, RunEnd, Status
-from rl.run_dir.token import run_token
 from rl.system.errors import DAMAGED, GIVE_UP, LASTING, RESTART, RunError
 from rl.system.linux import LAUNCHER, die_with_parent, raise_open_files
-from rl.system.warm_start import leave
+from rl.system.prefork import leave
 from rl.wire.inference_client import Expected, InferenceServers
 from rl.wire.transport import TrainerServer
 
 log = logging.getLogger("rl.orchestrator")
 
 
-async def run(config: RLConfig, status: Status, model_path: str) -> str:
-    """Everything from the first worker to the last eval. SIGTERM and SIGINT cancel it, so that workers end with the orchestrator."""
+def ready_homes(config: RLConfig, status: Status) -> Homes:
+    """Returns the homes of the environments, recorded in the run directory. Missing homes are made, which happens if `rl` runs on another
+    machine or not at all. Call it while SIGTERM still ends this process immediately."""
+    status.enter(Phase.LOADING_ENVIRONMENTS)
+    homes = homes_of(config, log.info, recorded=True)
+    record(config, homes)
+    return homes
+
+
+async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -> RunEnd:
+    """Runs everything from the first worker to the last eval. SIGTERM and SIGINT cancel it, so that workers end with the orchestrator."""
+    task = asyncio.current_task()
+    assert task, "a coroutine runs in a task"
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     settings = config.orchestrator
     pool = WorkerPool(config.run_dir.logs, memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
     pool.add_metrics = metrics_function(settings)
@@ -53,9 +64,7 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
     teachers = make_teachers(settings.teacher, {env.label: env.teacher for env in settings.environment})
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
-        homes = homes_of(config, log.info, recorded=True)  # `rl` has made them, unless it runs on another machine, or not at all
-        record(config, homes)
-        setups = worker_setups(in_homes(config, homes), await policy_spec(config, model_path), pool.address)
+        setups = worker_setups(in_homes(config, homes), policy_spec(config, model_path), pool.address)
         for setup in setups:
             setup.spans = str(config.run_dir.spans.absolute())
         await pool.start_all(setups)
@@ -82,19 +91,19 @@ async def run(config: RLConfig, status: Status, model_path: str) -> str:
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in a group."""
+    """Flattens an exception group."""
     return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
 
 
 def exit_code(error: BaseException) -> int:
-    """What `rl` is to do about an error: repair, give up, or start again."""
+    """Returns the exit code that tells `rl` how to react to an error: repair, give up, or restart."""
     if isinstance(error, RunError):
         return error.exit_code
     return GIVE_UP if isinstance(error, OSError) and error.errno in LASTING else RESTART
 
 
 def import_hub() -> None:
-    """Imports what `resolve_model` asks the hub's cache with. All else is imported."""
+    """Imports what `resolve_model` needs to query the hub's cache. Everything else is imported already."""
     from huggingface_hub import errors, snapshot_download  # noqa: F401
 
 
@@ -102,8 +111,8 @@ def main() -> None:
     die_with_parent()
     raise_open_files()
     leave(import_hub)
-    gc.freeze()  # and stays: a collection that walked through it would hold the event loop
-    config, _ = load_config(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
+    gc.freeze()  # imported modules live on, and a collection that walked through them would block the event loop
+    config, _ = load_config_or_exit(sys.argv[1:], "orchestrator", usage=PROCESS_USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     code, status, lease = 0, None, None
     try:
@@ -111,17 +120,17 @@ def main() -> None:
         run_dir = config.run_dir
         lease = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
         run_dir.run_end.unlink(missing_ok=True)
-        forget_dead_servers(run_dir.status_dir)  # another run's server may answer at the port of one
+        forget_dead_servers(run_dir.status_dir)  # another run's server may now answer at the port of a dead one
         clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours="")
-        if not run_dir.config.exists():  # started without `rl`: the run directory must say by itself what it is
+        if not run_dir.config.exists():  # started without `rl`: the run directory must be self-describing
             write_config(run_dir.config, config)
         spans.start(run_dir.spans, "orchestrator")
         status = Status(run_dir.status("orchestrator"), "orchestrator")
-        alone = LAUNCHER not in os.environ  # no `rl` above, which would do it
+        alone = LAUNCHER not in os.environ  # no `rl` above that would merge the metrics
         with merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator"))) if alone else contextlib.nullcontext():
-            end = asyncio.run(run(config, status, resolve_model(config.model)))
+            end = asyncio.run(run(config, status, resolve_model(config.model), ready_homes(config, status)))
         log.info("ended: %s", end.reason)
-        with contextlib.suppress(OSError):  # an account for others
+        with contextlib.suppress(OSError):  # informational only
             write_file(run_dir.run_end, msgspec.json.encode(end))
     except* (RunError, OSError) as group:
         errors = leaves(group)
@@ -129,7 +138,7 @@ def main() -> None:
         code = max(map(exit_code, errors))
         if code == DAMAGED:
             print(
-                "orchestrator: resume the run with `rl` (--resume): that moves damaged files away and goes on before them", file=sys.stderr
+                "orchestrator: resume the run with `rl` (--resume): it moves damaged files away and continues before them", file=sys.stderr
             )
     except* asyncio.CancelledError:
         code = 143

@@ -9,7 +9,8 @@
                              ^                               (and evaluates it)
                              +----- still holds V? ------ monitor_inference
 
-`Progress.notify` follows everything that may unblock a loop. admission.py says how lag is bounded and how environments share the places.
+`serve` is `TrainerRequests.serve`; the other loops are methods of `Orchestrator`. Everything that may unblock a loop calls
+`Progress.notify`. tasks/admission.py explains how lag is bounded and how environments share places.
 """
 
 import asyncio
@@ -19,16 +20,17 @@ import time
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
-from rl.orchestrator.admission import Admission, InFlight
-from rl.orchestrator.batch_builder import BatchBuilder
-from rl.orchestrator.evaluator import Evaluator
-from rl.orchestrator.judge import judge, rules_of
-from rl.orchestrator.pool import EnvLostError, WorkerPool
+from rl.orchestrator.batches.batch_builder import BatchBuilder
+from rl.orchestrator.evals.evaluator import Evaluator
+from rl.orchestrator.groups.functions import beside
+from rl.orchestrator.groups.group_credit import credit_group, rules_of
+from rl.orchestrator.groups.teacher import Teacher
+from rl.orchestrator.policy.served_policy import ServedPolicy
+from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
-from rl.orchestrator.served_policy import ServedPolicy
-from rl.orchestrator.tasks import TaskRef, TaskSource
-from rl.orchestrator.teacher import Teacher
-from rl.orchestrator.trainer_requests import TrainerRequests
+from rl.orchestrator.tasks.admission import Admission, InFlight
+from rl.orchestrator.tasks.task_source import TaskRef, TaskSource
+from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
 from rl.run_dir import spans
 from rl.run_dir.status import Phase, RunWarning, Status, last_seen
 from rl.system.errors import RunError
@@ -40,11 +42,11 @@ from rl.wire.transport import TrainerServer
 log = logging.getLogger(__name__)
 
 SLOW_CHECK_S = 0.5
-"""So often `generate` checks whether a group in flight has become slow, and has given its place free."""
+"""Interval at which `generate` checks whether a group in flight has become slow and so freed its place."""
 SETTLE_EVERY_S = 1.0
-"""So often inference is asked which version it holds."""
+"""Interval at which inference is asked which version it holds."""
 MAX_STARTS = 16
-"""Groups that are started before the other loops get their turn."""
+"""Number of groups started before other loops get their turn."""
 
 
 @dataclass(eq=False)
@@ -69,13 +71,13 @@ class Orchestrator:
         self.builder = BatchBuilder(config, self.admission, self.rules, self.progress, self.clock, self.pool.lost, self.status.warn)
         self.requests = TrainerRequests(config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len)
         self.played: list[Group | Members] = []
-        """Groups, and members of others, for `take_in`, which takes them out of here when they are durable."""
+        """Groups, and members of others, for `take_in`, which removes them once they are durable."""
         self.env_lost = False
-        """An environment was lost, and the batches have not been looked at since."""
+        """Whether an environment was lost since `take_in` last checked for full batches."""
         self.pool.on_lost, self.pool.on_death = self.quarantine, self.tell_of_death
 
     async def run(self, server: TrainerServer) -> str:
-        """Runs until the last version is made and evaluated. Returns why the run ended."""
+        """Runs until the last version is published and evaluated. Returns why the run ended."""
         self.clock.start()
         await self.policy.start()
         log.info("inference has version %d", self.policy.loaded)
@@ -95,7 +97,7 @@ class Orchestrator:
     # Generation ---------------------------------------------------------------------------------------------------------
 
     async def generate(self) -> None:
-        """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded version, a finished group, or time."""
+        """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded version, a finished group, or a timer."""
         while True:
             places = self.admission.places(self.builder.pending.groups)
             for _ in range(MAX_STARTS):
@@ -111,9 +113,9 @@ class Orchestrator:
             await self.progress.wait_until(self.has_room, SLOW_CHECK_S if self.config.max_lag and self.admission.in_flight else None)
 
     def start_group(self, ref: TaskRef, num_episodes: int) -> None:
-        """Starts a group with those of its members that an earlier process, or a play that was cancelled, has finished."""
+        """Starts a group, reusing members that an earlier process, or a cancelled attempt, has finished."""
         loaded = self.policy.loaded
-        # Of half the window: older ones would have the group cancelled as stale before it is finished, and again.
+        # Only half the window: with older members the group would be cancelled as stale before it finishes, again and again.
         window = self.config.orchestrator.max_off_policy_steps // 2 if self.config.max_lag else 0
         members = self.builder.members(ref.group_id, loaded - window)
         start_version = min([loaded, *(version for rollout in members for version in rollout.versions)])
@@ -121,7 +123,7 @@ class Orchestrator:
         self.admission.in_flight[ref.group_id] = InFlight(ref, num_episodes, start_version, time.monotonic(), task)
 
     def batches_ahead(self) -> int:
-        """How many batches after the newest one may be sampled with the loaded version."""
+        """Returns how many batches after the newest one may be sampled with the loaded version."""
         return min(self.policy.loaded + 1 + self.config.max_lag, self.progress.final) - self.progress.newest
 
     def has_room(self) -> bool:
@@ -129,7 +131,7 @@ class Orchestrator:
         return bool(self.admission.eligible(self.admission.places(self.builder.pending.groups), self.batches_ahead()))
 
     async def play_group(self, ref: TaskRef, num_episodes: int, members: list[Rollout]) -> None:
-        """Plays what is left of one group, lets its teacher score it, and hands it to `take_in`; before that, each member that finishes."""
+        """Plays the rest of one group, has its teacher score it, and passes it to `take_in`. Members are passed on as they finish."""
 
         def keep(finished: list[Rollout]) -> None:
             self.played.append(Members(group_id=ref.group_id, env=ref.env, task=ref.task, members=finished))
@@ -142,23 +144,23 @@ class Orchestrator:
         except EnvLostError:
             return await self.progress.notify()
         group = Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts, temperature=sampling["temperature"])
-        if rules.has_teacher and judge(group, rules).why is None:
+        if rules.has_teacher and (await beside(credit_group, group, rules)).why is None:
             await self.teachers[ref.env].score_group(group, rules.mask_truncated)
         if (play := self.admission.in_flight.get(ref.group_id)) is None:
-            return  # its environment was lost, and its task is kept for the next start
+            return  # its environment was lost; its task is kept for the next start
         self.admission.pace.add(ref.env, time.monotonic() - play.started)
         self.played.append(group)
         await self.progress.notify()
 
     def cancel_stale(self) -> None:
-        """Cancels groups whose oldest token would be too far behind, and issues their tasks again."""
+        """Cancels groups whose oldest token would be too far behind, and requeues their tasks."""
         for play in self.admission.cancel_stale(self.policy.loaded, [group for group in self.played if isinstance(group, Group)]):
             self.clock.stale[play.ref.env] += 1
             behind = self.policy.loaded - play.start_version
             log.warning("a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind)
 
     def quarantine(self, env: str, why: str) -> None:
-        """Goes on without an environment whose workers cannot be kept alive. Raises RunError when nothing is left to train on."""
+        """Continues without an environment whose workers cannot be kept alive. Raises RunError if no other is left to train on."""
         if self.source.shares.keys() == {env}:
             raise RunError(f"environment {env} cannot be played: {why}")
         trained = env in self.source.shares
@@ -166,23 +168,23 @@ class Orchestrator:
         log.error(text)
         self.status.warn(RunWarning("lost", env, text))
         if not trained:
-            return  # of an evaluation alone
+            return  # used by evaluations only
         self.admission.quarantine(env, [group for group in self.played if isinstance(group, Group)])
         self.env_lost = True
 
     def tell_of_death(self, env: str, text: str) -> None:
-        """Has `rl` say the first death of an environment's workers; the log has each."""
+        """Has `rl` report the first death of an environment's workers; the log has every one."""
         log.warning(text)
-        self.status.warn(RunWarning("died", env, f"{text}; further deaths of workers of {env} are told in the orchestrator's log alone"))
+        self.status.warn(RunWarning("died", env, f"{text}; further deaths of workers of {env} are reported only in the orchestrator's log"))
 
     async def fail_with_pool(self) -> None:
-        """Loop. Consumes the loss of what the run cannot go on without. Produces the end of the run. Unblocked by the pool."""
+        """Loop. Consumes fatal failures of the pool. Produces the end of the run. Unblocked by the pool."""
         await self.pool.failed
 
     # Batches ------------------------------------------------------------------------------------------------------------
 
     async def take_in(self) -> None:
-        """Loop. Consumes played groups, all that came meanwhile at once. Produces pending.log, then batches. Unblocked by `play_group`."""
+        """Loop. Consumes played groups, all that are there at once. Produces pending.log, then batches. Unblocked by `play_group`."""
         while True:
             await self.progress.wait_until(lambda: self.played or self.env_lost)
             played, env_lost, self.env_lost = list(self.played), self.env_lost, False
@@ -191,7 +193,7 @@ class Orchestrator:
             groups = [group for group in played if isinstance(group, Group)]
             for group in groups:
                 self.status.advance(len(group.rollouts))
-            if groups or env_lost:  # what waited for a lost environment's groups may be a batch now
+            if groups or env_lost:  # groups that waited for those of a lost environment may form a batch now
                 await self.builder.commit_full_batches()
             self.show_progress()
             await self.progress.notify()
@@ -199,7 +201,7 @@ class Orchestrator:
     # Policy and evals ---------------------------------------------------------------------------------------------------
 
     async def follow_policy(self) -> None:
-        """Loop. Consumes published versions. Produces a loaded version, and with it room for `generate`; evaluates it if that is due.
+        """Loop. Consumes published versions. Produces a loaded version, and with it room for `generate`; plays the evaluations due.
 
         Waits for the trainer; unblocked by `serve`. Ends with the run: the last version is loaded and evaluated.
         """
@@ -215,15 +217,15 @@ class Orchestrator:
                 return
 
     async def monitor_inference(self) -> None:
-        """Loop. Consumes what the servers hold. Produces a `loaded` that is true, for servers die and come back with another version."""
+        """Loop. Consumes the servers' versions. Produces a correct `loaded`: servers may die and come back with another version."""
         while True:
             await asyncio.sleep(SETTLE_EVERY_S)
-            if await self.policy.settle():
+            if await self.policy.reconcile():
                 self.cancel_stale()
                 await self.progress.notify()
 
     async def evaluate_missed(self) -> None:
-        """Evaluates versions that an earlier process left unevaluated. Before any rollout: inference goes back to older versions for it."""
+        """Evaluates versions that an earlier process left unevaluated. Runs before any rollout: inference loads older ones for it."""
         newest, final = self.policy.loaded, self.progress.final
         self.policy.forget(final)
         for number in [number for number in self.policy.there() if number < newest and self.evaluator.due(number, final)]:
@@ -232,32 +234,32 @@ class Orchestrator:
             except RefusedError as error:
                 if number:
                     raise
-                log.warning("version 0 is not evaluated: %s", error)  # beside hot adapters it cannot be loaded
+                log.warning("version 0 is not evaluated: %s", error)  # it cannot be loaded while adapters are hot-loaded
                 self.evaluator.skipped.add(number)
             await self.evaluate(number)
         if self.policy.loaded != newest:
             await self.load(self.policy.versions[newest])
 
     async def load(self, version: WeightVersion) -> None:
-        """Has inference hold a version."""
+        """Loads a version into inference."""
         self.status.enter(Phase.LOADING_VERSION, version.policy_version)
         with spans.span("load_version", "weights", version.policy_version):
             self.clock.pause_s += await self.policy.load(version)
 
     async def _next_version(self) -> WeightVersion | None:
-        """Waits for a version to load; None once there will be no other, inference came back with one, or it is time for an evaluation.
+        """Waits for a version to load. Returns None if there will be none, inference came back with another one, or an evaluation is due.
 
-        Raises RunError after `trainer_timeout_s` without a new batch, past which only a living trainer gets, and without any step that a
-        restarted trainer trains again.
+        Raises RunError after `trainer_timeout_s` without progress: a new batch, a published version, or a batch served to the trainer
+        (which may train steps again after a restart).
         """
         deadline_s, held = self.config.orchestrator.trainer_timeout_s, self.policy.loaded
 
         def is_time_to_evaluate() -> bool:
-            """Whether an evaluation of the loaded version has waited for the batch, which is there now."""
+            """Whether an evaluation of the loaded version that had to wait for the batch may start now."""
             return bool(self.evaluator.due(held, self.progress.final)) and not self.batch_goes_first()
 
         def news() -> tuple[int, int, bool, WeightVersion | None]:
-            """What has been made so far, whether the wait is over, and the version that it has come to."""
+            """Returns the newest batch, the trainer's activity, whether the wait is over, and the version to load."""
             over = self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
             return self.progress.newest, self.requests.activity, over, self.policy.next_version(self.progress.final)
 
@@ -271,23 +273,23 @@ class Orchestrator:
         return None if is_time_to_evaluate() else before[3]
 
     def batch_goes_first(self) -> bool:
-        """Whether evaluations of the loaded version are to wait for the batch that it samples. On-policy servers have nothing to do while
-        that is trained. A target is looked at before another batch is sampled."""
+        """Whether evaluations of the loaded version wait for the batch it samples: on-policy, servers are idle while that batch is trained.
+        With an evaluation target they go first, so that the target is checked before another batch is sampled."""
         has_target = any(math.isfinite(entry.target) for entry in self.config.orchestrator.eval)
         return not self.config.max_lag and not has_target and self.progress.newest <= self.policy.loaded < self.progress.final
 
     async def evaluate(self, version: int) -> None:
-        """Plays what is due at the loaded version. A target that is reached ends the run."""
+        """Plays the evaluations due at the loaded version. Reaching a target ends the run."""
         for entry in self.evaluator.due(version, self.progress.final):
             self.status.enter(Phase.EVALUATING, version, entry.label)
             async with self.policy.pin():
                 with spans.span("eval", "evals", version, eval=entry.label):
-                    await self.evaluator.evaluate(entry, version, self.policy.settle)
+                    await self.evaluator.evaluate(entry, version, self.policy.reconcile)
             self._check_target()
             await self.progress.notify()
 
     def _check_target(self) -> None:
-        """Ends a run in which an evaluation has reached its target."""
+        """Ends the run if an evaluation has reached its target."""
         reached = self.evaluator.reached_target()
         if reached and not self.progress.end_reason:
             self.progress.end(reached)
@@ -297,12 +299,12 @@ class Orchestrator:
 
     def show_progress(self) -> None:
         size, batch = self.config.orchestrator.batch_size, self.progress.newest + 1
-        before = math.inf if self.config.max_lag else self.admission.first()  # on-policy nothing is used before what was begun before it
+        before = math.inf if self.config.max_lag else self.admission.first()  # on-policy, groups are used in starting order
         usable = [group for group in self.builder.pending.groups if group.why is None]
         done = sum(group.num_episodes for group in usable if group.group_id < before)
         first, detail = self.admission.in_flight.get(int(before)) if before < math.inf else None, ""
         if first and done < size <= sum(group.num_episodes for group in usable):
-            detail = f"enough have finished behind group {first.ref.group_id} of {first.ref.env} (task {first.ref.task}), which still plays"
+            detail = f"enough later groups have finished; waiting for group {first.ref.group_id} of {first.ref.env} (task {first.ref.task})"
         phase, step = (Phase.FILLING_BATCH, batch) if self.batches_ahead() > 0 else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
         counts = {"batch": batch, "batch_done": min(done, size), "batch_size": size, "policy_version": self.policy.loaded}
         self.status.enter(phase, step, detail, **counts, quarantined=sorted(self.pool.lost))

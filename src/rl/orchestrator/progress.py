@@ -1,24 +1,24 @@
-"""How far the run is: what the orchestrator's loops share, and wait for."""
+"""Progress of the run: the state that the orchestrator's loops share and wait for."""
 
 import asyncio
 from collections.abc import Callable
 
-from rl.orchestrator.probe import Prompt
+from rl.orchestrator.policy.probe import Prompt
 from rl.run_dir.status import EndKind
 
 
 class Progress:
-    """Numbers of the run that only grow, but for `final`, and the condition that tells of every change."""
+    """The newest and the final batch, and a condition that is notified of every change. Only `final` may decrease."""
 
     def __init__(self, max_steps: int):
         self.newest = 0
-        """The last batch."""
+        """Number of the newest committed batch."""
         self.prompts: dict[int, Prompt] = {}
-        """Of the last batch's first groups, for probes: to decode it again would hold the event loop."""
+        """Prompts of the newest batch's first groups, for probes: decoding the batch again would block the event loop."""
         self.final = max_steps
-        """The last batch that there will be."""
+        """Number of the last batch of the run."""
         self.end_reason = ""
-        """Why the run ends before max_steps."""
+        """Why the run ends before max_steps; empty if it does not."""
         self.end_kind: EndKind = "done"
         self.changed = asyncio.Condition()
 
@@ -27,12 +27,12 @@ class Progress:
         self.final, self.end_reason, self.end_kind = min(self.newest, self.final), reason, kind
 
     async def notify(self) -> None:
-        """Has every `wait_until` check its condition again."""
+        """Makes every `wait_until` check its condition again."""
         async with self.changed:
             self.changed.notify_all()
 
     async def wait_until(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
-        """Waits until `holds()` is true, which is checked after every `notify`. Returns False if `timeout_s` seconds passed before."""
+        """Waits until `holds()` is true; it is checked after every `notify`. Returns False after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s), self.changed:
                 await self.changed.wait_for(holds)

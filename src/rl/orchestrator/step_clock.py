@@ -1,4 +1,4 @@
-"""The orchestrator's times between two batches."""
+"""Measures the orchestrator's times between two batches."""
 
 import time
 from collections import Counter
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class StepClock:
-    """Wall time between batches, and how much of it inference had nothing to do."""
+    """Wall time between batches, and how long inference was idle in it."""
 
     def start(self) -> None:
         self._reset(time.monotonic())
@@ -17,11 +17,11 @@ class StepClock:
         self.since = self.idle_since = now
         self.idle_s = self.pause_s = 0.0
         self.stale = Counter[str]()
-        """Groups that were cancelled or dropped as too old, by environment."""
+        """Number of groups cancelled or dropped as too old, by environment."""
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Marks the block as one in which inference has something to do."""
+        """Marks a block in which inference is busy."""
         if self.num_busy == 0:
             self.idle_s += time.monotonic() - self.idle_since
         self.num_busy += 1
@@ -33,7 +33,7 @@ class StepClock:
                 self.idle_since = time.monotonic()
 
     def lap(self, num_tokens: int) -> dict[str, float]:
-        """Metrics of the time since the last lap, in which `num_tokens` tokens were generated."""
+        """Returns metrics of the time since the last lap, in which `num_tokens` tokens were generated, and starts the next lap."""
         now = time.monotonic()
         idle_s = self.idle_s + (now - self.idle_since if self.num_busy == 0 else 0.0)
         elapsed = max(now - self.since, 1e-9)

@@ -1,4 +1,4 @@
-"""The reader of run directories, live or finished. It writes nothing of them, and loads neither torch nor vllm.
+"""Reads run directories, live or finished. Never writes to them, and imports neither torch nor vllm.
 
     import rl
     run = rl.open("outputs/x")                     # an rl.records.run.Run
@@ -13,16 +13,16 @@
     run.group(17)                                  # Rollouts of one group
     run.task("sums", 3, kind="eval")               # {version: Rollouts}: one task over all versions
     run.tokens(step, group=None, rollout=None)     # [SampleTokens]: ids, logprobs of both sides, ratio, entropy, clip and mask, teacher gap
-    run.batch(step).fault                          # why there is no token log of it; empty if there is
+    run.batch(step).fault                          # why it has no token log; empty if it has one
     run.tokenizer, run.load_model("best")          # of transformers
     run.versions                                   # [Version]: weights, checkpoint, evaluations, which is best
     run.timeline(begin=None, end=None)             # Timeline: .spans, .gauges, .marks (wall time); .trace() for Perfetto
-    run.events, run.status, run.end, run.origin    # as their files say it
+    run.events, run.status, run.end, run.origin    # the contents of their files
     run.logs, run.log("trainer", lines=50)         # {process: {attempt: path}}, last lines
-    run.diagnosis(), run.problems                  # what `rl doctor RUN` says; [Problem] with metrics, files and rollouts that show it
-    run.damaged                                    # {path: fault} of files of rollouts that are left out
+    run.diagnosis(), run.problems                  # the output of `rl doctor RUN`; [Problem] with metrics, files and rollouts as evidence
+    run.damaged                                    # {path: fault} of rollout files that are left out
 
-Every call answers as the files are at that moment, and reads only what is new of them. A file that is damaged or gone costs itself alone:
-the index leaves it out (`run.damaged`), and a rollout whose file was deleted raises RunError when its text is asked for. A Run may be used
-by several threads.
+Every call reflects the files at that moment, and reads only what is new in them. A damaged or deleted file affects only itself: the
+index leaves it out (`run.damaged`), and a rollout whose file was deleted raises RunError when its text is accessed. A Run is
+thread-safe.
 """

@@ -1,4 +1,4 @@
-"""The index of a run's rollouts in the user's cache, so that a long run is not read again by every process. It may be deleted any time."""
+"""Keeps the index of a run's rollouts in the user's cache, so that not every process reads a long run again. Safe to delete any time."""
 
 import contextlib
 import hashlib
@@ -15,22 +15,22 @@ from rl.records.columns import DTYPES, WORDS, Columns, Kind, Words
 
 FORMAT = "3"
 MAX_BYTES = 1 << 30
-"""Of all indices together; the ones that were not used for longest go first."""
+"""Maximum size of all indices together; the oldest are deleted first."""
 Identity = tuple[int, int]
-"""Size of a file, and when it last changed, ns."""
+"""Size of a file in bytes, and its mtime in ns."""
 Kept = tuple[Columns, dict[int, Identity], dict[tuple[int, str], Identity]]
-"""The columns, the files of steps, and those of evaluations by version and name."""
+"""The columns, the files of steps by step, and those of evaluations by version and name."""
 
 
 def cache_file(root: Path) -> Path:
-    """Where the index of a run is kept: $XDG_CACHE_HOME/rl/records, by default ~/.cache/rl/records."""
+    """The path of a run's index, in $XDG_CACHE_HOME/rl/records (by default ~/.cache/rl/records)."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "records"
     name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()
     return folder / f"{root.resolve().name}-{name}.safetensors"
 
 
 def save(path: Path, columns: Columns, steps: Mapping[int, Identity], evals: Mapping[tuple[int, str], Identity]) -> None:
-    """Writes an index, if the cache can be written, and makes room for it."""
+    """Writes an index if the cache is writable, and deletes old ones to make room."""
     kept = columns.only((columns["gone"] == 0) & (columns["kind"] != Kind.PENDING))
     tensors = {f"column/{name}": np.ascontiguousarray(kept[name]) for name in DTYPES}
     tensors |= {f"metric/{name}": np.ascontiguousarray(values) for name, values in kept.metrics.items()}
@@ -60,7 +60,7 @@ def make_room(folder: Path) -> None:
 
 
 def load(path: Path) -> Kept | None:
-    """An index as it was kept; None if there is none that can be read."""
+    """Loads an index; None if there is no readable one."""
     try:
         with safe_open(path, framework="np") as file:
             about, columns = file.metadata() or {}, Columns()

@@ -1,13 +1,14 @@
-"""Rollouts as columns: what can be filtered, sorted and counted of a million of them takes about 100 MiB, and no file is read for it."""
+"""Rollouts as columns: a million of them take about 100 MiB, and can be filtered, sorted and counted without reading a file."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from rl.run_dir.metrics import is_number
 from rl.system.errors import RunError
 
 DTYPES: Mapping[str, str] = {
@@ -35,43 +36,48 @@ DTYPES: Mapping[str, str] = {
     "length": "i4",
     "gone": "u1",
 }
-"""The columns. `offset` and `length` say where the line stands in its file, bytes of its text; `gone`: that file is there no more."""
+"""The columns. `offset` and `length` locate the line in its (decompressed) file, in bytes; `gone`: the file no longer exists."""
 FLAGS = ("failed", "truncated")
-"""Columns that hold whether it is so."""
+"""Boolean columns."""
 WORDS = ("env", "agent", "outcome", "stop", "why")
-"""Columns that hold a word's code."""
+"""Columns that hold the code of a word."""
 OPTIONAL = ("step", "version", "first_version", "group_id", "rollout_id", "episode")
-"""Columns of whole numbers that not every rollout has, see NONE."""
+"""Integer columns that can be NONE."""
 OTHER = "(other)"
 MOST_WORDS, MOST_METRICS = 60_000, 32
-"""Different words of a column, and different metrics of the environments' own, that are told apart."""
+"""Maximum number of distinct words per column, and of distinct environment metrics."""
 METRIC = "metrics/"
 NONE = -1
-"""In place of a number that a rollout has not got."""
+"""Stands for a missing number."""
 
 
 class Kind(IntEnum):
-    """Which file a rollout is of: one of a step, pending.jsonl, or an evaluation's."""
+    """The kind of file that a rollout is from: a step's, pending.jsonl, or an evaluation's."""
 
     STEP = 0
     PENDING = 1
     EVAL = 2
 
 
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""What fits into the columns: a line with another number is no rollout of ours."""
+
+
 class Line(msgspec.Struct, kw_only=True):
-    """What the columns take of a line of rollouts/*.jsonl or evals/*/*.jsonl. Messages are passed over."""
+    """The fields of a line of rollouts/*.jsonl or evals/*/*.jsonl that the columns need. Messages are not decoded."""
 
     reward: float | None
     messages: msgspec.Raw
-    step: int | None = None
-    policy_version: int | None = None
+    step: Int32 | None = None
+    policy_version: Int32 | None = None
     env: str = ""
-    task: int = NONE
-    group_id: int = NONE
-    rollout_id: int = NONE
-    rollout: int = NONE
-    """The episode of an evaluation's rollout, whose lines name it so."""
-    episode: int = NONE
+    task: Int64 = NONE
+    group_id: Int64 = NONE
+    rollout_id: Int32 = NONE
+    rollout: Int32 = NONE
+    """The name of `episode` in lines of evaluations."""
+    episode: Int32 = NONE
     agent: str = "agent"
     advantage: float | None = None
     metrics: dict[str, Any] = {}
@@ -80,10 +86,10 @@ class Line(msgspec.Struct, kw_only=True):
     why: str | None = None
     trained: bool | None = None
     truncated: bool = False
-    num_tokens: int = 0
-    num_turns: int = 0
-    retries: int = 0
-    versions: list[int] = []
+    num_tokens: Int32 = 0
+    num_turns: Int32 = 0
+    retries: Int32 = 0
+    versions: list[Int32] = []
     error: str | None = None
 
 
@@ -91,14 +97,14 @@ DECODER = msgspec.json.Decoder(Line)
 
 
 class Words:
-    """Different words of a column by number, in the order in which they came."""
+    """The distinct words of a column, numbered in order of appearance."""
 
     def __init__(self, words: Iterable[str] = ()):
         self.words = list(words)
         self.codes = {word: code for code, word in enumerate(self.words)}
 
     def code(self, word: str) -> int:
-        """The number of a word, a new one if need be."""
+        """The number of a word; assigns a new one if necessary."""
         if (code := self.codes.get(word)) is None:
             word = word if len(self.words) < MOST_WORDS else OTHER
             code = self.codes.setdefault(word, len(self.words))
@@ -108,24 +114,24 @@ class Words:
 
 
 class Columns:
-    """Rows that are only ever added. A view of a column stays what it was when it was taken."""
+    """Append-only rows. A view of a column stays valid after rows are added."""
 
     def __init__(self) -> None:
         self.size = 0
         self.arrays = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         self.words = {name: Words() for name in WORDS}
         self.metrics: dict[str, np.ndarray] = {}
-        """Values of reward functions and the environments' other metrics, float64, nan where a rollout has none. One that is called as a
-        column is has METRIC before its name."""
+        """Values of reward functions and other environment metrics, float64, nan where a rollout has none. A metric named like a
+        column gets the prefix METRIC."""
         self.left_out: set[str] = set()
         """Metrics beyond MOST_METRICS."""
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A column [size] of DTYPES, or of a metric. Raises RunError for a name that is neither."""
+        """A column of DTYPES or a metric, [size]. Raises RunError for a name that is neither."""
         arrays = self.arrays if name in self.arrays else self.metrics
         if name not in arrays:
             there = ", ".join([*DTYPES, *sorted(self.metrics)])
-            why = " (there are too many different metrics for it to be kept)" if name in self.left_out else ""
+            why = " (a metric, but there are too many to index all)" if name in self.left_out else ""
             raise RunError(f"{name}: rollouts have no such field{why}; there are: {there}")
         return arrays[name][: self.size]
 
@@ -139,7 +145,7 @@ class Columns:
         for i, line in enumerate(lines, start=start):
             for name, value in line.metrics.items():
                 name = METRIC + name if name in DTYPES else name
-                if isinstance(value, (int, float)) and (column := self._metric(name)) is not None:
+                if is_number(value) and (column := self._metric(name)) is not None:
                     column[i] = value
         self.size += count
 
@@ -158,7 +164,7 @@ class Columns:
             line.rollout_id,
             line.rollout if line.episode == NONE else line.episode,
             self.words["agent"].code(line.agent),
-            math.nan if line.reward is None or line.error is not None else line.reward,  # a failed one's says nothing
+            math.nan if line.reward is None or line.error is not None else line.reward,  # a failed rollout's is meaningless
             math.nan if line.advantage is None else line.advantage,
             self.words["outcome"].code(line.outcome),
             self.words["stop"].code(line.stop or ""),
@@ -200,10 +206,10 @@ class Columns:
         return copy
 
     def code(self, name: str, word: str) -> int:
-        """The code of a word of a column; NONE, which no row has, for one that never came."""
+        """The code of a word in a column; NONE, which no row has, for an unknown word."""
         return self.words[name].codes.get(word, NONE)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is taken, bytes."""
+        """Allocated memory in bytes."""
         return sum(array.nbytes for arrays in (self.arrays, self.metrics) for array in arrays.values())

@@ -1,4 +1,4 @@
-"""Columns as a table of pandas or polars."""
+"""Converts columns to a table of pandas or polars."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ KINDS = ("pandas", "polars")
 
 
 def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:
-    """The columns as a table of `pandas` or `polars`; without a `kind`, of the first that is installed, else as a dict of numpy arrays.
+    """The columns as a table of `pandas` or `polars`, or as a dict of numpy arrays (`columns`).
 
-    kind: also `columns`, for that dict. Raises RunError for a library that is not installed.
+    kind: one of these; None takes the first that is available. Raises RunError if the library is not installed.
     """
     installed = [name for name in KINDS if importlib.util.find_spec(name)]
     if kind not in (None, "columns", *installed):
-        raise RunError(f"{kind}: is not installed; there are: {', '.join([*installed, 'columns'])}")
+        raise RunError(f"{kind}: is not installed; available: {', '.join([*installed, 'columns'])}")
     kind = kind or next(iter(installed), "columns")
     if kind == "pandas":
         import pandas
 
         return pandas.DataFrame(dict(columns), copy=False)
     if kind == "polars":
-        import polars
+        import polars  # ty: ignore[import-not-found] - optional, installed by users who want its frames
 
         return polars.DataFrame(dict(columns))
     return dict(columns)

@@ -1,4 +1,4 @@
-"""The index of a run's rollouts: follows rollouts/ and evals/, and tells where each rollout stands. Nothing of the run is written."""
+"""The index of a run's rollouts: follows rollouts/ and evals/, and locates each rollout. Writes nothing to the run."""
 
 import os
 import re
@@ -18,39 +18,39 @@ from rl.wire.messages import UNREADABLE
 
 STEP_FILE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.jsonl(\.gz)?")
 CHUNK = 8192
-"""Rows that are added at once."""
+"""Number of rows added at once."""
 SUSPECTS = 3
-"""So many newest steps are looked at again: an orchestrator that was killed before its commit writes their files anew."""
+"""Number of newest steps that are checked again: an orchestrator that was killed before its commit rewrites their files."""
 CACHE_S = 2.0
-"""Reading that took longer is kept in the user's cache."""
+"""An index that took more seconds to read is kept in the user's cache."""
 TICK_NS, LOOK_AGAIN = 100_000_000, -1
-"""A folder that changed within so many ns may change again without another time of change."""
+"""A folder that changed within the last TICK_NS may change again with the same mtime."""
 GONE_SHARE = 0.25
-"""Rows of files that are gone are removed when they are more than this part."""
+"""Rows of deleted files are removed once they exceed this share."""
 
 
 class Source(NamedTuple):
-    """A file of rollouts: `rollouts/000012.jsonl`, compressed or not, or `evals/000010/NAME.jsonl`."""
+    """A file of rollouts: `rollouts/000012.jsonl` (compressed or not), `evals/000010/NAME.jsonl`, or pending.jsonl."""
 
     kind: Kind
     number: int
-    """Its step or policy version."""
+    """The step or policy version."""
     name: str = ""
-    """The evaluation."""
+    """Name of the evaluation."""
 
 
 PENDING = Source(Kind.PENDING, 0)
 
 
 class Identity(NamedTuple):
-    """What tells that a file is the one that was read."""
+    """Identifies the file that was read."""
 
     size: int
     mtime_ns: int
 
 
 class State(NamedTuple):
-    """What tells that no file has come or gone: when the folders last changed, ns, and what `discarded/` holds."""
+    """Shows whether files were added or removed: mtimes of the folders in ns, and the contents of `discarded/`."""
 
     rollouts: int
     discarded: tuple[str, ...]
@@ -58,34 +58,34 @@ class State(NamedTuple):
 
 
 class RolloutIndex:
-    """Columns of all rollouts. `refresh` reads what is new; it is not to be called by two threads at once."""
+    """Columns of all rollouts. `refresh` reads what is new, and is not thread-safe."""
 
     def __init__(self, run_dir: RunDir, cache_file: Path | None = None):
-        """cache_file: where the index outlives this process; None: nowhere."""
+        """cache_file: where the index is kept beyond this process; None: nowhere."""
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
         self.steps: dict[int, Identity] = {}
-        """The files of steps that were read."""
+        """The step files that were read."""
         self.evals: dict[tuple[int, str], Identity] = {}
-        """Those of evaluations, by version and name."""
+        """The evaluation files that were read, by version and name."""
         self.damaged: dict[Source, str] = {}
-        """Files that could not be read, with what is wrong; their rollouts are missing."""
+        """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
-        """Folders that may not be read."""
+        """Folders without read permission, with the error."""
         self.gone = 0
-        """Rows of files that are not there any more."""
+        """Number of rows whose file no longer exists."""
         self.looked: State | None = None
         self.pending_as_read: tuple[int, int] = (0, 0)
-        """Inode and offset up to which pending.jsonl was read."""
+        """Inode of pending.jsonl, and the offset up to which it was read."""
         if cache_file and (found := cache.load(cache_file)):
             self.columns, steps, evals = found
             self.steps = {step: Identity(*identity) for step, identity in steps.items()}
             self.evals = {key: Identity(*identity) for key, identity in evals.items()}
 
     def refresh(self) -> None:
-        """Reads what is new, and forgets what is gone."""
+        """Reads what is new, and drops what is gone."""
         began = time.monotonic()
-        self._read_pending()  # first: what a batch settles meanwhile is then seen twice, not never
+        self._read_pending()  # first: rollouts that a batch settles meanwhile are then seen twice instead of never
         gone, new = self._changes()
         self._forget(gone)
         self._read_files(new)
@@ -102,8 +102,8 @@ class RolloutIndex:
             cache.save(self.cache_file, self.columns, steps, {key: value for key, value in self.evals.items() if key not in damaged})
 
     def _changes(self) -> tuple[list[Source], list[Source]]:
-        """Files that are gone or others than they were, and those to read. Old ones are believed to be as they were, unless the run was
-        taken back since."""
+        """Returns the files that are gone or were replaced, and those to read. Assumes that old ones are unchanged, unless the run was
+        rolled back since."""
         folders = self._versions()
         state = State(mtime(self.run_dir.rollouts_dir), self._names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
         newest = [
@@ -113,7 +113,7 @@ class RolloutIndex:
         if state == self.looked and not others and not self.denied:
             return [], []
         there = {int(match[1]) for match in map(STEP_FILE.fullmatch, self._names(self.run_dir.rollouts_dir)) if match}
-        whole = bool(not self.looked or state.discarded != self.looked.discarded or others)  # others: another run may be here, see --clean
+        whole = bool(not self.looked or state.discarded != self.looked.discarded or others)  # others: may be a new run, see --clean
         looked_at = self.steps.keys() & there if whole else newest
         changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
         gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]
@@ -128,7 +128,7 @@ class RolloutIndex:
         return gone, new
 
     def _names(self, folder: Path) -> tuple[str, ...]:
-        """What a folder holds, in order."""
+        """The sorted names in a folder."""
         self.denied.pop(folder, None)
         try:
             return tuple(sorted(os.listdir(folder)))
@@ -151,14 +151,14 @@ class RolloutIndex:
         return next((found for path in self.paths(source) if (found := identity_of(path))), None)
 
     def paths(self, source: Source) -> list[Path]:
-        """Where a file may be: that of a step is compressed once it is old."""
+        """The possible paths of a file: a step's is compressed once it is old."""
         if source.kind is Kind.EVAL:
             return [self.run_dir.eval(source.number, source.name)]
         plain = self.run_dir.pending_rollouts if source.kind is Kind.PENDING else self.run_dir.rollouts(source.number)
         return [plain] if source.kind is Kind.PENDING else [plain, compressed(plain)]
 
     def path(self, source: Source) -> Path:
-        """Where a file is; if it is nowhere, where it would be."""
+        """The path of a file, or its default path if it does not exist."""
         paths = self.paths(source)
         return next((path for path in paths if os.path.exists(path)), paths[0])
 
@@ -192,7 +192,7 @@ class RolloutIndex:
                 identity = identity_of(path)
                 found = list(decoded(path, sound_rollouts(path)))
             except FileNotFoundError:
-                continue  # compressed, deleted or moved at this moment: the next refresh sees it
+                continue  # just compressed, deleted or moved: the next refresh handles it
             except (CorruptFileError, PermissionError) as error:
                 self.damaged[source], found = str(error), []
             if source.kind is not kind or len(lines) >= CHUNK:
@@ -211,7 +211,7 @@ class RolloutIndex:
         try:
             with reading(path), path.open("rb") as file:
                 there, end = os.fstat(file.fileno()).st_ino, end_of_last_line(file)
-                if there != inode or end < offset:  # made anew, as at every commit
+                if there != inode or end < offset:  # rewritten, as at every commit
                     self._drop(self.columns["kind"] == Kind.PENDING)
                     offset = 0
                 file.seek(offset)
@@ -230,23 +230,23 @@ class RolloutIndex:
 
 
 def decoded(path: Path, data: bytes) -> Iterator[tuple[Line, tuple[int, int]]]:
-    """(line, (offset, length)) of each whole line. Raises CorruptFileError for one that is no rollout."""
+    """Yields (line, (offset, length)) of each complete line. Raises CorruptFileError for a line that is not a rollout."""
     offset = 0
     for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:
             yield DECODER.decode(text), (offset, len(text))
         except UNREADABLE as error:
-            raise CorruptFileError(f"{path}:{number}: no rollout of this version of rl: {error}") from None
+            raise CorruptFileError(f"{path}:{number}: not a rollout of this version of rl: {error}") from None
         offset += len(text)
 
 
 def compressed(path: Path) -> Path:
-    """The name that `000012.jsonl` has once it is old."""
+    """The path of a step's file once it is old and compressed."""
     return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
 def mtime(path: Path) -> int:
-    """When a directory last changed, ns; 0 without it, or where it may not be looked at."""
+    """The mtime of a directory in ns; 0 if it does not exist or is not accessible."""
     try:
         return path.stat().st_mtime_ns
     except (FileNotFoundError, PermissionError):
@@ -254,7 +254,7 @@ def mtime(path: Path) -> int:
 
 
 def identity_of(path: Path) -> Identity | None:
-    """See Identity; None without the file, or where it may not be looked at."""
+    """The Identity of a file; None if it does not exist or is not accessible."""
     try:
         there = path.stat()
     except (FileNotFoundError, PermissionError):

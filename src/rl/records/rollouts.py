@@ -1,4 +1,4 @@
-"""Rollouts chosen out of the index: filtered, sorted and paged as columns; the text of one is read from its file when it is asked for."""
+"""Rollouts selected from the index: filtered, sorted and paged as columns. Texts are read from the files on demand."""
 
 import contextlib
 import errno
@@ -21,33 +21,33 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
 
 KINDS = {Kind.STEP: "train", Kind.PENDING: "pending", Kind.EVAL: "eval"}
-"""Words for the kinds."""
+"""Names of the kinds."""
 Bounds = Mapping[str, tuple[float | None, float | None]]
-"""Least and greatest value of a number, both included; None: any."""
+"""Minimum and maximum of a number, both inclusive; None is unbounded."""
 ERROR = "error"
+"""As a filter on `why`, also matches every rollout that failed itself, whatever its `why`."""
 PLACES = ("offset", "length", "gone")
-"""Columns that say where a rollout stands in its file."""
-"""As a `why` that is wanted it means each that failed itself, too, whatever its cause was."""
-OTHER_WAYS = "several as a list or a range, or a pair (least, greatest)"
+"""Columns that locate a rollout in its file."""
+OTHER_WAYS = "several in a list or a range, or a pair (minimum, maximum)"
 LAST = 2**31 - 1
-"""In place of the step of what no batch has settled."""
+"""Stands for the step of rollouts that no batch has settled yet."""
 MAX_TEXT_BYTES = 64 << 20
-"""Of decompressed files, in memory at once."""
+"""Maximum size of decompressed files in memory."""
 
 
 class Texts:
-    """The lines of rollouts. Compressed files are kept for a while, as they cannot be read in the middle."""
+    """Reads lines of rollouts. Caches decompressed files, as they have no random access."""
 
     def __init__(self, index: RolloutIndex):
         self.index = index
         self.kept: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
-        """By path and time of change."""
+        """Decompressed files by path and mtime."""
         self.lock = threading.Lock()
 
     def line(self, source: Source, offset: int, length: int) -> tuple[bytes, Path]:
-        """A line, and its file. Raises FileNotFoundError and CorruptFileError."""
+        """A line and the path of its file. Raises FileNotFoundError and CorruptFileError."""
         paths = self.index.paths(source)
-        for path in paths:  # a file may be compressed at this moment
+        for path in paths:  # a file may be replaced by its compressed form at any moment
             with contextlib.suppress(FileNotFoundError):
                 return self._read(path, offset, length), path
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(paths[0]))
@@ -68,13 +68,13 @@ class Texts:
 
 
 class Rollout:
-    """One rollout. Its numbers are those of the index; `row` and what follows from it are read from its file."""
+    """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from its file."""
 
     def __init__(self, columns: Columns, place: int, texts: Texts):
         self._columns, self._place, self._texts = columns, place, texts
 
     def __getitem__(self, name: str) -> Any:
-        """A field of the index: a number, a word, or a metric of the environment's (nan: it has none). Raises RunError."""
+        """A field of the index: a number, a word, or an environment metric (nan if missing). Raises RunError if there is no such field."""
         value = self._columns[name][self._place].item()
         if name == "kind":
             return KINDS[Kind(value)]
@@ -82,22 +82,22 @@ class Rollout:
 
     @property
     def kind(self) -> str:
-        """`train` of a batch's file, `pending` of one that no batch has settled, `eval`."""
+        """`train` (settled by a batch), `pending` (not settled yet) or `eval`."""
         return self["kind"]
 
     @property
     def step(self) -> int | None:
-        """The batch that settled it; None without one."""
+        """The batch that settled it; None if there is none."""
         return None if self["step"] == NONE else self["step"]
 
     @property
     def version(self) -> int | None:
-        """The newest policy version that sampled a token of it, of an evaluation the one evaluated; None without a token."""
+        """The newest policy version that sampled one of its tokens (in an evaluation, the evaluated version); None without tokens."""
         return None if self["version"] == NONE else self["version"]
 
     @property
     def env(self) -> str:
-        """Its environment, or the evaluation."""
+        """Name of its environment or evaluation."""
         return self["env"]
 
     @property
@@ -111,22 +111,22 @@ class Rollout:
 
     @property
     def rollout_id(self) -> int | None:
-        """Its place in the group; None in an evaluation."""
+        """Its index in the group; None in an evaluation."""
         return None if self["rollout_id"] == NONE else self["rollout_id"]
 
     @property
     def reward(self) -> float:
-        """Nan if it failed."""
+        """The reward; nan if the rollout failed."""
         return self["reward"]
 
     @property
     def advantage(self) -> float:
-        """Nan in an evaluation."""
+        """The advantage; nan in an evaluation."""
         return self["advantage"]
 
     @property
     def why(self) -> str:
-        """`trained`, or why it was not; of an evaluation `error` or nothing."""
+        """`trained`, or the reason why it was not; in an evaluation `error` or ""."""
         return self["why"]
 
     @property
@@ -142,15 +142,15 @@ class Rollout:
 
     @property
     def row(self) -> Row:
-        """The whole line of its file. Raises RunError for one that is not there any more, or damaged."""
+        """The whole decoded line of its file. Raises RunError if it is gone or damaged."""
         kind = Kind(self._columns["kind"][self._place])
         source = Source(kind, self["version"] if kind is Kind.EVAL else self["step"], self.env if kind is Kind.EVAL else "")
-        moved = f"rollout {self.rollout_id} of group {self.group_id} is no longer where it stood: ask for the rollouts again"
+        moved = f"rollout {self.rollout_id} of group {self.group_id} has moved: its file was rewritten; query the rollouts again"
         try:
             line, path = self._texts.line(source, self["offset"], self["length"])
             row = parse_rollout(line, str(path)) if line else {}
         except FileNotFoundError as error:
-            raise RunError(f"{error.filename}: is not there any more: deleted by orchestrator.rollouts.keep_last, or moved away") from None
+            raise RunError(f"{error.filename}: no longer exists: deleted by orchestrator.rollouts.keep_last, or moved away") from None
         except CorruptFileError:
             if kind is Kind.PENDING:
                 raise RunError(moved) from None
@@ -162,12 +162,12 @@ class Rollout:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation. Raises as `row` does."""
+        """The messages of the conversation. Raises RunError like `row`."""
         return self.row["messages"]
 
     @property
     def text(self) -> str:
-        """The conversation as text. Raises as `row` does."""
+        """The conversation as text. Raises RunError like `row`."""
         row = self.row
         return messages_text(row["messages"], num_prompt_messages(row))
 
@@ -180,7 +180,7 @@ class Rollout:
 
 
 class Rollouts(Sequence[Rollout]):
-    """Some rollouts, in an order. A slice is some of them again; nothing is read from files before one is looked at."""
+    """An ordered selection of rollouts. A slice is a selection again; files are read only when a rollout's text is accessed."""
 
     def __init__(self, columns: Columns, places: np.ndarray, texts: Texts):
         self._columns, self.places, self._texts = columns, places, texts
@@ -205,12 +205,12 @@ class Rollouts(Sequence[Rollout]):
 
     @property
     def fields(self) -> list[str]:
-        """Names of all fields and metrics that they can be filtered and sorted by."""
+        """Names of all fields and metrics that rollouts can be filtered and sorted by."""
         names = [*self._columns.arrays, *sorted(self._columns.metrics)]
         return [name for name in dict.fromkeys(names) if name not in PLACES]
 
     def column(self, name: str) -> np.ndarray:
-        """The values of a field or metric [len]; words as an array of objects."""
+        """The values of a field or metric, [len]; words as an array of objects."""
         values = self._columns[name][self.places]
         if name == "kind":
             return np.array(list(KINDS.values()), dtype=object)[values]
@@ -219,7 +219,7 @@ class Rollouts(Sequence[Rollout]):
         return np.array(self._columns.words[name].words, dtype=object)[values] if name in WORDS else values
 
     def sorted(self, name: str, *, descending: bool = False) -> "Rollouts":
-        """The same by a field or metric, equal ones in their order, those without a value last."""
+        """Sorts by a field or metric. The sort is stable; rollouts without a value come last."""
         values = self._columns[name][self.places]
         if name in WORDS:
             ranks = np.argsort(np.argsort(np.array(self._columns.words[name].words)))
@@ -229,9 +229,9 @@ class Rollouts(Sequence[Rollout]):
         return self._some(self.places[np.lexsort((values, missing))])
 
     def where(self, **wanted: Any) -> "Rollouts":
-        """Those that have these fields: a value, or several of which one is meant (a list, set or range); of a number also a pair (least,
-        greatest) with None for any. Raises RunError for a name that is no field, a text in place of a number, and a word that no rollout of
-        the run has."""
+        """Selects rollouts by fields: a value, a list, set or range of alternatives, or for numbers a pair (minimum, maximum), where None
+        is unbounded. Raises RunError for an unknown field, for text in place of a number, and for a word that no rollout of the run
+        has."""
         mask = np.ones(len(self.places), bool)
         for name, value in wanted.items():
             if value is not None:
@@ -242,12 +242,12 @@ class Rollouts(Sequence[Rollout]):
         values = self._columns[name][self.places]
         if isinstance(value, tuple):
             if name in WORDS:
-                raise RunError(f"{name} = {value!r}: a pair is the least and the greatest of a number; give several words as a list")
+                raise RunError(f"{name} = {value!r}: a pair is the minimum and maximum of a number; give several words as a list")
             if len(value) != 2:
-                raise RunError(f"{name} = {value!r}: give a pair, the least and the greatest, or several values as a list")
+                raise RunError(f"{name} = {value!r}: give a pair, the minimum and the maximum, or several values as a list")
             least, greatest = value
             if not all(end is None or is_number(end) for end in value) or (None not in value and least > greatest):
-                raise RunError(f"{name} = {value!r}: give the least and the greatest number, in this order, or None for any")
+                raise RunError(f"{name} = {value!r}: give the minimum and the maximum, in this order, or None for no bound")
             return (values >= (-np.inf if least is None else least)) & (values <= (np.inf if greatest is None else greatest))
         if isinstance(value, range) and value.step == 1:
             return (values >= value.start) & (values < value.stop)
@@ -258,7 +258,7 @@ class Rollouts(Sequence[Rollout]):
             failed, codes = name == "why" and ERROR in several, self._columns.words[name].codes
             if codes and not failed and not any(word in codes for word in several) and several not in ([TRAINED], [""]):
                 there = ", ".join(filter(None, codes))
-                raise RunError(f"{name} = {', '.join(map(str, several))}: no rollout of the run has that; there are: {there}")
+                raise RunError(f"{name} = {', '.join(map(str, several))}: no rollout of the run has it; there are: {there}")
             several = [self._columns.code(name, word) for word in several]
             if failed:
                 return np.isin(values, several) | (self._columns["failed"][self.places] > 0)
@@ -267,8 +267,8 @@ class Rollouts(Sequence[Rollout]):
         return values == several[0] if len(several) == 1 else np.isin(values, several)
 
     def containing(self, text: str) -> Iterator[Rollout]:
-        """Those whose conversation, or error, has a text in it, whatever its case, as its file is read; those whose file is gone are passed
-        over."""
+        """Yields the rollouts whose conversation or error contains a text, ignoring case, while reading their files. Skips rollouts
+        whose file is gone or damaged."""
         text = text.casefold()
         for rollout in self:
             try:
@@ -279,19 +279,19 @@ class Rollouts(Sequence[Rollout]):
                 yield rollout
 
     def counts(self, name: str) -> dict[Any, int]:
-        """How many have each value of a field, the most frequent first."""
+        """The number of rollouts with each value of a field, the most frequent first."""
         values, counts = np.unique(self._columns[name][self.places], return_counts=True)
         words = KINDS if name == "kind" else self._columns.words[name].words if name in WORDS else None
         order = np.argsort(-counts, kind="stable")
         return {(words[values[i].item()] if words is not None else values[i].item()): int(counts[i]) for i in order}
 
     def by(self, name: str) -> "dict[Any, Rollouts]":
-        """The same in parts, one for each value of a field, in the order of the values."""
+        """Splits the rollouts by the value of a field, in ascending order of the values."""
         values = self.column(name)
         return {value: self._some(self.places[values == value]) for value in sorted(set(values.tolist()))}
 
     def columns(self) -> dict[str, np.ndarray]:
-        """All fields and metrics as columns, without the places in files."""
+        """All fields and metrics as columns, without the locations in files."""
         return {name: self.column(name) for name in self.fields}
 
     def frame(self, kind: str | None = None) -> Any:
@@ -305,12 +305,12 @@ class Rollouts(Sequence[Rollout]):
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one that others can equal, or lie above or below of."""
+    """Whether a value is a real number other than nan."""
     return isinstance(value, Real) and not math.isnan(value)
 
 
 def all_rollouts(index: RolloutIndex, texts: Texts, kinds: set[Kind]) -> Rollouts:
-    """The rollouts of these kinds, as the index has them now: by step and place in the file, pending ones last, evaluations by version."""
+    """The rollouts of these kinds now in the index, by step and position in the file, pending ones last; evaluations by version."""
     columns = index.columns
     places = np.flatnonzero((columns["gone"] == 0) & np.isin(columns["kind"], [*kinds]))
     of_eval, waits = (columns["kind"][places] == kind for kind in (Kind.EVAL, Kind.PENDING))

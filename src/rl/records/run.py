@@ -1,4 +1,4 @@
-"""One run directory, live or finished, as an object: see rl.records for all that it answers."""
+"""One run directory, live or finished, as an object; see rl.records for an overview."""
 
 import math
 import re
@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.state import Heartbeats
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import folder_here, has_tokenizer, read_json, resolve_model, template_text, with_template
 from rl.records.cache import cache_file
 from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
-from rl.records.metrics import Curve, Metrics
 from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
@@ -29,50 +27,52 @@ from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
 from rl.run_dir.metric_names import OWN, meaning
+from rl.run_dir.numbers import Curve, Numbers
 from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
-from rl.run_dir.status import RoleStatus, RunEnd, read_status
+from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
 from rl.run_dir.status import read_json as read_struct
 from rl.system.errors import RunError
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SOURCES = ("trainer", "orchestrator", "eval")
-"""Who writes metrics."""
+"""Processes that write metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
 KEPT_BATCHES = 4
-"""Decoded batches that are in memory at once."""
+"""Maximum number of decoded batches in memory."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A policy version that anything is left of, or that was evaluated."""
+    """A policy version with remaining weights, a checkpoint or an evaluation."""
 
     number: int
     weights: Path | None
-    """Its folder, in Hugging Face format; None: it was deleted, or is the base model."""
+    """The folder in Hugging Face format; None if deleted, or for the base model."""
     checkpoint: Path | None
     evals: dict[str, float]
     """Mean reward by evaluation."""
     best_of: tuple[str, ...]
-    """The evaluations that found it best."""
+    """The evaluations in which it is the best version."""
 
 
 class Run:
-    """A run directory. Nothing of it is written. Every question is answered as the files are at that moment."""
+    """A run directory, read-only. Every answer reflects the files at that moment."""
 
     def __init__(self, root: Path | str, *, cache: bool = True):
-        """cache: whether an index that took long to make is kept in the user's cache folder. Raises RunError where there is no run."""
+        """Opens a run. cache: whether to keep an index that took long to build in the user's cache. Raises RunError if there is no run."""
         self.root = Path(root).expanduser().absolute()
         if not (self.root / "config.toml").is_file():
-            raise RunError(f"{self.root}: there is no run; give the directory with its config.toml")
+            raise RunError(f"{self.root}: not a run directory; give the directory that has its config.toml")
         self._cache, self._lock = cache, threading.RLock()
         self.reading = threading.RLock()
-        """Held by whoever reads metrics or spans, which another thread may follow. The index of rollouts, which may take a minute the first
-        time, has a lock of its own."""
-        self.heartbeats: Heartbeats | None = None
-        """For whoever asks for its diagnosis again and again; None: a diagnosis may wait for heartbeats from other clocks."""
+        """Held while metrics or spans are read, as another thread may update them. The index of rollouts, which may take a minute to
+        build, has its own lock."""
+        self.heartbeats: Staleness | None = None
+        """Set by callers that diagnose repeatedly; if None, a diagnosis may wait for heartbeats from other clocks."""
         self._batch, self._config = lru_cache(KEPT_BATCHES)(self._read_batch), lru_cache(1)(self._read_config)
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def config(self) -> RLConfig:
-        """The resolved configuration. Raises RunError for one of another version of rl."""
+        """The resolved configuration. Raises RunError if another version of rl wrote it."""
         return self._config((self.root / "config.toml").stat().st_mtime_ns)
 
     def _read_config(self, _changed: int) -> RLConfig:
@@ -90,42 +90,42 @@ class Run:
 
     @cached_property
     def run_dir(self) -> RunDir:
-        """The names of its files. Where its configuration cannot be read, weights are looked for inside of it."""
+        """The paths of the run's files. If its configuration cannot be read, weights are expected inside the run directory."""
         try:
             return run_dir_of(self.root, self.config)
         except (RunError, PermissionError):
             return RunDir(self.root, self.root / "weights")
 
     @cached_property
-    def _metrics(self) -> Metrics:
-        return Metrics(self.run_dir.metrics)
+    def _metrics(self) -> Numbers:
+        return Numbers(self.run_dir.metrics)
 
     @property
-    def numbers(self) -> Metrics:
+    def numbers(self) -> Numbers:
         """All metrics as columns, up to date."""
         with self.reading:
             self._metrics.refresh()
             return self._metrics
 
     def metrics(self, source: str | None = None, kind: str | None = None) -> Any:
-        """A row for each (step, source), a column for each metric, nan where it has none.
+        """A table with a row per (step, source) and a column per metric; missing values are nan.
 
-        source: `trainer`, `orchestrator` or `eval` alone. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; without it
-        the first of these that is installed. Raises RunError for a source that there is not.
+        source: only `trainer`, `orchestrator` or `eval`. kind: `pandas`, `polars`, or `columns` for a dict of numpy arrays; None takes
+        the first that is installed. Raises RunError for an unknown source.
         """
         with self.reading:
             self._check_source(source)
             return frame(self.numbers.columns(source), kind)
 
     def curve(self, metric: str, source: str | None = None) -> Curve:
-        """Steps and finite values of a metric; empty where nothing has it yet. Raises RunError for a name that no metric of rl's has, nor
-        any of the run, and for a source that there is not."""
+        """Steps and finite values of a metric; empty if it has none yet. Raises RunError for a name that is neither a metric of rl nor
+        of the run, and for an unknown source."""
         with self.reading:
             self._check_source(source)
             numbers = self.numbers
             if metric not in numbers.names and meaning(metric)[0] == OWN:
                 near = get_close_matches(metric, numbers.names, n=3)
-                raise RunError(f"{metric}: there is no such metric" + (f"; like it: {', '.join(near)}" if near else ""))
+                raise RunError(f"{metric}: there is no such metric" + (f"; similar: {', '.join(near)}" if near else ""))
             return numbers.curve(metric, source)
 
     def _check_source(self, source: str | None) -> None:
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The newest step that the trainer reported; 0 before the first."""
+        """The last step that the trainer reported; 0 before the first."""
         table = self.numbers.tables.get("trainer")
         return max(table.rows, default=0) if table else 0
 
@@ -149,11 +149,11 @@ class Run:
         return Texts(self._index)
 
     def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
-        """Rollouts by their fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
+        """Selects rollouts by fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
 
-        kind: `train` of a step's file, trained or not; `pending`, which no batch has settled; `eval`. None: the first two, in this order.
+        kind: `train` (in a step's file, trained or not), `pending` (not settled by a batch yet) or `eval`; None: `train`, then `pending`.
         wanted: see Rollouts.where: `step=range(10, 20), env="sums", why=["trained", "no_signal"], reward=(0.5, None)`.
-        Raises RunError for a field, and for an environment or evaluation, that there is not.
+        Raises RunError for an unknown field, environment or evaluation.
         """
         kinds = {number for number, word in KINDS.items() if word == kind or (kind is None and number is not Kind.EVAL)}
         if not kinds:
@@ -165,25 +165,25 @@ class Run:
             several = named if isinstance(named, (list, tuple, set, frozenset)) else [named] if named else ()
             unknown = [str(name) for name in several if name not in there.codes]
             if unknown and there.words:
-                raise RunError(f"env = {', '.join(unknown)}: no rollout is of it; there are: {', '.join(there.words)}")
+                raise RunError(f"env = {', '.join(unknown)}: has no rollouts; there are: {', '.join(there.words)}")
             return all_rollouts(self._index, self._texts, kinds).where(**wanted)
 
     def group(self, group_id: int) -> Rollouts:
-        """The rollouts of a group, settled or pending, by their places in it. Raises RunError if there is none."""
+        """The rollouts of a group, settled or pending, by index in the group. Raises RunError if there are none."""
         if found := self.rollouts(group_id=group_id):
             return found.sorted("rollout_id")
-        raise RunError(f"group {group_id}: no rollout of it is in {self.run_dir.rollouts_dir}")
+        raise RunError(f"group {group_id}: has no rollouts in {self.run_dir.rollouts_dir}")
 
     def task(self, env: str, task: int, kind: str | None = None) -> dict[int, Rollouts]:
-        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1: failed before a token was.
-        Raises RunError if there is none."""
+        """One task over the run: its rollouts by the newest policy version that sampled them, ascending; -1 if they failed before the
+        first token. Raises RunError if there are none."""
         if found := self.rollouts(kind, env=env, task=task):
             return found.by("version")
-        raise RunError(f"task {task} of {env}: no rollout of it is there")
+        raise RunError(f"task {task} of {env}: has no rollouts")
 
     @property
     def damaged(self) -> dict[Path, str]:
-        """Files and folders of rollouts that could not be read, with what is wrong; their rollouts are missing everywhere."""
+        """Unreadable files and folders of rollouts, with the reason; their rollouts are missing everywhere."""
         with self._lock:
             self._index.refresh()
             return {**self._index.denied, **{self._index.path(source): fault for source, fault in self._index.damaged.items()}}
@@ -194,7 +194,7 @@ class Run:
         return BatchTokens(self.run_dir, step)
 
     def batch(self, step: int) -> BatchTokens:
-        """A batch and the trainer's token log. Raises RunError if it is not there (any more), CorruptFileError if it is damaged."""
+        """A batch and the trainer's token log. Raises RunError if the batch does not exist (any more), CorruptFileError if damaged."""
         if not isinstance(step, Integral) or step < 1:
             raise RunError(f"step = {step!r}: give a whole number from 1")
         paths = self.run_dir.batch(step), self.run_dir.tokens(step)
@@ -202,40 +202,40 @@ class Run:
         return self._batch(step, (batch, log))
 
     def tokens(self, step: int, group: int | None = None, rollout: int | None = None) -> list[SampleTokens]:
-        """The samples of a batch token by token, of one group or rollout if given. Raises as `batch` does, and RunError if
-        it has none of that."""
+        """The samples of a batch token by token; only those of a group or rollout, if given. Raises the errors of `batch`, and
+        RunError if there are no such samples."""
         if found := list(self.batch(step).of(group, rollout)):
             return found
-        raise RunError(f"batch {step} has no sample of group {group}, rollout {rollout}; None: of any")
+        raise RunError(f"batch {step} has no sample of group {group}, rollout {rollout} (None means any)")
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer. Imports transformers. Raises as `tokenizer_folder` does."""
+        """The model's tokenizer. Imports transformers. Raises the errors of `tokenizer_folder`."""
         from transformers import AutoTokenizer
 
         folder, model = self.tokenizer_folder, self.config.model
-        if model.chat_template and not folder.is_relative_to(self.run_dir.weights_dir):  # versions have it
+        if model.chat_template and not folder.is_relative_to(self.run_dir.weights_dir):  # saved versions include it
             folder = with_template(folder, template_text(folder, model.chat_template))
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder))  # ty: ignore[invalid-explicit-return] - a mapping that is not lazy
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer is: in the newest version that is kept, else in the model as far as this machine has it; nothing is fetched.
-        Raises RunError, which says how to get it."""
+        """The folder of the tokenizer: the newest kept version, else the model if it is on this machine. Downloads nothing. Raises
+        RunError with the way to get it."""
         for folder in reversed(numbered(self.run_dir.weights_dir).values()):
             if has_tokenizer(folder):
                 return folder
         base, name = folder_here(self.config.model), self.config.model.name
         if base is None or not has_tokenizer(base):
             get = f"`hf download {name} tokenizer.json` gets it" if name.count("/") == 1 else "copy it there"
-            raise RunError(f"the tokenizer of {name} is not on this machine, nor in {self.run_dir.weights_dir}: {get}")
+            raise RunError(f"the tokenizer of {name} is neither on this machine nor in {self.run_dir.weights_dir}: {get}")
         return base
 
     # Versions ---------------------------------------------------------------------------------------------------------------
 
     @property
     def versions(self) -> list[Version]:
-        """Policy versions of which weights, a checkpoint or an evaluation are left, ascending; 0, the base model, first."""
+        """Policy versions with remaining weights, a checkpoint or an evaluation, ascending from 0, the base model."""
         weights, checkpoints = numbered(self.run_dir.weights_dir), numbered(self.run_dir.checkpoints)
         evals = self._eval_rewards()
         best = self._best_versions()
@@ -261,14 +261,14 @@ class Run:
 
     def _best_versions(self) -> dict[str, int]:
         path = self.run_dir.evals / "best.json"
-        entries = read_json(path, "delete it: a resume writes it anew") if path.exists() else {}
+        entries = read_json(path, "delete it: a resume rewrites it") if path.exists() else {}
         return {name: entry["policy_version"] for name, entry in entries.items() if isinstance(entry, dict) and "policy_version" in entry}
 
-    def load_model(self, version: int | str | None = None, **options: Any) -> "PreTrainedModel":
-        """A policy version as a model of transformers, adapters on their base. Raises RunError for one that is not there.
+    def load_model(self, version: int | str | None = None, **options: Any) -> "PreTrainedModel | PeftModel":
+        """A policy version as a model of transformers, adapters on their base. Raises RunError if the version does not exist.
 
-        version: a number, 0 for the base model, `best` in the only evaluation, `best:NAME`; None: the newest. options: of
-        `from_pretrained`, such as `dtype`.
+        version: a number (0 is the base model), `best` if there is only one evaluation, `best:NAME`, or None for the newest.
+        options: keyword arguments of `from_pretrained`, such as `dtype`.
         """
         from transformers import AutoModelForCausalLM
 
@@ -311,35 +311,35 @@ class Run:
 
     @property
     def recording(self) -> Recording:
-        """What the processes wrote of what they did, up to date."""
+        """The up-to-date spans and gauges of all processes."""
         with self.reading:
             self._recording.refresh()
             return self._recording
 
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
-        """What each process did between two moments, seconds since the epoch; None: all that is kept. Raises RunError for such
-        as are none."""
-        if not all(one is None or is_number(one) for one in (begin, end)) or (None not in (begin, end) and begin > end):
+        """What each process did between two times in seconds since the epoch; None: unbounded. Raises RunError if they are
+        invalid."""
+        if not all(one is None or is_number(one) for one in (begin, end)) or (begin is not None and end is not None and begin > end):
             raise RunError(f"begin = {begin!r}, end = {end!r}: give two numbers in this order, seconds since the epoch, or None")
-        statuses = self.status  # before the spans: what ends meanwhile is then in both, never in none
+        statuses = self.status  # read before the spans: what ends in between is then in both, not in neither
         with self.reading:
             ends = -math.inf if begin is None else begin, math.inf if end is None else end
             return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
-        """The last word of each process: what it does or did, its heartbeat."""
+        """The last status of each process: its phase and heartbeat."""
         found = {path.stem: read_status(path) for path in files_in(self.run_dir.status_dir, ".json")}
         return {name: status for name, status in found.items() if status and status.pid is not None}
 
     @property
     def end(self) -> RunEnd | None:
-        """Why the run ended; None for one that goes on, or was stopped or killed."""
+        """Why the run ended; None if it is running, or was stopped or killed."""
         return read_struct(self.run_dir.run_end, RunEnd)
 
     @property
     def origin(self) -> Origin | None:
-        """Of a branch: which run and step it began with. Raises RunError for a damaged file."""
+        """The run and step that a branch began from; None if it is not a branch. Raises RunError for a damaged file."""
         return read_origin(self.run_dir)
 
     @property
@@ -349,7 +349,7 @@ class Run:
         return {name: dict(sorted(attempts(self.run_dir.logs, name).items())) for name in sorted(names)}
 
     def log(self, process: str, attempt: int | None = None, lines: int = 100) -> list[str]:
-        """The last lines of a process's log that are not empty, of its newest attempt if none is given. Raises RunError without one."""
+        """The last non-empty lines of a process's log, by default of its newest attempt. Raises RunError if it has no log."""
         if not isinstance(lines, Integral) or lines < 0:
             raise RunError(f"lines = {lines!r}: give a whole number from 0")
         there = self.logs.get(process, {})
@@ -364,20 +364,20 @@ class Run:
         return last_lines(path, lines) if lines else []
 
     def quick_diagnosis(self) -> Diagnosis:
-        """The diagnosis without damaged files of rollouts, of which a first look reads all. Raises RunError without its configuration."""
+        """The diagnosis without damaged rollout files (finding them reads all files at first). Raises RunError without a configuration."""
         with self.reading:
             return diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
 
     def diagnosis(self) -> Diagnosis:
-        """What the run waits for and what is wrong with it, as `rl doctor RUN` says it, damaged files of rollouts included.
+        """What the run waits for and what is wrong with it, as reported by `rl doctor RUN`, including damaged rollout files.
 
-        Raises RunError without its configuration.
+        Raises RunError without a configuration.
         """
         found = self.quick_diagnosis()
         return replace(found, problems=[*found.problems, *(Problem(text, files=(path,)) for path, text in self.damaged.items())])
 
     @property
     def problems(self) -> list[Problem]:
-        """What is wrong, then what may hold the reward down, each with its evidence; empty: nothing."""
+        """Problems, then hints on what may hold the reward down, each with evidence; empty if there are none."""
         found = self.diagnosis()
         return [*found.problems, *found.hints]

@@ -1,4 +1,4 @@
-"""The spans and gauges that the processes of a run wrote, in wall time, followed while they are written."""
+"""Follows the spans and gauges that the processes of a run write, in wall time."""
 
 from array import array
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from rl.run_dir.spans import DECODER, Gauges, Span, Start, is_time, old
 from rl.wire.messages import UNREADABLE
 
 START = b'{"kind":"start"'
-"""A line may begin with half of another one, whose process was killed."""
+"""A line may begin with half of an earlier one whose process was killed."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Done:
     begin: float
     end: float
     step: int | None
-    """The step, batch or policy version that it was about."""
+    """The step, batch or policy version that it belongs to."""
     about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Numbers of a process at one moment."""
+    """Gauges of a process at one moment."""
 
     process: str
     time: float
@@ -40,20 +40,20 @@ class Counted:
 
 
 class SpanFile:
-    """What one file holds. Damaged lines are passed over, and those before the first Start."""
+    """The contents of one file. Skips damaged lines, and those before the first Start."""
 
     def __init__(self, path: Path, process: str):
         self.reader, self.process = LineReader(path), process
         self.offset: float | None = None
-        """Wall time minus monotonic time since the newest Start, seconds."""
+        """Wall time minus monotonic time in seconds, as of the newest Start."""
         self.spans: list[Done] = []
         self.gauges: list[Counted] = []
         self.begun, self.ended = array("d"), array("d")
-        """Of the spans."""
+        """Begin and end times of the spans."""
         self.sorted = np.empty(0)
 
     def refresh(self) -> None:
-        """Reads the lines that are new."""
+        """Reads new lines."""
         while lines := self.reader.new():
             for text in lines:
                 try:
@@ -77,27 +77,27 @@ class SpanFile:
 
     @property
     def begins(self) -> np.ndarray:
-        """When its spans began, ascending [n]."""
+        """Begin times of the spans, ascending, [n]."""
         if len(self.sorted) != len(self.spans):
             self.sorted = np.sort(np.array(self.begun))
         return self.sorted
 
     def between(self, begin: float, end: float) -> list[Done]:
-        """The spans that touch the time from one moment to another."""
+        """The spans that overlap the interval from `begin` to `end`."""
         inside = np.flatnonzero((np.array(self.ended) >= begin) & (np.array(self.begun) <= end))
         return [self.spans[i] for i in inside.tolist()]
 
 
 class Recording:
-    """The files of `spans/`. Each is read once: one that has become the old one is known by its inode."""
+    """The files of `spans/`. Each is read once: a rotated file is recognised by its inode."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.files: dict[tuple[str, int], SpanFile] = {}
-        """By process and inode; of a process the older one first."""
+        """By process and inode; the older file of a process comes first."""
 
     def refresh(self) -> None:
-        """Reads what is new, and forgets what is gone."""
+        """Reads what is new, and drops what is gone."""
         found = {}
         for path in files_in(self.folder, ".jsonl"):
             for part in (old(path), path):
@@ -106,7 +106,7 @@ class Recording:
                 except FileNotFoundError:
                     continue
                 file = self.files.get((path.stem, there.st_ino))
-                if file is None or file.reader.offset > there.st_size:  # a new one, or it was cut
+                if file is None or file.reader.offset > there.st_size:  # new or truncated
                     file = SpanFile(part, path.stem)
                 file.reader.path = part
                 file.refresh()
@@ -115,23 +115,23 @@ class Recording:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """When the first span began and when the last one ended; None without any."""
+        """The begin of the first span and the end of the last one; None without spans."""
         some = [file for file in self.files.values() if file.spans]
         return (min(float(file.begins[0]) for file in some), max(max(file.ended) for file in some)) if some else None
 
     @property
     def counted(self) -> dict[str, float]:
-        """When each process last wrote numbers, which it does behind its spans, every two seconds."""
+        """The time of each process's last gauges, which it writes after its spans every two seconds."""
         return {file.process: file.gauges[-1].time for file in self.files.values() if file.gauges}
 
     def first(self, time: float, process: str | None) -> Iterator[float]:
-        """When the first span of a process, None: of any, began that did not begin before a time; nothing if there is none."""
+        """Yields, per file, the begin of the first span at or after a time. process: None for all."""
         for file in self.files.values():
             if process in (None, file.process) and (at := int(np.searchsorted(file.begins, time))) < len(file.begins):
                 yield float(file.begins[at])
 
     def between(self, begin: float, end: float) -> tuple[list[Done], list[Counted]]:
-        """The spans that touch the time from one moment to another, and the gauges in it, those of a file in their order."""
+        """The spans that overlap the interval from `begin` to `end`, and the gauges in it, in order within each file."""
         files = self.files.values()
         return (
             [done for file in files for done in file.between(begin, end)],

@@ -1,4 +1,4 @@
-"""What all processes of a run did between two moments, on one clock; and as a trace that Perfetto and chrome://tracing open."""
+"""What all processes of a run did between two times, on one clock, also as a trace for Perfetto and chrome://tracing."""
 
 import heapq
 from collections import defaultdict
@@ -9,22 +9,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl.records.metrics import Metrics
 from rl.records.spans import Counted, Done, Recording
 from rl.run_dir.events import Event
+from rl.run_dir.numbers import Numbers
 from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
 
 MARKS = {"orchestrator": "batch", "trainer": "step", "eval": "eval"}
-"""Source of a line of metrics -> what was done when it was written: its `step` is the number of it."""
+"""Source of a line of metrics -> what was just finished when it was written; `step` is its number."""
 MICROSECONDS = 1e6
 SLACK_S = 5 * HEARTBEAT_S
-"""Who had a heartbeat so shortly before the newest of all still lives, as far as its run knows."""
+"""A process counts as alive if its heartbeat is at most this much older than the newest of all, in seconds."""
 STARTING, RL = Phase.STARTING.value, "rl"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment: a batch was committed, a step trained, a version evaluated, a process died."""
+    """An event at one moment: a batch was committed, a step trained, a version evaluated, a process died."""
 
     process: str
     name: str
@@ -35,7 +35,7 @@ class Mark:
 
 @dataclass(repr=False)
 class Timeline:
-    """Everything between two moments, each list in the order of time."""
+    """Everything between two times; each list is in chronological order."""
 
     spans: list[Done] = field(default_factory=list)
     gauges: list[Counted] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Timeline:
         return f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} marks>"
 
     def between(self, begin: float, end: float) -> "Timeline":
-        """What touches the time from one moment to another."""
+        """The part that overlaps the interval from `begin` to `end`."""
         return Timeline(
             [done for done in self.spans if done.end >= begin and done.begin <= end],
             [counted for counted in self.gauges if begin <= counted.time <= end],
@@ -53,7 +53,7 @@ class Timeline:
         )
 
     def trace(self) -> dict[str, Any]:
-        """As Chrome's trace event format (JSON object format). What was done at the same time in one lane is spread over several."""
+        """Converts to Chrome's trace event format (JSON object format). Overlapping spans of a lane are spread over several."""
         events, numbers = list[dict[str, Any]](), dict[tuple[str, str], int]()
         pids = {
             name: number for number, name in enumerate(sorted({entry.process for entry in (*self.spans, *self.gauges, *self.marks)}), 1)
@@ -81,8 +81,8 @@ class Timeline:
 
 
 def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
-    """(span, its lane): spans of a lane follow each other, as the format wants. Those at the same time go to lanes of their own, as few as
-    there are at once."""
+    """Yields (span, lane) such that the spans of a lane do not overlap, as the format requires. Overlapping spans go to separate lanes,
+    as few as possible."""
     free: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for done in sorted(spans, key=lambda done: (done.begin, -done.end)):
@@ -97,11 +97,11 @@ def spread(spans: list[Done]) -> Iterator[tuple[Done, str]]:
 
 
 def read_timeline(
-    recording: Recording, metrics: Metrics, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float, end: float
+    recording: Recording, metrics: Numbers, events: list[Event], statuses: Mapping[str, RoleStatus], begin: float, end: float
 ) -> Timeline:
-    """The spans and gauges of a run, and its marks, that touch the time from `begin` to `end`.
+    """The spans, gauges and marks of a run that overlap the interval from `begin` to `end`.
 
-    A span is written when it ends. What a process is in, or was in when it was killed, its status tells, which is to be read before.
+    A span is written when it ends. The one that a process is in, or was in when killed, comes from its status, to be read before.
     """
     spans, gauges = recording.between(begin, end)
     under_way = [*open_spans(statuses)]
@@ -116,7 +116,7 @@ def read_timeline(
 
 
 def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
-    """What each process is in since its last phase began: if it lives until the newest heartbeat of all, else until its own last."""
+    """The current phase of each process: up to the newest heartbeat of all if the process is alive, else up to its own last one."""
     newest = max((status.heartbeat or 0.0 for status in statuses.values()), default=0.0)
     for name, status in statuses.items():
         if status.phase and status.since is not None and status.heartbeat is not None:
@@ -125,9 +125,9 @@ def open_spans(statuses: Mapping[str, RoleStatus]) -> Iterator[Done]:
 
 
 def starts(events: list[Event], recording: Recording, under_way: list[Done], newest: float) -> Iterator[Done]:
-    """From the start of each process to the first that it wrote, or is in, it makes its imports; of `rl` to the start of the first of them.
+    """Spans of starting up (imports): from the start of a process to its first span, and for `rl` to the first span of any process.
 
-    newest: the newest heartbeat, until which one that has written nothing yet is starting.
+    newest: the newest heartbeat; a process that has written nothing is starting up to then.
     """
     ends = [event for event in events if event.event in ("start", "restart", "death", "stop", "give_up")]
     for event in events:
@@ -142,7 +142,7 @@ def starts(events: list[Event], recording: Recording, under_way: list[Done], new
 
 
 def one_by_one(spans: list[Done]) -> Iterator[Done]:
-    """Spans in the order of their begins, of which the phases of one process do not overlap: some of their times are of two clocks."""
+    """Trims phases of a process so that they do not overlap, as their times may come from two clocks. spans: sorted by begin."""
     until = dict[str, float]()
     for done in spans:
         if done.lane == PHASE_LANE:
@@ -154,9 +154,9 @@ def one_by_one(spans: list[Done]) -> Iterator[Done]:
         yield done
 
 
-def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
-    """What happened: lines of metrics say when a batch, a step and an evaluation were done, of which those between two moments are given,
-    events when a process died and was back."""
+def marks(metrics: Numbers, events: list[Event], begin: float, end: float) -> Iterator[Mark]:
+    """Marks of finished batches, steps and evaluations between two times, from the metrics; and of all process deaths and restarts,
+    from the events."""
     for source, name in MARKS.items():
         if not (table := metrics.tables.get(source)):
             continue
@@ -167,12 +167,12 @@ def marks(metrics: Metrics, events: list[Event], begin: float, end: float) -> It
             yield Mark("orchestrator" if source == "eval" else source, name, time, step)
     for event in restarts(events):
         if event.event == "start" and event.process != RL:
-            continue  # of each process one at every start: its lane shows it
+            continue  # every start of a process has one, which its lane shows
         yield Mark(event.process, event.event, event.time, event.step, event.reason)
 
 
 def restarts(events: list[Event]) -> list[Event]:
-    """The events, of which each start of `rl` but the first is the restart that it was."""
+    """The events, in which each start of `rl` after the first becomes a restart."""
     found, begun = [], False
     for event in events:
         own = event.event == "start" and event.process == RL

@@ -1,11 +1,11 @@
-"""Whether a checkpoint or a policy version is what was written, and whether two versions are the same.
+"""Verifies that a checkpoint or a policy version is what was written, and compares versions.
 
-No torch: rl, repair and doctor use it.
+Does not import torch: rl, repair and doctor use it.
 
 `checkpoints/000012/manifest.json` has size and hash of each file. `weights/000012/digests.json` has the hash of each tensor's bytes
-under its name in the safetensors file, and of the small files beside it; a copy without those stays in `digests/000012.json`. The hash is
-BLAKE3, in older runs SHA-256; its name stands beside it. One that is not known here is no damage: a newer rl wrote it (RunError, for whom
-a CorruptFileError is, moves files away).
+under its name in the safetensors file, and of the small files beside it; a copy without the small files stays in `digests/000012.json`.
+Each hash is stored with the name of its function. A function other than BLAKE3 is not damage: a newer rl wrote it. It raises RunError,
+because after a CorruptFileError files are moved away.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.digests import HASHES, NEWEST, OLDEST, digest_of_file
+from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, reading
 from rl.run_dir.paths import numbered
 from rl.run_dir.safetensors import tensor_digests, weights_file
@@ -22,41 +22,39 @@ from rl.system.errors import RunError
 
 MANIFEST, DIGESTS = "manifest.json", "digests.json"
 MAX_NAME = 256
-"""Names of files are shorter, in bytes and so in letters."""
-BEFORE_HASH = {"tensors", "made_by", "files"}
-"""What an older rl wrote into a digests file, which had no `hash`."""
+"""File names are shorter than this, in bytes and therefore in characters."""
 
 
 def newer(path: Path, name: str) -> RunError:
-    """The error of a file whose checksums are by a hash that is not known here."""
+    """Returns the error for a file whose checksums use an unknown hash function."""
     return RunError(
-        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. Go on with the newer one; "
+        f"{path}: its hash is {name!r}, which this rl does not know: a newer rl wrote it. Use the newer rl; "
         f"if there was none, the file is damaged: move {path.parent if path.name in (MANIFEST, DIGESTS) else path} away"
     )
 
 
-def checksum(path: Path, name: str = NEWEST) -> dict[str, Any]:
-    """Size and hash (`name`, of digests.HASHES) of a file. Raises CorruptFileError when the disk cannot give it back."""
+def checksum(path: Path) -> dict[str, Any]:
+    """Returns size and hash of a file. Raises CorruptFileError if the disk cannot read it."""
     with reading(path):
-        return {"size": path.stat().st_size, name: digest_of_file(path, name)}
+        return {"size": path.stat().st_size, HASH: digest_of_file(path)}
 
 
 def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises CorruptFileError naming the first of a folder's files, by their names, that is not what its checksum says.
+    """Raises CorruptFileError naming the first file of a folder that is missing or does not match its checksum.
 
-    Raises RunError where all of them have one hash, which is not known here: a flipped bit changes the name of one alone.
+    Raises RunError if all files use the same unknown hash function: a flipped bit would change the name of only one.
     """
     names = {key for entry in checksums.values() if isinstance(entry, Mapping) for key in entry.keys() - {"size"}}
-    if len(names) == 1 and not names & HASHES.keys():
+    if len(names) == 1 and HASH not in names:
         raise newer(folder / MANIFEST, names.pop())
     for name, expected in checksums.items():
-        file, by = folder / name, next((known for known in HASHES if isinstance(expected, Mapping) and known in expected), NEWEST)
-        if not file.is_file() or checksum(file, by) != expected:
+        file = folder / name
+        if not file.is_file() or checksum(file) != expected:
             raise CorruptFileError(f"{file}: {'damaged' if file.is_file() else 'missing'}")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises CorruptFileError when it cannot be read."""
+    """Reads the manifest of a checkpoint. Raises CorruptFileError if it is missing or damaged."""
     try:
         with reading(path / MANIFEST):
             manifest = json.loads((path / MANIFEST).read_text())
@@ -68,14 +66,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """The manifest, after every file has been found to be what was written. Raises as `verify_files` does."""
+    """Verifies every file of a checkpoint and returns its manifest. Raises as `read_manifest` and `verify_files` do."""
     manifest = read_manifest(path)
     verify_files(path, manifest["files"])
     return manifest
 
 
 def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tuple[int, dict[int, str]]:
-    """(step of the newest intact checkpoint, 0 without any; what is wrong with each newer one). Reads those checkpoints whole."""
+    """Returns (step of the newest intact checkpoint, 0 if none; fault of each newer checkpoint). Reads those checkpoints completely."""
     faults: dict[int, str] = {}
     for step, path in reversed(numbered(directory).items()):
         if at_most is not None and step > at_most:
@@ -89,29 +87,35 @@ def newest_sound_checkpoint(directory: Path, at_most: int | None = None) -> tupl
 
 
 def read_digests(path: Path) -> dict[str, Any]:
-    """The content of a digests file, with `tensors` and `hash`. Raises CorruptFileError when it is missing or cannot be read, RunError for
-    a hash that is not known here."""
+    """Reads a digests file. Raises CorruptFileError if it is missing or damaged, RunError if it uses another hash function."""
     try:
         content = json.loads(path.read_text())
-        content = content if "hash" in content or content.keys() - BEFORE_HASH else {"hash": OLDEST} | content
-        if isinstance(content["hash"], str) and content["hash"] not in HASHES:
+        if isinstance(content["hash"], str) and content["hash"] != HASH:
             raise newer(path, content["hash"])
         files = content.get("files", {})
         named = all(len(name) < MAX_NAME and "/" not in name and name not in ("", ".", "..") for name in files)
-        if content["hash"] in HASHES and named and is_text(content["tensors"]) and is_text(files):
+        if content["hash"] == HASH and named and is_text(content["tensors"]) and is_text(files):
             return content
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise CorruptFileError(f"{path}: missing or damaged")
 
 
+def content_id(record: Path) -> str:
+    """Returns an id that distinguishes versions with the same number, from a record in `digests/`; empty if that cannot be read."""
+    try:
+        return digest(json.dumps(read_digests(record)["tensors"], sort_keys=True).encode())
+    except RunError:
+        return ""
+
+
 def is_text(content: Any) -> bool:
-    """Whether this is text by name."""
+    """Returns whether this is a dict whose values are strings."""
     return isinstance(content, dict) and all(isinstance(value, str) for value in content.values())
 
 
 def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """The first tensor, in the order of `expected`, whose digest differs or that only one of the two has; None if all are equal."""
+    """Returns the first tensor, in the order of `expected`, whose digest differs or that one side lacks; None if all are equal."""
     for name in [*expected, *found]:
         if expected.get(name) != found.get(name):
             return name
@@ -119,30 +123,30 @@ def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> s
 
 
 def verify_version(folder: Path) -> dict[str, Any]:
-    """The content of a version's digests.json, after all its files have been found to be what was written.
+    """Verifies all tensors and files of a version and returns the content of its digests.json.
 
-    Raises CorruptFileError naming the first tensor or file that is not, and as `read_digests` does.
-    Reads the version whole: 0.14 s for 270 MB on one core.
+    Raises CorruptFileError naming the first tensor or file that does not match, and as `read_digests` does.
+    Reads the whole version: 0.14 s for 270 MB on one core.
     """
     content = read_digests(folder / DIGESTS)
     verify_tensors(folder, content)
     for name, expected in content.get("files", {}).items():
-        if not (folder / name).is_file() or checksum(folder / name, content["hash"])[content["hash"]] != expected:
+        if not (folder / name).is_file() or checksum(folder / name)[HASH] != expected:
             raise CorruptFileError(f"{folder / name}: {'damaged' if (folder / name).is_file() else 'missing'}")
     return content
 
 
 def verify_tensors(folder: Path, content: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError naming the first tensor of a version that is not what the content of a digests file says."""
+    """Raises CorruptFileError naming the first tensor of a version that does not match the content of a digests file."""
     file = weights_file(folder)
-    if (name := first_difference(content["tensors"], tensor_digests(file, content["hash"]))) is not None:
+    if (name := first_difference(content["tensors"], tensor_digests(file))) is not None:
         raise CorruptFileError(f"{file}: tensor {name} is not what was written")
 
 
 def check_version(folder: Path, record: Path | None = None) -> None:
-    """Does what `verify_version` does where there are checksums, and with its `record` in `digests/` alone what `verify_tensors` does.
+    """Runs `verify_version` if the version has checksums, and otherwise `verify_tensors` if it has a `record` in `digests/`.
 
-    A model without either passes, and a version of an older rl.
+    A model without either passes.
     """
     if (folder / DIGESTS).exists():
         verify_version(folder)
@@ -151,13 +155,13 @@ def check_version(folder: Path, record: Path | None = None) -> None:
 
 
 def check_record(record: Path, folder: Path) -> None:
-    """Raises CorruptFileError for the record of a version that cannot be read, or is not what the version's own digests.json says."""
+    """Raises CorruptFileError if the record of a version cannot be read or contradicts the version's own digests.json."""
     content = read_digests(record)
     try:
         own = read_digests(folder / DIGESTS)
-    except CorruptFileError:  # the version's fault, if there is one at all
+    except CorruptFileError:  # a fault of the version, or there is no version
         return
-    if own["hash"] == content["hash"] and (name := first_difference(own["tensors"], content["tensors"])) is not None:
-        raise CorruptFileError(f"{record}: is not what {folder / DIGESTS} says of tensor {name}")
+    if (name := first_difference(own["tensors"], content["tensors"])) is not None:
+        raise CorruptFileError(f"{record}: differs from {folder / DIGESTS} in tensor {name}")
     if "made_by" in own and "made_by" in content and own["made_by"] != content["made_by"]:
-        raise CorruptFileError(f"{record}: is not what {folder / DIGESTS} says of made_by")
+        raise CorruptFileError(f"{record}: differs from {folder / DIGESTS} in made_by")

@@ -1,10 +1,10 @@
 """Durable files: atomic writes, and records with a checksum.
 
-A process may die between any two system calls here, and still what has a final name is whole: the old content or the new one. What a dead
-process leaves half done has a name with a leading dot, which nobody reads and `clean_leftovers` removes. That name says whose it is.
+A process may die between any two system calls here, and everything under a final name is still complete: the old content or the new one.
+Unfinished work of a dead process has a name with a leading dot, which nobody reads and `clean_leftovers` removes. The name identifies the
+process.
 
-What must be made once (`new=True`) gets its name only if that is free (`naming`), so of two writers, even on two hosts, one learns that it
-lost.
+With `new=True` a file gets its name only if that is free (`naming`), so of two writers, even on two hosts, one learns that it lost.
 
 Only this module fsyncs, and only it and `naming` link and rename, with two exceptions: `status.write_status` renames without fsync, because
 a heartbeat is worthless after a power cut; `rl doctor` measures the disk.
@@ -20,41 +20,40 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from rl.run_dir.hashes import blake2b
 from rl.run_dir.naming import NO_LINK, RENAME_EXCHANGE, link_new, rename_new, rename_with
 from rl.system import faults, process_table
 from rl.system.errors import DAMAGED, RunError
-from rl.system.linux import place
+from rl.system.linux import pid_scope
 
 MAGIC = b"rl1\n"
 HEADER = struct.Struct("<4sQ16s")
 """Magic, payload length in bytes, BLAKE2b-128 of the payload."""
 
-LEFTOVER = re.compile(r"\.(?P<name>\d{6,}|data)\.(?P<kind>tmp|old|replaced)|\..+\.(?:(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)|\d+)-\d+\.tmp")
-"""Temporary names of this module and no others: a weights directory may lie among files that are not ours. Those without a place are of
-versions of rl before it stood there."""
+LEFTOVER = re.compile(r"\.(?P<name>\d{6,}|data)\.(?P<kind>old|replaced)|\..+\.(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)-\d+\.tmp")
+"""Matches only temporary names of this module: a weights directory may also contain files of others."""
 SERIAL = itertools.count(1)
 Fence = Callable[[], None] | None
-PIECE_BYTES = 1 << 24
-"""Of a file of lines, in memory at once."""
+Data = bytes | bytearray | memoryview
+D = TypeVar("D", bytes, bytearray, memoryview)
+PIECE_BYTES, MAX_LINE_BYTES = 1 << 24, 1 << 26  # of a file of lines, in memory at once; and of one line
+MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)  # of a disk that has lost data
 
 
 class CorruptFileError(RunError):
-    """A file of the run directory does not hold what was written; the message names the file and the remedy. Caught by whoever repairs it,
-    passes it over or adds what to do without it."""
+    """A file of the run directory does not hold what was written; the message names the file and the remedy. Callers catch it to repair the
+    file, to skip it, or to add how to continue without it."""
 
     exit_code = DAMAGED
 
 
-MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
-"""Errors of a disk that cannot read what was written to it."""
-
-
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises CorruptFileError if a read inside fails because the disk has lost data."""
+    """Raises CorruptFileError if the disk has lost what the block reads, or if the path is a pipe or device, which might never end."""
+    if path.exists() and not path.is_file():
+        raise CorruptFileError(f"{path}: is not a file; move it away")
     try:
         yield
     except OSError as error:
@@ -72,15 +71,15 @@ def fsync_path(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and its parents durably: a file is lost with its directory."""
+    """Makes a directory and its parents durably: without its directory a file would be lost, too."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync_path(folder.parent)
 
 
-def write_all(fd: int, data: bytes, kind: str) -> None:
-    """Writes all of `data`, in one call if the kernel accepts that, so that lines of several processes never mix."""
+def write_all(fd: int, data: Data, kind: str) -> None:
+    """Writes all of `data`, in a single call if the kernel accepts that, so that lines of several processes do not mix."""
     faults.point(f"{kind}.write")
     rest = memoryview(data)
     if faults.plan is not None:
@@ -91,22 +90,22 @@ def write_all(fd: int, data: bytes, kind: str) -> None:
 
 
 def with_path(error: OSError, path: Path) -> OSError:
-    """The same error with the path, which the error of a full disk lacks."""
+    """Returns the same error with the path, which the error of a full disk lacks."""
     return OSError(error.errno, error.strerror, str(path))
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside `path` for what will become it; it says where and by which process it is written."""
-    return path.with_name(f".{path.name}.{place()}-{os.getpid()}-{next(SERIAL)}.tmp")
+    """Returns a new temporary name beside `path`; it identifies the host and the process that write it."""
+    return path.with_name(f".{path.name}.{pid_scope()}-{os.getpid()}-{next(SERIAL)}.tmp")
 
 
-def write_file(path: Path, data: bytes, *, new: bool = False, fence: Fence = None, mode: int = 0o666, durable: bool = True) -> None:
-    """Writes `data` so that `path` either has all of it or is as before, even after a power cut. Raises OSError that names the path.
+def write_file(path: Path, data: Data, *, new: bool = False, fence: Fence = None, mode: int = 0o666, durable: bool = True) -> None:
+    """Writes `data` so that `path` either has all of it or is unchanged, even after a power cut. Raises OSError that names the path.
 
-    new: the file must not be there yet; raises TakenError if it is, whoever made it in the meantime.
-    fence: called at the last moment before the file gets its name; what it raises keeps the write from happening.
+    new: the file must not exist yet; raises TakenError if it does, even if it was made in the meantime.
+    fence: called at the last moment before the file gets its name; an exception it raises prevents the write.
     mode: permissions of the file, less the umask.
-    durable: False leaves the fsyncs to `make_durable`: until that has ended a power cut may leave anything under the name.
+    durable: False leaves the fsyncs to `make_durable`; before that has returned, a power cut may leave anything under the name.
     """
     kind = faults.kind_of(path)
     temporary = temporary_name(path)
@@ -130,12 +129,12 @@ def write_file(path: Path, data: bytes, *, new: bool = False, fence: Fence = Non
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if fence:
-            fence()  # who has lost its role may lose its temporary file, too: that is no fault of the disk
+            fence()  # a process that lost its role may also lose its temporary file: that is not a disk fault
         raise with_path(error, path) if isinstance(error, OSError) else error from None
 
 
 def end_of_last_line(file: IO[bytes]) -> int:
-    """The offset behind the last line of a file that is whole."""
+    """Returns the offset after the last complete line of a file."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - PIECE_BYTES)
@@ -147,7 +146,7 @@ def end_of_last_line(file: IO[bytes]) -> int:
 
 
 def files_in(folder: Path, suffix: str) -> list[Path]:
-    """The files of a folder whose names end so, sorted; none without it. Raises PermissionError, where `glob` finds nothing."""
+    """Returns the files of a folder with this suffix, sorted; empty if there is no folder. Raises PermissionError, unlike `glob`."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.endswith(suffix))
     except (FileNotFoundError, NotADirectoryError):
@@ -161,27 +160,30 @@ class LineReader:
         self.path, self.offset = path, 0
 
     def skip(self) -> None:
-        """Passes over the lines that are there."""
+        """Skips the lines that exist now."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             self.offset = end_of_last_line(file)
 
     def new(self) -> list[bytes]:
-        """The lines completed since the last call, PIECE_BYTES at most unless one alone is longer; none while there is no file."""
+        """Returns the lines completed since the last call, at most PIECE_BYTES unless a single one is longer; empty if there is no file.
+        Skips lines longer than MAX_LINE_BYTES."""
         if not self.path.exists():
             return []
+        if not self.path.is_file():  # reading a pipe or device might never end
+            raise OSError(errno.EISDIR, "not a file", str(self.path))
         with self.path.open("rb") as file:
             self.offset = min(self.offset, os.fstat(file.fileno()).st_size)  # a repair may have cut the file
             file.seek(self.offset)
             data = file.read(PIECE_BYTES)
-            while b"\n" not in data and (more := file.read(PIECE_BYTES)):
+            while b"\n" not in data and len(data) <= MAX_LINE_BYTES and (more := file.read(PIECE_BYTES)):
                 data += more
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = data[: data.rfind(b"\n") + 1 or (len(data) if len(data) > MAX_LINE_BYTES else 0)]
         self.offset += len(whole)
         return whole.splitlines()
 
 
-def append_file(path: Path, data: bytes) -> None:
-    """Appends `data` durably. An error leaves the file as it was; a killed process may leave a part of `data`, for readers to detect."""
+def append_file(path: Path, data: Data) -> None:
+    """Appends `data` durably. An error leaves the file unchanged; a killed process may leave part of `data`, which readers must detect."""
     kind = faults.kind_of(path)
     new = not path.exists()
     try:
@@ -206,7 +208,7 @@ def append_file(path: Path, data: bytes) -> None:
 
 
 def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = False, fence: Fence = None, durable: bool = True) -> None:
-    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing.
+    """Calls `fill` with a temporary directory and renames that to `path`, replacing an older one. A failure leaves nothing behind.
 
     new, fence, durable: see `write_file`.
     """
@@ -227,7 +229,7 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, new: bool = Fal
 
 
 def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: Fence = None, durable: bool = True) -> None:
-    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced in one step where the kernel can.
+    """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced atomically if the kernel supports that.
 
     new, fence, durable: see `write_file`.
     """
@@ -244,42 +246,42 @@ def commit_directory(temporary: Path, path: Path, *, new: bool = False, fence: F
         replace_in_two_steps(temporary, path)
     if durable:
         fsync_name(path, kind)
-    shutil.rmtree(temporary, ignore_errors=True)  # what was replaced
+    shutil.rmtree(temporary, ignore_errors=True)  # the replaced directory
 
 
 def fsync_tree(path: Path, kind: str) -> None:
-    """Fsyncs a file, or a directory with all that is in it."""
+    """Fsyncs a file, or a directory with its contents."""
     for file in [*path.rglob("*"), path]:
         faults.point(f"{kind}.fsync")
         fsync_path(file)
 
 
 def fsync_name(path: Path, kind: str) -> None:
-    """Fsyncs the directory that has `path`, the last step of every write."""
+    """Fsyncs the directory that contains `path`, the last step of every write."""
     faults.point(f"{kind}.fsync_dir")
     fsync_path(path.parent)
     faults.point(f"{kind}.done")
 
 
 def make_durable(path: Path) -> None:
-    """Does what `write_file` and `write_directory` leave out without `durable`. From here on a power cut does not touch `path`."""
+    """Does the fsyncs that `write_file` and `write_directory` skip without `durable`. After it returns, `path` survives a power cut."""
     kind = faults.kind_of(path)
     fsync_tree(path, kind)
     fsync_name(path, kind)
 
 
 def share(folder: Path) -> None:
-    """Gives files the permissions that the umask gave the folder: safetensors writes for the owner alone. Leaves links as they are."""
+    """Gives files the permissions that the umask gave the folder: safetensors writes files for the owner alone. Does not touch links."""
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for file in folder.rglob("*"):
         there = file.lstat()
         if stat.S_ISREG(there.st_mode) and there.st_nlink == 1 and stat.S_IMODE(there.st_mode) != mode:
-            with contextlib.suppress(PermissionError):  # a file system that has no permissions
+            with contextlib.suppress(PermissionError):  # a file system without permissions
                 file.chmod(mode)
 
 
 def replace_in_two_steps(temporary: Path, path: Path) -> None:
-    """Replaces `path` where names cannot be swapped. After a kill in between `clean_leftovers` brings the older one back."""
+    """Replaces `path` on file systems that cannot swap names. After a kill in between, `clean_leftovers` restores the older one."""
     old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     path.rename(old)
@@ -293,7 +295,7 @@ def replace_in_two_steps(temporary: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Deletes a directory so that a half-deleted one never has its final name."""
+    """Deletes a directory so that a half-deleted one is never found under its final name."""
     kind = faults.kind_of(path)
     doomed = path.with_name(f".{path.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -307,7 +309,7 @@ def remove_directory(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Moves a file or a directory, by copying to another file system. What is half moved no longer has its old name."""
+    """Moves a file or directory, by copying if the target is on another file system; it loses its old name before it is copied."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.rename(target)
@@ -321,7 +323,7 @@ def move(path: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Makes `target` hold what a file or a directory holds, whose files never change: as hard links, or as copies where there are none."""
+    """Replicates at `target` a file or directory whose files never change: with hard links, or copies if links are not supported."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
@@ -336,21 +338,21 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
-    """Removes what processes that are dead now left half done, and returns its paths.
+    """Removes the unfinished files of dead processes, and returns their paths.
 
-    That a process is dead is known of this host and pid namespace alone. ours: what begins with this name ("": everything there) is only
-    written by the holder of a role that this process holds now, so that what another host's process left is nobody's.
+    Whether a process is dead is only known on this host and in this pid namespace. ours: names that begin with it ("": all) are only
+    written by the holder of a role, which is now this process, so that leftovers of other hosts can be removed, too.
     """
     found = []
     for directory in directories:
         hidden = sorted(name for name in os.listdir(directory) if name[0] == ".") if directory.is_dir() else []
-        for name in hidden:  # few, beside all the files of a long run
+        for name in hidden:  # filtered first: a long run has many files, few of them hidden
             if not (match := LEFTOVER.fullmatch(name)):
                 continue
             path = directory / name
-            known = match["place"] == place()
+            known = match["place"] == pid_scope()
             if process_table.entry(int(match["pid"])) if known else ours is None or not name.startswith(f".{ours}"):
-                continue  # a live process is writing it, or one of which we know nothing
+                continue  # its process is alive or unknown here, and may still be writing it
             found.append(path)
             if match["kind"] == "replaced" and not (final := path.with_name(match["name"])).exists():
                 path.rename(final)
@@ -362,22 +364,22 @@ def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
 
 
 def encode_record(payload: bytes) -> bytes:
-    """A payload behind a header with its length and checksum."""
+    """Returns a payload with a header that has its length and checksum."""
     return HEADER.pack(MAGIC, len(payload), blake2b(payload)) + payload
 
 
 def head_of_record(head: bytes, name: str) -> tuple[int, bytes]:
-    """(length, checksum) of the payload behind the head of a record. Raises CorruptFileError."""
+    """Returns (length, checksum) of the payload after the header of a record. Raises CorruptFileError."""
     if len(head) < HEADER.size:
         raise CorruptFileError(f"{name}: cut short, {len(head)} bytes are left")
     magic, length, checksum = HEADER.unpack_from(head)
     if magic != MAGIC:
-        raise CorruptFileError(f"{name}: does not begin as a record does")
+        raise CorruptFileError(f"{name}: does not begin with a record header")
     return length, checksum
 
 
-def decode_records(data: bytes, name: str) -> Iterator[bytes]:
-    """Payloads of the records in `data`. Raises CorruptFileError at the first one that is damaged or cut short."""
+def decode_records(data: D, name: str) -> Iterator[D]:
+    """Yields the payloads of the records in `data`. Raises CorruptFileError at the first one that is damaged or cut short."""
     offset = 0
     while offset < len(data):
         if len(data) - offset < HEADER.size:
@@ -385,13 +387,13 @@ def decode_records(data: bytes, name: str) -> Iterator[bytes]:
         magic, length, checksum = HEADER.unpack_from(data, offset)
         payload = data[offset + HEADER.size : offset + HEADER.size + length]
         if magic != MAGIC or len(payload) != length or blake2b(payload) != checksum:
-            raise CorruptFileError(f"{name}: damaged record at byte {offset} (magic, length or checksum does not fit)")
+            raise CorruptFileError(f"{name}: damaged record at byte {offset} (magic, length or checksum does not match)")
         yield payload
         offset += HEADER.size + length
 
 
-def decode_record(data: bytes, name: str) -> bytes:
-    """The payload of data that holds exactly one record. Raises CorruptFileError."""
+def decode_record(data: D, name: str) -> D:
+    """Returns the payload of data that holds exactly one record. Raises CorruptFileError."""
     payloads = list(decode_records(data, name))
     if len(payloads) != 1:
         raise CorruptFileError(f"{name}: holds {len(payloads)} records instead of one")

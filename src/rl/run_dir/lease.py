@@ -1,17 +1,17 @@
-"""Who holds a role of a run: the lock `status/<role>.lock`, and the lease `status/<role>.000012.lease` with its fencing number.
+"""Roles of a run and their holders: the lock `status/<role>.lock`, and the lease `status/<role>.000012.lease` with its fencing number.
 
-The lock is flock(2): exact and at once, but on a shared file system it may be missing, or be seen by one host alone. So there is always a
-lease, too. The next holder makes the file with the next number, which only one can (link(2) fails if the name is there), and empties the
-older one, which says that it is over. The holder renews its lease: every few seconds the file gets a new modification time. Whether a
-holder lives is known
+The lock is flock(2): exact and immediate, but a shared file system may not support it or may keep it local to one host. So there is always
+a lease, too. The next holder makes the file with the next number, which only one process can (link(2) fails if the name exists), and
+empties the older one to mark it as over. The holder renews its lease by touching the file every few seconds. Whether a holder is alive is
+decided
 
-* by the lock, if the lease was made on this start of this machine and locks work here;
+* by the lock, if the lease was made during this boot of this machine and locks work here;
 * by the process table, if it was made in this pid namespace;
-* else by its lease: the holder is given up when the file has not *changed* for LEASE_S seconds of the waiting process's own clock. What
-  the times in it are does not matter, so no clocks are compared.
+* else by its lease: the holder counts as dead when the file has not *changed* for LEASE_S seconds of the waiting process's own clock. The
+  values of its timestamps do not matter, so clocks are never compared.
 
-A holder that was given up in error (a host that slept, a network that was cut) learns it at its next commit from `check_fence`, and ends.
-What it does between that look and its commit meets a name that is taken (`files.write_file(new=True)`).
+A holder that was wrongly declared dead (its host slept, its network was cut) notices at its next commit in `check_fence`, and ends. If it
+loses the role between that check and the commit, the commit fails because the name is taken (`files.write_file(new=True)`).
 """
 
 import contextlib
@@ -23,29 +23,29 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from rl.run_dir.files import write_file
 from rl.run_dir.naming import TakenError
-from rl.run_dir.status import read_json
-from rl.system import process_table
+from rl.run_dir.status import Staleness, read_json
 from rl.system.errors import RESTART, RunError
-from rl.system.linux import place
+from rl.system.linux import is_alive, own_start, pid_scope
 
 ROLE_WAIT_S = 60.0
-"""How long a predecessor may take to end."""
+"""How long to wait for a predecessor to end."""
 LEASE_S = 30.0
-"""A holder on another host whose lease has not changed for so long is given up."""
+"""A holder on another host counts as dead when its lease has not changed for this long."""
 RENEW_S = 3.0
 KEPT = 16
-"""So many leases of a role stay. Who sees a listing of long ago, as network file systems show it, finds the next name taken."""
+"""Number of leases of a role that stay: a process with a stale listing (network file systems) then finds the next name taken."""
 POLL_S = 0.1
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of flock on a file system that has no locks."""
+"""Errors of flock on a file system without locks."""
 SERVER_FILE = re.compile(r"(inference-.+?)(?:\.[0-9]{6,}\.lease|\.json|\.lock)")
-"""What a further inference server has in status/."""
+"""Files of a further inference server in status/."""
 GONE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -55,28 +55,24 @@ class LockOwner(msgspec.Struct, frozen=True):
     pid: int
     host: str
     place: str = ""
-    """Where the pid means something, see rl.system.linux.place; empty in files of versions of rl before it."""
+    """Scope of the pid, see rl.system.linux.pid_scope."""
     started: str = ""
-    """When the process began, in clock ticks since boot."""
+    """Start of the process in clock ticks since boot."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
     def lives(self) -> bool | None:
-        """Whether the process lives; None where that cannot be seen from here."""
-        if self.place != place():
-            return None
-        line = process_table.entry(self.pid)
-        return line is not None and line.start == self.started and line.state != "Z"
+        """Returns whether the process is alive; None if that cannot be seen from here."""
+        return is_alive(self.pid, self.place, self.started)
 
 
 def this_process() -> LockOwner:
-    line = process_table.entry(os.getpid())
-    return LockOwner(os.getpid(), socket.gethostname(), place(), line.start if line else "")
+    return LockOwner(os.getpid(), socket.gethostname(), pid_scope(), own_start())
 
 
 HELD: "dict[Path, Lease]" = {}
-"""The leases that this process holds, by the path of the lock: roles are of processes, as flock is."""
+"""The leases that this process holds, by the path of the lock: a role belongs to a process, like a flock."""
 
 
 def lease_path(lock: Path, number: int) -> Path:
@@ -88,7 +84,7 @@ def open_lock(lock: Path) -> int:
 
 
 def newest_lease(lock: Path, known: int = 0) -> int:
-    """The number of the newest lease of a role, 0 if there is none. The listing may be of some time ago; `known` is one that was seen."""
+    """Returns the number of the newest lease of a role, 0 if there is none. The listing may be stale; `known` is a number already seen."""
     newest = max(known, *lease_numbers(lock), 0)
     while lease_path(lock, newest + 1).exists():
         newest += 1
@@ -101,7 +97,7 @@ def lease_numbers(lock: Path) -> list[int]:
 
 
 class Lease:
-    """A role that this process holds until `close`, or until it ends. A thread renews it."""
+    """A role that this process holds until `close` or until the process ends. A thread renews it."""
 
     def __init__(self, lock: Path, number: int, fd: int):
         self.lock, self.number, self.path = lock, number, lease_path(lock, number)
@@ -115,12 +111,12 @@ class Lease:
 
     def _renew(self) -> None:
         while not self.closed.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # a file system that does not answer now may at the next time
+            with contextlib.suppress(OSError):  # the file system may answer again next time
                 os.utime(self.path)
 
     def check(self) -> None:
-        """Raises RunError if another process has taken the role over."""
-        try:  # the next holder empties it; and opening a file asks the server, where looking for a name may be answered from a cache
+        """Raises RunError if another process has taken over the role."""
+        try:  # the next holder empties the file; opening it asks the file server, while looking up a name may be answered from a cache
             mine = self.path.read_bytes() == self.content
         except OSError as error:
             if error.errno not in GONE:
@@ -132,11 +128,11 @@ class Lease:
         owner, run = read_json(newest, LockOwner) or "unknown", self.lock.parent.parent
         raise RunError(
             f"{run}: another process ({owner}) has taken over as {self.lock.stem} of this run, because this one ({this_process()}) did not "
-            f"renew its lease for {LEASE_S:.0f} s; this one ends, and the run goes on there"
+            f"renew its lease for {LEASE_S:.0f} s; this one ends, and the run continues there"
         )
 
     def close(self) -> None:
-        """Gives the role back. An empty lease says so: the next process need not wait to see whether it changes."""
+        """Gives the role back. Empties the lease, so that the next process need not wait to see whether it changes."""
         self.closed.set()
         self.thread.join()
         HELD.pop(self.lock, None)
@@ -147,15 +143,15 @@ class Lease:
 
 
 def check_fence(lock: Path) -> None:
-    """Raises RunError if this process held this role and another has taken it over; a process that never held it may go on."""
+    """Raises RunError if another process has taken over this role from this one. Does nothing if this process never held it."""
     if lease := HELD.get(lock):
         lease.check()
 
 
 def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
-    """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError when it is still taken after `wait_s`.
+    """Takes a role in a run, `status/<role>.lock`, for the life of this process. Raises RunError if it is still taken after `wait_s`.
 
-    Where only time tells whether the holder lives, on another host, it waits up to LEASE_S in any case, and says so.
+    If the holder is on another host, where only time shows whether it is alive, waits up to LEASE_S in any case, and prints that.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline, attempt = time.monotonic() + wait_s, Attempt(lock)
@@ -177,21 +173,19 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
 
 
 class Attempt:
-    """The way to a role that another process may hold."""
+    """An attempt to take a role that another process may hold."""
 
     def __init__(self, lock: Path):
         self.lock, self.fd = lock, open_lock(lock)
         self.owner: LockOwner | None = None
-        """Who holds the lease, as far as that was seen."""
-        self.seen: tuple[int, int] | None = None
-        """Number and modification time of a lease that only time can judge."""
-        self.since = 0.0
-        """When it was first seen to be like that, on this process's clock (time.monotonic)."""
+        """Holder of the lease, if it was seen."""
+        self.leases = Staleness()
+        """Tracks number and modification time of a lease whose holder cannot be checked otherwise."""
         self.undecided = False
-        """Whether a lease is being watched that has not changed since."""
+        """Whether a lease is being watched that has not changed so far."""
 
     def take(self) -> Lease | None:
-        """The role, or None if it is taken, or may be. To be called again and again."""
+        """Returns the lease, or None if the role is taken or may be. Call it repeatedly."""
         locks = True
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +222,7 @@ class Attempt:
         os.close(self.fd)
 
     def _is_open(self) -> bool:
-        """Whether the open file still has its name: `forget_dead_servers` deletes locks, and one that has no name locks nobody out."""
+        """Returns whether the open file still has its name: `forget_dead_servers` deletes locks, and a deleted one excludes nobody."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.stat(self.lock))
         except OSError as error:
@@ -241,12 +235,12 @@ class Attempt:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def _is_free(self, path: Path, number: int, locks: bool) -> bool:
-        """Whether the holder of the newest lease has given it back or is dead."""
+        """Returns whether the holder of the newest lease has given it back or is dead."""
         try:
-            with path.open("rb") as file:  # which has a network's file system ask for the time, too
+            with path.open("rb") as file:  # opening it makes a network file system fetch the modification time, too
                 data, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
             owner = self.owner = msgspec.json.decode(data, type=LockOwner) if data else None
-        except FileNotFoundError:  # its successor has deleted it: the next listing will show that one
+        except FileNotFoundError:  # deleted by a successor, which the next listing will show
             return False
         except msgspec.DecodeError:
             owner = self.owner = LockOwner(0, "an unknown host")
@@ -255,25 +249,26 @@ class Attempt:
             return True
         if (lives := owner.lives()) is not None:
             return not lives
-        if locks and owner.place.partition("-")[0] == place().partition("-")[0]:
-            return True  # in another container of this machine; it would hold the lock
-        now = time.monotonic()
-        if self.seen != (number, changed):
-            self.undecided = self.seen is None
-            self.seen, self.since = (number, changed), now
-            return False
-        self.undecided = True
-        return now - self.since >= LEASE_S
+        if locks and owner.place.partition("-")[0] == pid_scope().partition("-")[0]:
+            return True  # a holder in another container of this machine would hold the lock
+        unchanged_s = self.leases.look("", (number, changed))
+        self.undecided = not (self.leases.moved("") and unchanged_s == 0.0)
+        return unchanged_s >= LEASE_S
 
 
 def forget_dead_servers(status_dir: Path) -> None:
-    """Deletes what further inference servers that have ended left here: the files of those whose role nobody holds.
+    """Deletes the files of further inference servers that have ended, which are those whose role nobody holds.
 
-    Lock and leases go, too: only a server that has bound the port of its name asks for them. Where only time tells whether servers live, on
-    other hosts, it waits up to LEASE_S for all of them together.
+    Includes lock and leases: only a server that has bound the port in its name takes them.
     """
     names = {match[1] for path in status_dir.glob("inference-*.*") if (match := SERVER_FILE.fullmatch(path.name))}
-    attempts = [Attempt(status_dir / f"{name}.lock") for name in sorted(names)]
+    forget_dead(status_dir / f"{name}.lock" for name in sorted(names))
+
+
+def forget_dead(locks: Iterable[Path]) -> list[LockOwner]:
+    """Deletes the files of roles that nobody holds, and returns the holders of the others. For holders on other hosts, where only time
+    shows whether they are alive, it waits up to LEASE_S for all of them together."""
+    attempts, living = [Attempt(lock) for lock in locks], []
     while attempts:
         undecided = []
         for attempt in attempts:
@@ -287,7 +282,9 @@ def forget_dead_servers(status_dir: Path) -> None:
             elif attempt.undecided:
                 undecided.append(attempt)
             else:
+                living.append(attempt.owner or read_json(attempt.lock, LockOwner) or LockOwner(0, "an unknown host"))
                 attempt.close()
         attempts = undecided
         if attempts:
             time.sleep(POLL_S)
+    return living

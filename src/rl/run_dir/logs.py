@@ -1,4 +1,4 @@
-"""`logs/<role>-<attempt>.log`: the path of the next attempt's, the end of the newest, and how long one may get."""
+"""`logs/<role>-<attempt>.log`: paths of logs, their last lines and errors, and their maximum size."""
 
 import contextlib
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 LAST_LINES = 20
 POINTS_UP = re.compile(r"\babove\b")
 ERROR = re.compile(r"(?:\(\w+ pid=\d+\) +)?(?:ERROR [\d :-]+\[[\w.]+:\d+\] )?((?:\w+\.)*\w*(?:Error|Exception)\w*: .+)")
-"""The last line of a traceback, behind the mark that vLLM puts before the lines of its engine."""
+"""The last line of a traceback, after the prefix that vLLM puts before the lines of its engine."""
 FAREWELL = " [shutdown] "
-"""In the lines of vLLM that tell how it ends, behind those that tell why."""
+"""Part of the lines in which vLLM logs its shutdown, after those that give the cause."""
 RAISED = re.compile(r"(?:\[rank\d+\]:\s*)?((?:trainer: |[\w.]*(?:Error|Exception|Exit)(?:: |$)).*)")
-"""A line that ends a traceback of the trainer, or that it ended with."""
+"""The last line of a traceback of the trainer, or the message with which it exited."""
 MANY_LINES = 1000
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed")
 
 
 MAX_LOG_BYTES, FIRST_BYTES, NEWEST_BYTES = 64 << 20, 8 << 20, 24 << 20
-"""Of one log, and of the parts of it that are kept when it has grown beyond: how the process began, and what it said last."""
+"""Maximum size of a log, and of the parts that are kept when it is larger: its beginning and its end."""
 
 
 def trim_logs(logs: Path) -> None:
@@ -30,8 +30,8 @@ def trim_logs(logs: Path) -> None:
 
 
 def trim(log: Path) -> None:
-    """Cuts the middle out of a log. Its process goes on: it appends to the same file, and only what it writes in that moment may be lost,
-    or stand before older lines."""
+    """Cuts the middle out of a log, to which its process keeps appending. Only lines written at that moment may be lost, or come before
+    older ones."""
     fd = os.open(log, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(fd).st_size
@@ -50,25 +50,25 @@ def trim(log: Path) -> None:
 
 
 def attempts(logs: Path, name: str) -> dict[int, Path]:
-    """The logs of a process by attempt, in no order. Attempts count up over restarts and resumes."""
+    """Returns the logs of a process by attempt, unordered. Attempts count up across restarts and resumes."""
     found = {path.stem.removeprefix(f"{name}-"): path for path in logs.glob(f"{name}-*.log")}
     return {int(attempt): path for attempt, path in found.items() if attempt.isdigit()}
 
 
 def next_log(logs: Path, name: str) -> Path:
-    """The log for the next attempt of a process, which does not exist yet."""
+    """Returns the path of the log for the next attempt of a process, which does not exist yet."""
     return logs / f"{name}-{max(attempts(logs, name), default=0) + 1}.log"
 
 
 def newest_log(logs: Path, role: str) -> Path | None:
-    """The log of a role's last attempt, None if it has none. The ranks of a trainer share one."""
+    """Returns the log of a role's last attempt, None if it has none. The ranks of a trainer share one."""
     return max(attempts(logs, re.sub(r"^trainer-\d+$", "trainer", role)).items(), default=(0, None))[1]
 
 
 def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
-    """The last `count` lines of a log that are not empty; none without a readable log.
+    """Returns the last `count` lines of a log that are not blank; empty without a readable log.
 
-    torchrun's report of a failure and vLLM's of its end are left out: they follow the traceback that matters.
+    Leaves out torchrun's failure report and vLLM's shutdown lines, which follow the traceback that matters.
     """
     try:
         with open(log or os.devnull, "rb") as file:
@@ -81,17 +81,17 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
 
 
 def error_line(log: Path | None) -> str:
-    """The first error in the end of a log, its numbers as `#`: the same in every step. Empty if there is none.
+    """Returns the first error in the last lines of a log, with `#` for numbers, so that it is equal in every step. Empty if there is none.
 
-    The first, for what other ranks say of a death comes later.
+    It takes the first because other ranks report the death of a rank later.
     """
     found = (match[1] for line in last_lines(log, MANY_LINES) if (match := RAISED.match(line)))
     return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?|\b(nan|inf)\b", "#", next(found, ""))
 
 
 def last_words(log: Path | None) -> str:
-    """What a process said last; where that only points to an error above, as vLLM's server does for its engine, that error. Empty without
-    a readable log."""
+    """Returns the last line of a log, or the error above it if the line only refers to that, as vLLM's server does for its engine. Empty
+    without a readable log."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in last_lines(log, MANY_LINES)] or [""]
     if not POINTS_UP.search(lines[-1]):
         return lines[-1]

@@ -1,4 +1,4 @@
-"""`origin.json`: where a branch comes from. Its log begins behind the step of another run's checkpoint; an ordinary run has none."""
+"""`origin.json`: the run and step that a branch was made from. A branch begins after that step; an ordinary run has no such file."""
 
 import msgspec
 
@@ -8,8 +8,8 @@ from rl.system.errors import RunError
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A setting that differs from the run that was branched, with both values as Python shows them: JSON has no infinity. None stands for
-    one that is not set."""
+    """A setting that differs from the original run. Both values are written as Python shows them, because JSON has no infinity; None means
+    not set."""
 
     key: str
     old: str
@@ -23,7 +23,7 @@ class Origin(msgspec.Struct, frozen=True):
     """The content of origin.json."""
 
     run: str
-    """Directory of the other run, where it lay then. For people: nothing of it is needed."""
+    """Directory of the original run at that time. For people only: no file of it is needed."""
     step: int
     time: float
     changes: list[Change]
@@ -33,16 +33,16 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def read_origin(run_dir: RunDir) -> Origin | None:
-    """Where a run was branched; None for one that begins at the base model. Raises RunError for a file that cannot be read."""
+    """Reads where a run was branched; None for a run that begins at the base model. Raises RunError if the file is damaged."""
     try:
         return msgspec.json.decode(run_dir.origin.read_bytes(), type=Origin)
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
-        raise RunError(f"{run_dir.origin}: damaged ({error}); the run cannot tell at which step it begins: branch it again") from None
+        raise RunError(f"{run_dir.origin}: damaged ({error}); the run's first step is unknown: branch it again") from None
 
 
 def first_step(run_dir: RunDir) -> int:
-    """The step that a run begins behind: 0, or that of its origin."""
+    """Returns the step after which a run begins: 0, or the step of its origin."""
     origin = read_origin(run_dir)
     return origin.step if origin else 0

@@ -1,4 +1,4 @@
-"""The names of all files and directories of a run. What has its final name is complete: it was renamed to it."""
+"""Names of all files and directories of a run. Anything under its final name is complete, because it was renamed to it."""
 
 import itertools
 import os
@@ -12,29 +12,31 @@ from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
 
 PENDING_ROLLOUTS = "pending.jsonl"
-"""The file of rollouts that no batch has settled: its lines move to the file of a step."""
+"""File of the rollouts that no batch has settled yet: its lines later move to the file of a step."""
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:
-    """The numbers of the complete entries `000012<suffix>` of a directory, ascending; without temporary names. From 1000000 on they have
-    seven digits.
+    """Returns the numbers of the complete entries `000012<suffix>` of a directory, ascending, without temporary names. From 1000000 on
+    names have seven digits. Names without suffix are those of folders: a file with such a name, which an environment may have written
+    there, does not count.
 
-    It lists the whole directory, so nothing that happens every step, group or heartbeat may call it.
+    Lists the whole directory, so it must not be called every step, group or heartbeat.
     """
     names = re.compile(rf"([0-9]{{6}}|[1-9][0-9]{{6,}}){re.escape(suffix)}")
     try:
-        return sorted(int(match[1]) for match in map(names.fullmatch, os.listdir(directory)) if match)
+        with os.scandir(directory) as entries:
+            return sorted(int(match[1]) for entry in entries if (match := names.fullmatch(entry.name)) and (suffix or entry.is_dir()))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
 def numbered(directory: Path, suffix: str = "", after: int = -1) -> dict[int, Path]:
-    """The entries that `numbers` tells of, by number, ascending; those after `after`."""
+    """Returns the entries that `numbers` finds, by number, ascending, from `after` + 1 on."""
     return {number: directory / f"{number:06d}{suffix}" for number in numbers(directory, suffix) if number > after}
 
 
 def is_run(root: Path) -> bool:
-    """Whether a directory with a config.toml is a run's, and not one of the user's with a file of that name."""
+    """Returns whether a directory is that of a run, and not just a directory of the user's with a config.toml."""
     return (root / "config.toml").is_file() and any((root / name).is_dir() for name in ("status", "batches", "checkpoints"))
 
 
@@ -47,9 +49,9 @@ class RunDir:
         self.metrics = root / "metrics.jsonl"
         self.events = root / "events.jsonl"
         self.changes = root / "changes.jsonl"
-        """Settings that resumes changed, one JSON object a line: time, step, key, old, new."""
+        """Settings that resumes changed, one JSON object per line: time, step, key, old, new."""
         self.origin = root / "origin.json"
-        """Where a branch comes from: an origin.Origin."""
+        """Where a branch was made from: an origin.Origin."""
         self.wandb = root / "wandb.json"
         self.tensorboard = root / "tensorboard"
         """Event files, made from metrics.jsonl."""
@@ -58,21 +60,21 @@ class RunDir:
         self.pending = self.batches / "pending.log"
         self.rollouts_dir = root / "rollouts"
         self.pending_rollouts = self.rollouts_dir / PENDING_ROLLOUTS
-        """What is in pending.log, for people."""
+        """The content of pending.log in readable form."""
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
         self.tokens_dir = root / "tokens"
         self.spans = root / "spans"
-        """What each process did from when to when, see rl.run_dir.spans."""
+        """Timed spans of each process, see rl.run_dir.spans."""
         self.evals = root / "evals"
         self.environments = root / "environments"
-        """What each environment was played with: a text file of packages."""
+        """The packages that each environment was played with: a text file each."""
         self.logs = root / "logs"
         self.data = root / "data"
         """The examples of supervised fine-tuning as token ids."""
         self.discarded = root / "discarded"
         self.cleaned = root / ".cleaned"
-        """The run that was here before --clean, until this one has made something."""
+        """The previous run, moved here by --clean until this one has made something."""
         self.status_dir = root / "status"
         self.run_end = self.status_dir / "orchestrator.end"
         """Why the run ended: a status.RunEnd."""
@@ -87,22 +89,22 @@ class RunDir:
         return self.batches / f"{step:06d}.batch"
 
     def quarantined(self, step: int) -> Path:
-        """The marker of a batch that killed its reader: its step is skipped, so that version `step` equals the one before."""
+        """Marker of a batch that killed its reader: its step is skipped, so that version `step` equals the one before."""
         return self.batches / f"{step:06d}.quarantined"
 
     def digests(self, policy_version: int) -> Path:
-        """The hash of each tensor of a version; stays when the version is deleted."""
+        """Hashes of the tensors of a version; kept when the version is deleted."""
         return self.digests_dir / f"{policy_version:06d}.json"
 
     def tokens(self, step: int) -> Path:
-        """What the trainer computed at each token of a batch, see rl.run_dir.token_log."""
+        """Values that the trainer computed at each token of a batch, see rl.run_dir.token_log."""
         return self.tokens_dir / f"{step:06d}.safetensors"
 
     def rollouts(self, step: int) -> Path:
         return self.rollouts_dir / f"{step:06d}.jsonl"
 
     def rollout_files(self, after: int = -1) -> dict[int, Path]:
-        """The files of rollouts by step, ascending, after `after`: `000012.jsonl`, or once it is old `000012.jsonl.gz`."""
+        """Rollout files by step, ascending, from `after` + 1 on: `000012.jsonl`, or `000012.jsonl.gz` once it is old."""
         compressed, plain = (numbered(self.rollouts_dir, suffix, after) for suffix in (".jsonl.gz", ".jsonl"))
         return dict(sorted((compressed | plain).items()))
 
@@ -119,45 +121,45 @@ class RunDir:
         return self.status_dir / f"{process}.json"
 
     def exit_code(self, process: str) -> Path:
-        """The exit code of the rank that ended a trainer of several ranks: torchrun's own is always 1."""
+        """File with the exit code of the rank that ended a trainer of several ranks: torchrun's own is always 1."""
         return self.status_dir / f"{process}.exit"
 
     def lock(self, process: str) -> Path:
         return self.status_dir / f"{process}.lock"
 
     def newest_batch(self) -> int:
-        """Number of the newest batch, 0 if there is none. A network's file system may list a directory as it was some time ago."""
+        """Number of the newest batch, 0 if there is none. The listing of a network file system may be stale, so later names are tried."""
         newest = max(numbers(self.batches, ".batch"), default=0)
         while self.batch(newest + 1).exists():
             newest += 1
         return newest
 
     def newest_weights(self) -> tuple[int, Path] | None:
-        """Number and folder of the newest complete policy version above 0, or None while there is only the base model."""
+        """Number and folder of the newest complete policy version above 0; None while there is only the base model."""
         newest = max(numbers(self.weights_dir), default=0)
         return (newest, self.weights(newest)) if newest else None
 
     def anything_made(self, after: int = 0) -> bool:
-        """Whether there is anything that other settings would make untrue: a batch, checkpoint or version later than `after`, or a
+        """Whether there is anything that other settings would invalidate: a batch, checkpoint or version later than `after`, or a
         finished group."""
         kinds = [(self.batches, ".batch"), (self.checkpoints, ""), (self.digests_dir, ".json"), (self.root / "weights", "")]
         newest = max((number for directory, suffix in kinds for number in numbers(directory, suffix)), default=0)
         return newest > after or (self.pending.is_file() and self.pending.stat().st_size > 0) or self.discarded.exists()
 
     def new_discarded(self) -> Path:
-        """A directory below `discarded/` that is not there yet."""
+        """Returns a path below `discarded/` that does not exist yet."""
         now = time.strftime("%Y%m%d-%H%M%S")
         names = itertools.chain([now], (f"{now}-{count}" for count in itertools.count(2)))
         return next(path for path in map(self.discarded.joinpath, names) if not path.exists())
 
     def discard_after(self, step: int, away: Path | None = None, *, keep_pending: bool = False) -> Path | None:
         """Moves batches, rollouts, checkpoints, weights, digests, evals and metric lines later than `step` to `away`, by default a new
-        directory below `discarded/`; with them the groups that wait for a batch, which are copied with `keep_pending`.
+        directory below `discarded/`. Also moves, or with `keep_pending` copies, the groups that wait for a batch.
 
         Returns that directory, or None if there was nothing to move.
         """
         away = away or self.new_discarded()
-        # In this order a kill leaves a run that can be resumed: no checkpoint or pending group is ahead of the batches.
+        # In this order a kill leaves a resumable run: no checkpoint or pending group is ahead of the batches.
         later: list[tuple[Path, Path]] = []
         for directory, suffix in [
             (self.evals, ""),

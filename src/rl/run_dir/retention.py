@@ -1,4 +1,4 @@
-"""Which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
+"""Decides which numbered entries of a run stay on disk: one rule for batches, rollouts, checkpoints and policy versions."""
 
 from bisect import bisect_left
 from collections.abc import Collection
@@ -11,21 +11,21 @@ NEVER = 2**62
 
 
 class Retention:
-    """Deletes what is old in a directory. It lists that once: the one process that adds entries tells of each.
+    """Deletes old entries of a directory. Lists it only once: the one process that adds entries reports each.
 
-    What stays: the newest `keep_last` (None: all), multiples of `keep_every`, and what the caller needs.
+    Keeps the newest `keep_last` (None: all), multiples of `keep_every`, and those that the caller needs.
     """
 
     def __init__(self, directory: Path, suffixes: Collection[str], keep_last: int | None, keep_every: int | None):
-        """`suffixes`: of the files or directories that one entry consists of."""
+        """`suffixes`: suffixes of the files or directories that make up one entry."""
         self.directory, self.suffixes, self.keep_last, self.keep_every = directory, suffixes, keep_last, keep_every
         self.newest: list[int] | None = None
-        """Ascending; None: the directory was not listed yet."""
+        """Numbers of the newest entries, ascending; None before the directory was listed."""
         self.old: list[int] = []
-        """Those before them that stay as long as they are needed, ascending."""
+        """Earlier entries that stay only while they are needed, ascending."""
 
     def delete_old(self, added: int, needed: Collection[int] = (), needed_from: int = NEVER) -> None:
-        """Deletes entries, oldest first, now that `added` is there: not those `needed`, nor any from `needed_from` on."""
+        """Deletes old entries, oldest first, now that `added` exists; keeps those in `needed` and all from `needed_from` on."""
         if self.keep_last is None:
             return
         if self.newest is None:
@@ -56,7 +56,7 @@ class Retention:
 
 
 def add(number: int, ascending: list[int]) -> None:
-    """Adds a number to an ascending list, unless it is in it."""
+    """Inserts a number into an ascending list, unless it is already there."""
     place = bisect_left(ascending, number)
     if ascending[place : place + 1] != [number]:
         ascending.insert(place, number)

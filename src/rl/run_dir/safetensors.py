@@ -1,4 +1,4 @@
-"""Safetensors files without torch: their headers, checked against their sizes, and their tensors as bytes.
+"""Reads safetensors files without torch: their headers, checked against the file size, and their tensors as bytes.
 
 The format: 8 bytes little-endian header length, JSON header with byte ranges, data (https://huggingface.co/docs/safetensors).
 """
@@ -8,27 +8,27 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.run_dir.digests import NEWEST, digest, hash_each
+from rl.run_dir.digests import digest, hash_each
 from rl.run_dir.files import CorruptFileError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library reads no longer header either."""
+"""Same limit as in the safetensors library."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the header says of a tensor."""
+    """The header's entry for a tensor."""
 
     dtype: str
-    """In the format's own words: F32, BF16, ..."""
+    """Name in the safetensors format: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
-    """Place of the tensor's first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     end: int
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file by name, in the header's order. Raises CorruptFileError, with what is wrong, for one that is not whole."""
+    """Returns the tensors of a file by name, in the header's order. Raises CorruptFileError with the fault if the file is incomplete."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -47,31 +47,31 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def entry_of(entry: dict, data_start: int) -> TensorEntry:
-    """An entry of the JSON header. Raises ValueError, KeyError, TypeError or AttributeError for what is none."""
+    """Parses an entry of the JSON header. Raises ValueError, KeyError, TypeError or AttributeError if it is not valid."""
     start, end = (data_start + offset for offset in entry["data_offsets"])
     if not data_start <= start <= end:
         raise ValueError(f"bytes {entry['data_offsets']}")
     if not all(type(size) is int and size >= 0 for size in entry["shape"]):
-        raise ValueError("a shape that is none")
+        raise ValueError("an invalid shape")
     return TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
 
 
-def tensor_digests(path: Path, name: str = NEWEST) -> dict[str, str]:
-    """The hash of each tensor's bytes, by one of digests.HASHES, under the tensor's name.
+def tensor_digests(path: Path) -> dict[str, str]:
+    """Returns tensor name -> hash of the tensor's bytes.
 
-    Raises CorruptFileError as `read_header` does, and for what cannot be read.
+    Raises CorruptFileError as `read_header` does, and if a read fails.
     """
     tensors = read_header(path)
     try:
         with path.open("rb", buffering=0) as file:
-            hashes = hash_each(lambda tensor: digest(read_at(file.fileno(), tensor), name), tensors.values())
+            hashes = hash_each(lambda tensor: digest(read_at(file.fileno(), tensor)), tensors.values())
     except OSError as error:
         raise CorruptFileError(f"{path}: cannot be read ({error.strerror})") from None
     return dict(zip(tensors, hashes, strict=True))
 
 
 def read_at(fd: int, tensor: TensorEntry) -> bytearray:
-    """The bytes of a tensor; what a file lacks that was cut meanwhile is zeros."""
+    """Returns the bytes of a tensor; if the file was truncated meanwhile, missing bytes are zeros."""
     data = bytearray(tensor.end - tensor.start)
     rest, offset = memoryview(data), tensor.start
     while rest and (got := os.preadv(fd, [rest], offset)):
@@ -80,7 +80,7 @@ def read_at(fd: int, tensor: TensorEntry) -> bytearray:
 
 
 def weights_file(folder: Path) -> Path:
-    """The one file with the tensors of a version, whole or adapters. Raises CorruptFileError if there is not exactly one."""
+    """Returns the one file with the tensors of a version, full weights or adapters. Raises CorruptFileError unless there is exactly one."""
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise CorruptFileError(f"{folder}: has {len(files)} *.safetensors files instead of one")

@@ -1,11 +1,11 @@
-"""`spans/<process>.jsonl`: what a process did from when to when, a line each, and numbers of it every two seconds.
+"""`spans/<process>.jsonl`: the timed spans of a process, one per line, and its gauges every two seconds.
 
-A process that calls `start` appends to its own file; without that nothing here does anything. The first line of every start is a Start;
-times behind it are of its host's monotonic clock, so a clock that is set does not tear a timeline apart. When the file has MAX_BYTES it
-becomes `<process>.jsonl.old`, in place of the one before: so the newest spans are there, and at most twice as many bytes.
+A process that calls `start` appends to its own file; without `start` all functions here do nothing. The first line of every start is a
+Start; later times are of the host's monotonic clock, so that setting the clock does not break a timeline. When the file reaches MAX_BYTES,
+it replaces `<process>.jsonl.old`: the newest spans are kept, in at most twice as many bytes.
 
-What is noted waits in memory for `flush`, half a second at most; what a killed process had not written is lost. A disk that cannot be
-written costs the spans alone.
+Lines wait in memory for `flush`, at most half a second; those that a killed process had not written are lost. If the disk cannot be
+written, only the spans are lost.
 """
 
 import contextlib
@@ -20,49 +20,49 @@ from typing import Any
 
 import msgspec
 
-from rl.system.linux import place
+from rl.system.linux import pid_scope
 
 MAX_BYTES = 4 << 20
 FLUSHES = 4
-"""Times that whoever has a heartbeat every two seconds flushes in between: one takes 16 microseconds with eight spans."""
+"""Flushes per heartbeat interval of two seconds: one takes 16 microseconds with eight spans."""
 LATEST = 1e11
-"""A time beyond it, in some thousand years, is damage; seconds since the epoch."""
+"""Seconds since the epoch, some thousand years from now; a later time means damage."""
 MAX_WAITING = 10_000
-"""Lines in memory; more are dropped, as on a disk that does not answer."""
+"""Maximum lines in memory; more are dropped, for example when the disk does not respond."""
 JOIN_S = 0.1
-"""Work that begins again so soon goes on with the span before it."""
+"""Work that begins again within this time continues the previous span."""
 PART_S = 2.0
-"""Work that goes on for long is noted in parts of about so many seconds, for whoever watches and for a process that is killed."""
+"""Long work is recorded in parts of about this many seconds, so that it is seen while it runs, and not lost in a kill."""
 
 
 class Start(msgspec.Struct, kw_only=True, tag="start", tag_field="kind"):
-    """A process has begun to note its spans."""
+    """A process has begun to record its spans."""
 
     process: str
     pid: int
     host: str
     place: str
-    """Where `monotonic` means something together with that of others, see rl.system.linux.place."""
+    """Processes with the same place share the monotonic clock, see rl.system.linux.pid_scope."""
     time: float
-    """Seconds since the epoch, at `monotonic`."""
+    """Seconds since the epoch at the time `monotonic`."""
     monotonic: float
 
 
 class Span(msgspec.Struct, kw_only=True, omit_defaults=True, tag="span", tag_field="kind"):
-    """Something that was done. Times are seconds of the monotonic clock."""
+    """A piece of work. Times are seconds of the monotonic clock."""
 
     name: str
     begin: float
     end: float
     lane: str = ""
-    """Where it stands beside others of the process that were done at the same time: a thread, or a kind of work."""
+    """Its row among concurrent spans of the process: a thread, or a kind of work."""
     step: int | None = None
     """The step, batch or policy version that it was about."""
     about: dict[str, Any] = {}
 
 
 class Gauges(msgspec.Struct, kw_only=True, tag="gauges", tag_field="kind"):
-    """Numbers of a process at one moment: requests in flight, rollouts that play, and what it counts."""
+    """Numbers of a process at one moment: requests in flight, rollouts in flight, its progress count."""
 
     at: float
     values: dict[str, float]
@@ -73,18 +73,18 @@ DECODER = msgspec.json.Decoder(Line)
 
 
 class Recorder:
-    """Notes the spans of a process. Any thread may call it."""
+    """Records the spans of a process. Thread-safe."""
 
     def __init__(self, path: Path, process: str):
         self.path = path
         self.lock, self.writing = threading.Lock(), threading.Lock()
-        here = {"process": process, "pid": os.getpid(), "host": socket.gethostname(), "place": place()}
+        here = {"process": process, "pid": os.getpid(), "host": socket.gethostname(), "place": pid_scope()}
         self.start = Start(**here, time=time.time(), monotonic=time.monotonic())
         self.begun = False
-        """Whether the file has this start."""
+        """Whether this start has been written to the file."""
         self.waiting: list[Line] = []
         self.size: int | None = None
-        """Of the file, bytes; None: it was not looked at yet."""
+        """Size of the file in bytes; None before it was checked."""
 
     def add(self, line: Line) -> None:
         with self.lock:
@@ -92,7 +92,7 @@ class Recorder:
                 self.waiting.append(line)
 
     def flush(self) -> None:
-        """Writes what waits, if it can."""
+        """Writes the waiting lines. OSErrors are ignored."""
         with self.writing, contextlib.suppress(OSError):
             with self.lock:
                 lines, self.waiting = self.waiting, []
@@ -116,17 +116,17 @@ class Recorder:
 
 
 def old(path: Path) -> Path:
-    """The file that a full one becomes."""
+    """Returns the name that a full file is moved to."""
     return path.with_name(f"{path.name}.old")
 
 
 def is_time(seconds: float | None) -> bool:
-    """Whether a time in a file, seconds since the epoch, is one that a clock may have shown, or none."""
+    """Returns whether a time from a file, seconds since the epoch, is plausible or None."""
     return seconds is None or 0 < seconds < LATEST
 
 
 def note_last(path: Path, start: Start, last: Span) -> None:
-    """Appends what a dead process was in, which it could not note itself, if that can be written. `start` has the clock of `last`."""
+    """Appends the last span of a dead process, which it could not record itself. OSErrors are ignored. `start` has the clock of `last`."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -134,17 +134,17 @@ def note_last(path: Path, start: Start, last: Span) -> None:
 
 
 recorder: Recorder | None = None
-"""This process's; None: it notes nothing."""
+"""The recorder of this process; None: nothing is recorded."""
 
 
 def start(folder: Path, process: str) -> None:
-    """Begins to note the spans of this process, in a file of `folder`."""
+    """Begins to record the spans of this process in a file in `folder`."""
     global recorder
     recorder = Recorder(folder / f"{process}.jsonl", process)
 
 
 def stop() -> None:
-    """Writes what is left, and ends that."""
+    """Writes the remaining spans and stops recording."""
     global recorder
     for one in tuple(busy):
         one.settle(0.0)
@@ -153,7 +153,7 @@ def stop() -> None:
 
 
 def flush() -> None:
-    """Writes what waits: to be called by a thread or loop that does something anyway."""
+    """Writes the waiting lines. To be called from a thread or loop that runs periodically anyway."""
     if recorder:
         for one in tuple(busy):
             one.settle()
@@ -161,14 +161,14 @@ def flush() -> None:
 
 
 def note(name: str, begin: float, end: float, lane: str = "", step: int | None = None, **about: Any) -> None:
-    """Notes what was done from `begin` to `end` (time.monotonic)."""
+    """Records a span from `begin` to `end` (time.monotonic)."""
     if recorder:
         recorder.add(Span(name=name, begin=round(begin, 6), end=round(end, 6), lane=lane, step=step, about=about))
 
 
 @contextlib.contextmanager
 def span(name: str, lane: str = "", step: int | None = None, **about: Any) -> Iterator[None]:
-    """Notes what the block does, also if it fails."""
+    """Records the block as a span, even if it fails."""
     begin = time.monotonic()
     try:
         yield
@@ -177,24 +177,24 @@ def span(name: str, lane: str = "", step: int | None = None, **about: Any) -> It
 
 
 def gauges(**values: float) -> None:
-    """Notes numbers of this moment."""
+    """Records the current values of gauges."""
     if recorder:
         recorder.add(Gauges(at=round(time.monotonic(), 6), values=values))
 
 
 class Busy:
-    """Notes when at least one of several things at once goes on, as one span; of one event loop."""
+    """Records as one span the time during which at least one of several concurrent blocks runs."""
 
     def __init__(self, name: str, lane: str):
         self.name, self.lane = name, lane
         self.lock = threading.Lock()
         self.count, self.begin, self.end = 0, 0.0, 0.0
-        """What is noted already ends where `begin` is."""
+        """The time before `begin` is already recorded."""
         busy.add(self)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """One of the things is the block."""
+        """Counts the block as one of them."""
         with self.lock:
             now = time.monotonic()
             if self.count == 0 and now - self.end > JOIN_S:
@@ -209,7 +209,7 @@ class Busy:
                 self.end = time.monotonic()
 
     def settle(self, part_s: float = PART_S) -> None:
-        """Notes what is over, and what goes on for more than `part_s` seconds, so far."""
+        """Records finished work, and running work so far if that is longer than `part_s` seconds."""
         with self.lock:
             if self.count == 0:
                 self._note(self.end)
@@ -223,4 +223,4 @@ class Busy:
 
 
 busy: "weakref.WeakSet[Busy]" = weakref.WeakSet()
-"""All of this process."""
+"""All instances in this process."""

@@ -1,6 +1,6 @@
-"""`status/<process>.json`: who runs where, its heartbeat, and what it does or waits for, as typed fields. Beside it, why a run ended.
+"""`status/<process>.json`: where a process runs, its heartbeat, and what it does or waits for, as typed fields. Also: why a run ended.
 
-Programs read the fields of RoleStatus. The sentence that people read is made of them by `describe`, where it is shown; nobody parses it.
+Programs read the fields of RoleStatus. `describe` turns them into a sentence for people where it is shown; no program parses that.
 """
 
 import contextlib
@@ -20,26 +20,27 @@ from rl.run_dir import spans
 from rl.run_dir.files import clean_leftovers, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
-from rl.system.linux import place
+from rl.system.linux import is_alive, own_start, pid_scope
 from rl.system.terminal import clip
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
+MAX_JSON_BYTES = 1 << 26
 MAX_WARNING = 500
-"""Characters of a warning that are kept; a log has all of it."""
+"""Characters of a warning that are kept; the log has all of it."""
 PHASE_LANE = "phase"
-"""Where the phases of a process stand among its spans."""
+"""Lane of the phases of a process among its spans."""
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading a JSON file raises that is missing or damaged; the last for tables nested without end."""
+"""Exceptions raised when reading a missing or damaged JSON file; the last one by excessive nesting."""
 
 
 Awaited = Literal["inference", "orchestrator", "trainer", "ranks", "teacher", "environments"]
 
 
 class Phase(StrEnum):
-    """What a process does: the value in its status file, the sentence for people, and whom it waits for meanwhile.
+    """What a process is doing: the value in its status file, the sentence for people, and whom it waits for.
 
-    A sentence takes the status's `step` and `detail`; a detail that it has no place for follows after a colon.
+    The sentence is formatted with the status's `step` and `detail`; a detail without a placeholder is appended after a colon.
     """
 
     sentence: str
@@ -52,7 +53,7 @@ class Phase(StrEnum):
 
     STARTING = "starting", "starting"
     LOADING_MODEL = "loading_model", "loading the model"
-    # Supervised fine-tuning's data.
+    # Data of supervised fine-tuning.
     VERIFYING_DATA = "verifying_data", "verifying the examples"
     LOADING_TOKENIZER = "loading_tokenizer", "loading the tokenizer"
     READING_DATA = "reading_data", "reading {detail}"
@@ -74,7 +75,7 @@ class Phase(StrEnum):
     TRAINING = "training", "training step {step}"
     VALIDATING = "validating", "validating version {step}"
     PUBLISHING = "publishing", "publishing version {step}"
-    ANNOUNCING_VERSION = "announcing_version", "waiting for word that version {step} was noted", "orchestrator"
+    ANNOUNCING_VERSION = "announcing_version", "waiting for the orchestrator to confirm version {step}", "orchestrator"
     COPYING_STATE = "copying_state", "copying the state of step {step} for a checkpoint"
     CHECKPOINTING = "checkpointing", "writing checkpoint {step}"
     COMPARING = "comparing", "comparing version {step}"
@@ -91,69 +92,74 @@ TRAINER_STEPS = frozenset(
         Phase.CHECKPOINTING,
     }
 )
-"""Phases of a trainer that is up: the parts of its steps."""
+"""Phases of a running trainer: the parts of its steps."""
 
 
 class RunWarning(msgspec.Struct, frozen=True):
-    """Something that the run's user is to know, of an environment or of the run's files."""
+    """A warning to the user about an environment or the run's files."""
 
     about: Literal["failed", "died", "lost", "renamed", "damaged", "inexact"]
-    """Its first rollouts that failed for good; the first death of a worker of its; that it is given up; metrics of its own that are called
-    like ours; a file that does not hold what was written; a version that came out otherwise when it was trained again."""
+    """Of an environment: first rollouts that failed for good, first death of a worker, given up, metrics whose names collide with ours.
+    Of files: one that does not hold what was written, a version that differed when it was trained again."""
     env: str
-    """Empty for what is of the files."""
+    """Empty for warnings about files."""
     text: str
-    """For people."""
+    """Text for people."""
 
 
 class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """A status file. None, or an empty string, is what a process does not report. Times are seconds since the epoch."""
+    """A status file. Fields that a process does not report are None or empty. Times are seconds since the epoch."""
 
     process: str = ""
-    """`inference`, `inference-<host>-<port>` for a server that `rl` has not started, `orchestrator`, `trainer`, `trainer-1` for rank 1,
-    `data`."""
+    """`inference`, `inference-<host>-<port>` for a server not started by `rl`, `orchestrator`, `trainer`, `trainer-1` (rank 1), `data`."""
     pid: int | None = None
     host: str = ""
     place: str = ""
-    """Where the pid means something, see rl.system.linux.place."""
+    """Scope of the pid, see rl.system.linux.pid_scope."""
+    start_ticks: str = ""
+    """Start of the process in clock ticks since boot: another process that reuses its pid has another start."""
     started: float | None = None
     phase: Phase | None = None
     step: int | None = None
-    """The step, batch or policy version that the phase is about."""
+    """Step, batch or policy version that the phase is about."""
     waiting_for: Awaited | None = None
     detail: str = ""
-    """For people. Nothing depends on it."""
+    """Text for people. Nothing depends on it."""
     since: float | None = None
-    """When this phase began for this step."""
+    """Time at which this phase began for this step."""
     heartbeat: float | None = None
     progress: int | None = None
-    """Counts what shows that work goes on: micro batches, rollouts, tokens."""
+    """Counts units of work that show progress: micro batches, rollouts, tokens."""
     progressed: float | None = None
-    """When `progress` last grew."""
+    """Time at which `progress` last grew."""
     address: str | None = None
     max_steps: int | None = None
-    """The trainer's; where epochs are set, it alone knows how many steps they are."""
+    """Of the trainer: if epochs are set, only the trainer knows their number of steps."""
     batch: int | None = None
-    """The orchestrator's: the batch that is being filled, then how many of how many rollouts it has."""
+    """Of the orchestrator: the batch being filled; `batch_done` of its `batch_size` rollouts are done."""
     batch_done: int | None = None
     batch_size: int | None = None
     policy_version: int | None = None
-    """The orchestrator's: the version that inference holds. A server's that starts: the one that it reads, and that is kept for it."""
+    """Of the orchestrator: the version that inference holds. Of a starting server: the version that it reads and that is kept for it."""
     quarantined: list[str] = []
-    """Environments that are given up."""
+    """Environments that were given up."""
     warnings: list[RunWarning] = []
-    """What its user is to know. `rl` says each once."""
+    """Warnings to the user. `rl` prints each once."""
     playing: int | None = None
     """Rollouts in flight."""
     requests: int | None = None
-    """Inference's open requests."""
+    """Requests in flight at inference."""
+
+    def lives(self) -> bool | None:
+        """Returns whether the process is alive; None if that cannot be seen from here."""
+        return None if self.pid is None else is_alive(self.pid, self.place, self.start_ticks)
 
 
 TIMES = ("started", "since", "heartbeat", "progressed")
 
 
 def describe(status: RoleStatus | None) -> str:
-    """What a process does, as a sentence for people: `waiting for batch 13: filling batch 13`."""
+    """Describes what a process is doing, for people: `waiting for batch 13: filling batch 13`."""
     if status is None or status.phase is None:
         return "in an unknown phase"
     template = status.phase.sentence
@@ -162,24 +168,26 @@ def describe(status: RoleStatus | None) -> str:
 
 
 class Status:
-    """Publishes this process's status from a thread of its own, so that a blocked process shows the same phase for long."""
+    """Publishes this process's status from its own thread, so that a blocked process still shows its phase."""
 
     def __init__(self, path: Path, process: str):
         self.path = path
-        clean_leftovers(path.parent, ours=path.name)  # of a beat that a predecessor did not finish
-        self.current = RoleStatus(process=process, pid=os.getpid(), host=socket.gethostname(), place=place(), started=time.time())
+        clean_leftovers(path.parent, ours=path.name)  # an unfinished heartbeat of a predecessor
+        self.current = RoleStatus(
+            process=process, started=time.time(), pid=os.getpid(), host=socket.gethostname(), place=pid_scope(), start_ticks=own_start()
+        )
         self.stopped, self.writing, self.changing = threading.Event(), threading.Lock(), threading.Lock()
         self.progress, self.progressed = 0, (0, time.time())
-        """The count, and its value when it was last seen to have grown, with the time of that."""
+        """The current count; and (count, time) when it was last seen to grow."""
         self.entered = time.monotonic()
-        """When it entered its phase."""
+        """Time at which the current phase began."""
         self.gauges: dict[str, Callable[[], int]] = {}
-        """Field of RoleStatus -> its value at the moment, which every heartbeat asks for."""
+        """Field of RoleStatus -> function that returns its current value, called at every heartbeat."""
         self.enter(Phase.STARTING)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: Phase, step: int | None = None, detail: str = "", **fields: Any) -> None:
-        """Sets what the process does or waits for; written at once. Other fields, such as `address`, stay as they are until set again."""
+        """Sets and writes what the process does or waits for. Other fields, such as `address`, keep their values until set again."""
         with self.changing:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
@@ -189,7 +197,7 @@ class Status:
         self._write()
 
     def warn(self, warning: RunWarning) -> None:
-        """Has `rl` say it; written at once. The second of a kind about an environment is not, nor the second of a text."""
+        """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an environment, or the same text."""
         with self.changing:
             said = self.current.warnings
             warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
@@ -199,12 +207,12 @@ class Status:
         self._write()
 
     def advance(self, count: int = 1) -> None:
-        """Counts progress. Written with the next heartbeat; any thread may call it."""
+        """Counts progress, which the next heartbeat publishes. Thread-safe."""
         with self.changing:
             self.progress += count
 
     def close(self) -> None:
-        """Deletes the status; a heartbeat that is under way does not bring it back."""
+        """Deletes the status; a concurrent heartbeat does not bring it back."""
         self.stopped.set()
         with self.writing:
             self.path.unlink(missing_ok=True)
@@ -212,7 +220,7 @@ class Status:
         spans.stop()
 
     def _note_phase(self) -> None:
-        """Notes the phase that ends."""
+        """Records the span of the phase that ends."""
         before, self.entered = self.entered, time.monotonic()
         if self.current.phase:
             spans.note(self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step)
@@ -227,7 +235,7 @@ class Status:
             spans.flush()
 
     def _write(self) -> None:
-        # A status is for the eyes of others: a full disk must not end the process through it.
+        # The status only informs others: a full disk must not end the process here.
         with self.writing, contextlib.suppress(OSError):
             if self.stopped.is_set():
                 return
@@ -240,12 +248,12 @@ class Status:
 
 
 def reachable(host: str) -> str:
-    """The name under which others find a socket that is bound to `host`: for a wildcard, this machine's."""
+    """Returns the name at which others reach a socket bound to `host`: this machine's name for a wildcard."""
     return socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
 def write_status(path: Path, status: RoleStatus) -> None:
-    """Replaces a status file without fsync: it has no worth after a power cut."""
+    """Replaces a status file without fsync: it is worthless after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.write_bytes(msgspec.json.encode(status))
@@ -254,15 +262,17 @@ def write_status(path: Path, status: RoleStatus) -> None:
 
 
 def read_json(path: Path, kind: type[T]) -> T | None:
-    """The content of a JSON file; None when it is missing, damaged, or of another version of rl."""
+    """Reads a JSON file; None if it is missing, damaged, too large, or from an incompatible version of rl."""
     try:
+        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+            return None
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNREADABLE:
         return None
 
 
 def read_status(path: Path) -> RoleStatus | None:
-    """The last status of a process; None if it has none that is JSON. A field whose value cannot be its own counts as not there."""
+    """Reads the last status of a process; None if it is missing or not JSON. Fields with an invalid value count as missing."""
     content = read_json(path, dict[str, Any])
     if content is None:
         return None
@@ -274,8 +284,8 @@ def read_status(path: Path) -> RoleStatus | None:
     return RoleStatus(**{name: value for name, value in found.items() if name not in TIMES or spans.is_time(value)})
 
 
-def bury(path: Path, folder: Path) -> None:
-    """Removes the status of a process that is dead, and notes among its spans, in `folder`, what it was in until its last heartbeat."""
+def archive_status(path: Path, folder: Path) -> None:
+    """Removes the status of a dead process, and records its last phase, until the last heartbeat, among its spans in `folder`."""
     status = read_status(path)
     path.unlink(missing_ok=True)
     if status and status.phase and status.since is not None and status.heartbeat is not None:
@@ -285,46 +295,52 @@ def bury(path: Path, folder: Path) -> None:
         spans.note_last(folder / f"{path.stem}.jsonl", clock, last)
 
 
-class Beats:
-    """For how long heartbeats have been the same, by this process's clock: another host's may show any time."""
+class Staleness:
+    """Measures how long signs of life have not changed, by this process's clock: clocks of other hosts may differ."""
 
-    def __init__(self) -> None:
-        self.seen: dict[str, tuple[float | None, float]] = {}
-        """Name -> the last heartbeat, and when it was first seen (time.monotonic)."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.seen: dict[str, tuple[object, float, bool]] = {}
+        """Name -> (last sign, such as a heartbeat; time at which it was first seen; whether another one was seen before)."""
 
-    def silent_s(self, name: str, status: RoleStatus) -> float:
-        """Seconds since the heartbeat of a process, given its newest status, was first seen to be what it is."""
-        now = time.monotonic()
-        if name not in self.seen or self.seen[name][0] != status.heartbeat:
-            self.seen[name] = status.heartbeat, now
-        return now - self.seen[name][1]
+    def look(self, name: str, sign: object) -> float:
+        """Takes the newest sign of a process, and returns the seconds since it was first seen; 0.0 if it is new."""
+        known, now = self.seen.get(name), self.clock()
+        if known is None or known[0] != sign:
+            self.seen[name] = sign, now, known is not None
+            return 0.0
+        return now - known[1]
+
+    def moved(self, name: str) -> bool:
+        """Returns whether the sign was seen to change."""
+        return name in self.seen and self.seen[name][2]
 
 
 def read_address(path: Path) -> str | None:
-    """Where a process answers; None while it has not said so."""
+    """Returns the address of a process; None until it has published one."""
     status = read_status(path)
     return status.address if status else None
 
 
 def server_files(status_dir: Path) -> list[Path]:
-    """The status files of a run's inference servers: `inference.json` of the one that `rl` keeps, and those of further ones."""
+    """Returns the status files of a run's inference servers: `inference.json` of the one that `rl` runs, and those of further ones."""
     return [*status_dir.glob("inference.json"), *sorted(status_dir.glob("inference-*.json"))]
 
 
 def further_server(port: int) -> str:
-    """The name of an inference server on this machine that `rl` has not started, as a process of the run."""
+    """Returns the process name of an inference server on this machine that `rl` has not started."""
     return f"inference-{socket.gethostname()}-{port}"
 
 
 LOG_LINES = 6
-"""Log lines quoted in a timeout error."""
+"""Number of log lines quoted in a timeout error."""
 
 
 def last_seen(status_path: Path) -> str:
-    """What a process last reported, for the error of whoever waited for it: its heartbeat, its phase, the end of its log."""
+    """Describes what a process last reported, for timeout errors: its heartbeat, its phase, the end of its log."""
     status = read_status(status_path)
     if status is None:
-        text = "it has no status file: it is not up, or has ended"
+        text = "it has no status file: it has not started, or has ended"
     else:
         now = time.time()
         heartbeat, since = (now if at is None else at for at in (status.heartbeat, status.since))
@@ -339,13 +355,13 @@ def last_seen(status_path: Path) -> str:
 
 
 EndKind = Literal["done", "early", "doubtful"]
-"""How a run came to its end: with all its steps; before that, for it has learned what there was; or before that, and perhaps of a fault."""
+"""How a run ended: with all its steps; early, because there was nothing left to learn; or early, perhaps because of a fault."""
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """The content of `status/orchestrator.end`: the orchestrator's account of a run that came to its end. A run that goes on has none."""
+    """The content of `status/orchestrator.end`, which the orchestrator writes when a run ends. A running run has none."""
 
     reason: str
-    """For people."""
+    """Text for people."""
     time: float
     kind: EndKind = "done"

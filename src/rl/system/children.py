@@ -1,7 +1,7 @@
-"""Start, watch and end a child process and everything below it; and the one policy by which a dead one is started again.
+"""Starting, watching and ending child processes with all their descendants, and the policy for restarting them.
 
-A child's end is seen without reaping it. Until `reap` its pid and its group stay its own, so no signal of ours can reach a stranger that
-was given the number since.
+The end of a child is noticed without reaping it. Until `reap` its pid and process group stay reserved, so our signals cannot reach an
+unrelated process that reuses the number.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.process_table import Table
 
 STOP_DEADLINE_S = 20.0
-"""Between SIGTERM and SIGKILL: a torchrun agent, a vLLM server and its engine end within it; weights and checkpoints are atomic anyway."""
+"""Time between SIGTERM and SIGKILL. A torchrun agent, a vLLM server and its engine need less; weights and checkpoints are atomic anyway."""
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM arrived. Not an Exception, so that no handler on the way takes it for a failure."""
+    """SIGINT or SIGTERM arrived. Derives from BaseException so that no handler on the way mistakes it for a failure."""
 
     def __init__(self, signum: int):
         self.signum = signum
@@ -35,17 +35,17 @@ class Stopped(BaseException):
 
 @dataclass(eq=False)
 class Child:
-    """A child of this process that leads a process group of its own."""
+    """A child of this process that leads its own process group."""
 
     name: str
     pid: int
     log: Path
     marker: str = ""
-    """What everything below it bears in its environment, see process_table.MARKER; empty: it has none."""
+    """The marker in the environment of all its descendants, see process_table.MARKER; empty if it has none."""
     ancestor: str = ""
-    """The marker of the process that it is a copy of: /proc shows that one for what it forks without running another program."""
+    """The marker of the process that it was forked from: /proc shows that marker for its own forks until they exec another program."""
     temporary: Path | None = None
-    """Its directory for temporary files: sockets and the like, which a killed process leaves."""
+    """Its directory for temporary files, such as sockets, which a killed process leaves behind."""
     started: float = field(default_factory=time.monotonic)
     reaped: bool = False
     _exit_code: int | None = None
@@ -56,18 +56,18 @@ class Child:
 
     @property
     def attempt(self) -> int:
-        """Which start of this process it is, over restarts and resumes."""
+        """The number of this start of the process, counted across restarts and resumes."""
         return int(self.log.stem.rpartition("-")[2])
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit code, or minus the signal that ended it; None while it runs."""
         if self._exit_code is None and (end := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
             self._exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return self._exit_code
 
     def ending(self) -> str:
-        """How it ended, as the predicate of a sentence."""
+        """Describes how it ended, as the predicate of a sentence."""
         code = self.exit_code
         if code is None or code >= 0:
             return f"ended with exit code {code}"
@@ -75,7 +75,7 @@ class Child:
         return f"was ended by {signal.Signals(-code).name}{hint}"
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Waits for its end. Returns the exit code; None when it still runs after `timeout_s`."""
+        """Waits until it ends. Returns the exit code, or None if it still runs after `timeout_s`."""
         if self.exit_code is None:
             with self._pidfd() as fd:
                 poll = select.poll()
@@ -84,7 +84,7 @@ class Child:
         return self.exit_code
 
     async def wait_async(self, timeout_s: float | None = None) -> int | None:
-        """Does what `wait` does, beside other tasks."""
+        """Does the same as `wait`, without blocking the event loop."""
         if self.exit_code is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
             with self._pidfd() as fd:
@@ -99,7 +99,7 @@ class Child:
 
     @contextlib.contextmanager
     def _pidfd(self) -> Iterator[int]:
-        """A file descriptor that becomes readable when the process ends."""
+        """Yields a file descriptor that becomes readable when the process ends."""
         fd = os.pidfd_open(self.pid)
         try:
             yield fd
@@ -107,18 +107,18 @@ class Child:
             os.close(fd)
 
     def signal_group(self, signum: int) -> None:
-        """Signals its process group, which may outlive it. Does nothing once it is reaped."""
+        """Signals its process group, which may outlive it. Does nothing once the child is reaped."""
         if not self.reaped:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
 
     def terminate(self) -> None:
-        """SIGTERM to its group; a stopped process is continued, or it would not see it."""
+        """Sends SIGTERM to its group, and SIGCONT because a stopped process would not react."""
         self.signal_group(signal.SIGTERM)
         self.signal_group(signal.SIGCONT)
 
     def tree(self, processes: Table, among: Iterable[int]) -> Table:
-        """All that it has started, itself included, of these processes: also what has left its group or has lost its parent."""
+        """Returns the processes among these that it has started, and itself, even those that have left its group or lost their parent."""
         line = processes.get(self.pid)
         found = process_table.trees(processes, [self.pid]) if line and line.start == self.start_ticks else set()
         for marker in {self.marker, self.ancestor} - {""}:
@@ -126,9 +126,9 @@ class Child:
         return {pid: processes[pid] for pid in found & set(among)}
 
     def kill_tree(self, without: Collection[int] = ()) -> None:
-        """SIGKILL to its group and all that it has started, except the trees of `without`: once and without waiting. Call it before `reap`.
+        """Sends SIGKILL, once and without waiting, to its group and all it has started, except the trees of `without`. Call before `reap`.
 
-        Copies of it bear its marker, whosever they are by now.
+        Forked copies of it bear its marker, whoever owns them by now.
         """
         self.signal_group(signal.SIGKILL)
         processes = process_table.table()
@@ -136,7 +136,7 @@ class Child:
         process_table.send_signal(self.tree(processes, among), signal.SIGKILL)
 
     def reap(self) -> None:
-        """Lets go of its pid, if it has ended."""
+        """Releases its pid if it has ended."""
         if not self.reaped and self.exit_code is not None:
             self.reaped = True
             os.waitpid(self.pid, 0)
@@ -155,11 +155,11 @@ def start(
 ) -> Child:
     """Starts a child with its output appended to `log_path`, bound to `cores`, and ended by the kernel when this process dies.
 
-    `inherited`: file descriptors that it keeps. Without `new_session` it has a process group alone, and who ends our session's processes
-    ends it, too. `marker`: what it and everything below it bears in the environment, beside the markers that this process bears. Called
-    from the main thread. Raises OSError when the program cannot be run.
+    `inherited`: file descriptors that it keeps. Without `new_session` it only gets its own process group, so that ending the processes of
+    our session ends it, too. `marker`: added to this process's markers in the environment of the child and all its descendants. Must be
+    called from the main thread. Raises OSError if the program cannot be run.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who has started us, it would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if our parent had it ignored, the exit status of children would be lost
     parent = os.getpid()
     affinity = set(cores) if cores else None
 
@@ -170,7 +170,7 @@ def start(
         if affinity:
             os.sched_setaffinity(0, affinity)
 
-    env = {key: value for key, value in env.items() if key != "PYTHONDONTWRITEBYTECODE"}  # no .pyc: 25 s of vLLM's start-up
+    env = {key: value for key, value in env.items() if key != "PYTHONDONTWRITEBYTECODE"}  # .pyc files save vLLM 25 s
     env |= {LAUNCHER: str(parent), "PYTHONUNBUFFERED": "1"}
     if marker:
         env[process_table.MARKER] = add_marker(marker)
@@ -180,46 +180,46 @@ def start(
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         process = subprocess.Popen(command, env=env, **streams, **group, preexec_fn=in_child, pass_fds=inherited)
     child = Child(name, process.pid, log_path, marker)
-    process.returncode = 0  # so that Popen never reaps it: a Child keeps its pid until `reap`
+    process.returncode = 0  # keeps Popen from reaping it: a Child keeps its pid until `reap`
     return child
 
 
 def add_marker(marker: str) -> str:
-    """The value of process_table.MARKER for a child: what this process bears, and its own."""
+    """Returns the value of process_table.MARKER for a child: the markers of this process and the child's own."""
     return f"{os.environ.get(process_table.MARKER, '')} {marker}".strip()
 
 
 def descendants(without: Collection[int] = ()) -> Table:
-    """All processes below this one, except the trees of `without`."""
+    """Returns all descendants of this process, except the trees of `without`."""
     processes, own = process_table.table(), os.getpid()
     return {pid: processes[pid] for pid in process_table.trees(processes, [own], without) - {own}}
 
 
 def kill_descendants(without: Collection[int] = ()) -> None:
-    """SIGKILL to all processes below this one, except the trees of `without`; once and without waiting."""
+    """Sends SIGKILL, once and without waiting, to all descendants of this process, except the trees of `without`."""
     process_table.send_signal(descendants(without), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a process that died is started again: at once if it made progress, else after a back-off, unless it has died too often."""
+    """When a dead process is restarted: at once if it made progress, else after a back-off, never if it has died too often."""
 
     backoff_s: float
     backoff_limit_s: float
     max_restarts: float = math.inf
-    """Within the last `window_s`."""
+    """Restarts allowed within the last `window_s`."""
     window_s: float = math.inf
     barren_limit: float = math.inf
-    """So many deaths in a row without progress are too many."""
+    """Number of consecutive deaths without progress at which it is not restarted any more."""
 
     def delay_s(self, barren: int, deaths: Sequence[float] = ()) -> float | None:
-        """Seconds from a death to the next start: 0 after progress, else `backoff_s`, doubled for each death without any after the first.
-        None: never again.
+        """Seconds from a death to the next start: 0 after progress, else `backoff_s`, doubled for each consecutive death without progress
+        after the first. None: no restart.
 
-        `barren`: deaths in a row without progress, this one included; 0: there was some. `deaths`: the times of all deaths, this one last.
+        `barren`: consecutive deaths without progress, including this one; 0 after progress. `deaths`: times of all deaths, this one last.
         """
         recent = [death for death in deaths if deaths[-1] - death <= self.window_s]
         if barren >= self.barren_limit or len(recent) > self.max_restarts:
             return None
-        doublings = min(barren - 1, 60)  # a float has room for no more than 1,000
+        doublings = min(barren - 1, 60)  # a float overflows at about 1,000
         return min(self.backoff_limit_s, self.backoff_s * 2**doublings) if barren else 0.0

@@ -1,5 +1,5 @@
 """Keeps secrets in environment variables: a configuration names the variable (`env:NAME`), the process that needs the value looks it up,
-and what leaves a process (logs, rollouts, error texts) has `[$NAME]` in its place.
+and everything that leaves a process (logs, rollouts, error messages) has `[$NAME]` in its place.
 """
 
 import os
@@ -13,53 +13,53 @@ from rl.system.errors import ConfigError
 
 REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 RESOLVED = ("inference.vllm.", ".args.", ".set_kwargs.")
-"""Parts of a dotted key below which references are looked up: tables whose keys belong to other packages."""
+"""Parts of a dotted key below which references are resolved: tables whose keys belong to other packages."""
 SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?!.*_(FILE|PATH|DIR|URL)$)(_|$)", re.I)
 SECRET_KEY = re.compile(
     r"(^|_)(api_?key|(access|auth|bearer|refresh|hf|hub)_?token|(access|private|secret)_?key|secret|password|passwd|credentials?)$"
     r"|^token$",
     re.I,
 )
-"""Keys of a configuration whose values are secret. Not every `token` and `key` is one: they also name symbols and columns."""
+"""Configuration keys whose values are secret. Not every `token` or `key` is a secret: they also name symbols and columns."""
 SECRET_SHAPE = re.compile(r"\b(sk-|hf_|ghp_|github_pat_|glpat-|xox[abp]-|gsk_|AKIA|AIza)(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,}")
-"""Keys of common services, known by their prefix."""
+"""API keys of common services, recognized by their prefix."""
 CREDENTIALS_IN_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 SHORTEST = 8
-"""Characters of a secret; anything shorter (`none`, `EMPTY`) is not one."""
+"""Minimum characters of a secret; shorter values (`none`, `EMPTY`) are not secrets."""
 HIDDEN = "(hidden)"
 
 resolved_names: set[str] = set()
-"""Variables that this process has looked up for a reference: secret, whatever their name is."""
+"""Variables that this process has looked up for a reference: secret, whatever their names."""
 
 
 def secret_variables() -> dict[str, str]:
-    """Value -> name of the environment variables that hold secrets, longest value first. Ordinary words are not taken for secrets."""
+    """Returns value -> name of the environment variables that hold secrets, longest value first. Ordinary words do not count as secrets."""
     found = {}
     for name, value in os.environ.items():
-        if name.startswith("RL__"):  # a setting, such as trainer.loss.token_mask, whose value is checked as any other setting's
+        if name.startswith("RL__"):  # a setting, such as trainer.loss.token_mask, which is checked like other settings
             continue
         telling = len(value) >= 12 or (len(value) >= SHORTEST and not re.fullmatch("[a-z]*", value))
         if telling and not value.startswith("/") and (name in resolved_names or SECRET_VARIABLE.search(name)):
             found[value] = name
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))  # replaced before those that it contains
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))  # so that it is replaced before any shorter value inside it
 
 
 def redact(text: str) -> str:
-    """The text with the names of variables in place of secret values."""
+    """Returns the text with secret values replaced by the names of their variables."""
     for value, name in secret_variables().items():
         text = text.replace(value, f"[${name}]")
     return text
 
 
 def redact_json(encoded: bytes) -> bytes:
-    """`redact` for encoded JSON."""
+    """Does the same as `redact` for encoded JSON."""
     for value, name in secret_variables().items():
         encoded = encoded.replace(msgspec.json.encode(value)[1:-1], f"[${name}]".encode())
     return encoded
 
 
 class Redacting:
-    """A text stream that writes to another one without secrets."""
+    """A text stream that redacts secrets and writes to another stream."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -77,9 +77,9 @@ class Redacting:
 
 
 def resolve(value: Any, where: str) -> Any:
-    """A value, or all values of a table, with references replaced by the variables' values. `where` is its key, for errors.
+    """Returns a value or table with references replaced by the variables' values. `where` is its key, for error messages.
 
-    Raises ConfigError. The result must not be written to any file.
+    Raises ConfigError if a variable is not set. The result must not be written to any file.
     """
     if isinstance(value, dict):
         return {key: resolve(item, f"{where}.{key}") for key, item in value.items()}
@@ -94,7 +94,7 @@ def resolve(value: Any, where: str) -> Any:
 
 
 def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text in nested tables, names of keys included."""
+    """Yields (dotted key, string) for every string in nested tables, including the names of keys."""
     if isinstance(value, dict):
         for name, item in value.items():
             inner = f"{key}.{name}" if key else str(name)
@@ -108,12 +108,12 @@ def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether the last part of a dotted key names a secret."""
+    """Returns whether the last part of a dotted key names a secret."""
     return bool(SECRET_KEY.search(key.rpartition(".")[2].replace("-", "_")))
 
 
 def hidden(key: str, value: Any) -> Any:
-    """A value of a configuration with its secrets replaced by HIDDEN."""
+    """Returns a configuration value with its secrets replaced by HIDDEN."""
     if isinstance(value, dict):
         return {name: hidden(f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -122,7 +122,7 @@ def hidden(key: str, value: Any) -> Any:
 
 
 def is_secret(key: str, value: str) -> bool:
-    """Whether a text in a configuration is a secret, by its key, its form or because an environment variable holds it."""
+    """Returns whether a string in a configuration is a secret, judged by its key, its form, or an environment variable that holds it."""
     if not value or REFERENCE.fullmatch(value):
         return False
     suspicious = (is_secret_key(key) and len(value) >= SHORTEST) or SECRET_SHAPE.search(value) or CREDENTIALS_IN_URL.search(value)
@@ -130,7 +130,7 @@ def is_secret(key: str, value: str) -> bool:
 
 
 def secret_faults(table: dict[str, Any]) -> list[tuple[str, object, str]]:
-    """(key, HIDDEN, remedy) of each secret that a configuration contains."""
+    """Returns (key, HIDDEN, remedy) for each secret that a configuration contains."""
     faults: list[tuple[str, object, str]] = []
     for key, value in strings(table):
         if is_secret(key, value) and key not in [fault[0] for fault in faults]:

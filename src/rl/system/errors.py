@@ -1,30 +1,30 @@
-"""How a process ends badly: the error that names a remedy, the exit codes, and which errors of the system last."""
+"""Errors that name a remedy, the exit codes of processes, and the system errors that do not pass by themselves."""
 
 import errno
 
 RESTART, WRONG_SETTINGS, GIVE_UP, DAMAGED = 1, 2, 3, 4
-"""Exit codes of our processes: worth another start, as any other failure is; wrong settings; a diagnosis that starting again does not
-change (a missing model, a full disk); a damaged file in the run directory, to be repaired before the next start."""
+"""Exit codes of our processes: worth a restart, like any other failure; wrong settings; a fault that a restart does not fix (a missing
+model, a full disk); a damaged file in the run directory, to be repaired before the next start."""
 
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of a disk that is full or not to be written, and of a file that may not become so large. Not of one that fails, which may pass."""
+"""Errors of a full or unwritable disk, and of a file above its size limit. Errors of a failing disk are left out: they may pass."""
 
 
 LASTING = (*CANNOT_WRITE, errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-"""Errors of the system that another start does not mend."""
+"""System errors that a restart does not fix."""
 
 
 class RunError(Exception):
-    """A process cannot start or go on; the message says why and what to do.
+    """A process cannot start or continue; the message says why and what to do.
 
-    Every process prints the message and ends with `exit_code`. A class of its own is only for what some code catches apart from the rest.
+    Every process prints the message and ends with `exit_code`. Subclasses exist only for errors that some code handles separately.
     """
 
     exit_code = GIVE_UP
 
     def __init__(self, message: str, exit_code: int | None = None, resume_at: int | None = None):
-        """`resume_at`: the step of the `--resume` that the message recommends; None: the newest."""
+        """`resume_at`: the step at which the message recommends to `--resume`; None: the newest."""
         super().__init__(message)
         self.resume_at = resume_at
         if exit_code is not None:
@@ -32,6 +32,6 @@ class RunError(Exception):
 
 
 class ConfigError(RunError):
-    """Settings that cannot be used; the message lists every fault with its remedy. Commands catch it to end with 2, or to name a file."""
+    """Settings are invalid; the message lists every fault with its remedy. Commands catch it to exit with 2, or to add a file name."""
 
     exit_code = WRONG_SETTINGS

@@ -1,13 +1,13 @@
-"""Fault points: named places in writing files and in messages where a test can kill the process, reproducibly.
+"""Fault points: named places, where files are written or messages sent, at which a test can reproducibly kill the process.
 
 `RL_FAULT=orchestrator:batch.rename:2` makes the orchestrator kill itself (SIGKILL) when it reaches `batch.rename` for the second time, just
 before that rename. `RL_FAULT_TRACE=FILE` appends a line `process name count` for every point that is reached. With `RL_FAULT_MARK=FILE`
-each fault happens once: it is noted there just before, and a process that starts later takes the next of several
-(`RL_FAULT=a:x:1,a:y:1`). Without these variables a point costs the test of one variable.
+each fault happens only once: it is recorded there just before, and a process that starts later takes the next fault in the list
+(`RL_FAULT=a:x:1,a:y:1`). Without these variables a fault point only checks one variable.
 
 `kind.write` comes before a write, `kind.torn` in its middle, `kind.fsync`, `kind.rename` and `kind.fsync_dir` before the call of that name,
-`kind.done` after the last. Where the name must be free `kind.rename` comes before a link, and `kind.linked` after it. The kind of a file
-follows from its place in the run directory: batch, pending, weights, checkpoint ...
+`kind.done` after the last. If the name must be free, `kind.rename` comes before a link and `kind.linked` after it. The kind of a file
+follows from its location in the run directory: batch, pending, weights, checkpoint ...
 """
 
 import os
@@ -19,13 +19,13 @@ from collections import Counter
 from pathlib import Path
 
 KINDS = {"batches": "batch", "checkpoints": "checkpoint", "evals": "eval"}
-"""Directory -> kind of its entries, where the two names differ."""
+"""Directory -> kind of its entries, if the two names differ."""
 NAMES = {"pending.jsonl": "waiting", "metrics.jsonl": "merged"}
-"""File -> its kind, where that is not its name without ending."""
+"""File -> its kind, if that differs from its name without the suffix."""
 
 
 class Plan:
-    """The faults of this process, and the file for a trace of the points that it reaches."""
+    """The faults of this process, and the file that records the points it reaches."""
 
     def __init__(self, fault: str = "", trace: str = "", mark: str = "", process: str = ""):
         self.faults = [parse(one) for one in fault.split(",") if one]
@@ -35,7 +35,7 @@ class Plan:
         self.lock = threading.Lock()
 
     def reach(self, name: str) -> None:
-        """Counts the point, writes it to the trace, and kills the process if it is the next fault."""
+        """Counts the point, writes it to the trace, and kills the process if the next fault is here."""
         with self.lock:
             if not self.counts:
                 self._choose()
@@ -53,7 +53,7 @@ class Plan:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _choose(self) -> None:
-        """Sets the next fault: the first of this process that has not happened."""
+        """Sets the next fault: the first one of this process that has not happened yet."""
         self.process = self.process or own_name()
         done = Path(self.mark).read_text().split() if self.mark and Path(self.mark).exists() else []
         self.next = next((one for one in self.faults if one[0] == self.process and ":".join(map(str, one)) not in done), None)
@@ -65,14 +65,14 @@ def append(path: str, line: str) -> None:
 
 
 def parse(fault: str) -> tuple[str, str, int]:
-    """(process, point, count) of `process:point:count`. Raises SystemExit."""
+    """Parses `process:point:count`. Raises SystemExit if that fails."""
     if not (match := re.fullmatch(r"([\w-]+):([\w./-]+):([1-9]\d*)", fault)):
         raise SystemExit(f"RL_FAULT={fault}: give process:point:count, for example orchestrator:batch.rename:2")
     return match[1], match[2], int(match[3])
 
 
 def own_name() -> str:
-    """The name of this process in RL_FAULT: trainer, trainer-1 (rank 1), orchestrator, worker, inference, or its command's name."""
+    """Returns the name of this process in RL_FAULT: trainer, trainer-1 (rank 1), orchestrator, worker, inference, or its command's name."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     parts = spec.name.split(".") if spec and spec.name.startswith("rl.") else []
     name = (parts[-2] if parts[-1] == "main" else parts[-1]) if parts else Path(sys.argv[0]).name
@@ -81,7 +81,7 @@ def own_name() -> str:
 
 
 def plan_of_environment() -> Plan | None:
-    """The plan in the environment variables; None without them."""
+    """Returns the plan from the environment variables; None if they are not set."""
     names = ("RL_FAULT", "RL_FAULT_TRACE", "RL_FAULT_MARK")
     fault, trace, mark = (os.environ.get(name, "") for name in names)
     return Plan(fault, trace, mark) if fault or trace else None
@@ -91,13 +91,13 @@ plan = plan_of_environment()
 
 
 def point(name: str) -> None:
-    """Marks a place where a test may kill the process."""
+    """Marks a place where a test can kill the process."""
     if plan is not None:
         plan.reach(name)
 
 
 def kind_of(path: Path) -> str:
-    """The kind of a file of the run directory, for names of points: `batches/000012.batch` is a batch, `config.toml` is config."""
+    """Returns the kind of a file in the run directory, for names of points: batch of `batches/000012.batch`, config of `config.toml`."""
     stem, folder = path.name.split(".")[0], path.parent.name
     if path.suffix in (".quarantined", ".lease"):
         return path.suffix[1:]

@@ -18,11 +18,11 @@ from typing import Any
 from rl.system.errors import RunError
 
 FOLDERS: set[Path] = set()
-"""Those of the files that were imported."""
+"""Folders of the files that were imported."""
 
 
 class Blame:
-    """Turns any exception that other people's code raises inside into a RunError with what failed, why, where, and the remedy."""
+    """Turns any exception that third-party code raises in the block into a RunError that says what failed, why, where, and the remedy."""
 
     def __init__(self, what: str, remedy: str, folder: Path | None = None):
         self.what, self.remedy, self.folder = what, remedy, folder
@@ -37,7 +37,7 @@ class Blame:
 
 
 def place(error: BaseException, folder: Path | None = None) -> str:
-    """file:line where an error was raised: the innermost frame in `folder`, because lines inside libraries say little."""
+    """Returns file:line of an error: the innermost frame in `folder` if there is one, because lines inside libraries say little."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -46,23 +46,23 @@ def place(error: BaseException, folder: Path | None = None) -> str:
 
 
 def find_fault(name: str) -> str:
-    """What is wrong with a function's name, as far as it shows without importing anything; empty if nothing is."""
+    """Describes what is wrong with a function's name, as far as can be told without importing anything; empty if no fault is found."""
     source, colon, function = name.rpartition(":")
     if not colon or not function.isidentifier():
         return "names no function; write file.py:function or module:function"
     if source.endswith(".py"):
         path = source_file(source)
-        return missing_in(path, function) if path.is_file() else f"names no file: there is no file {path}"
+        return missing_in(path, function) if path.is_file() else f"names a file that does not exist: {path}"
     if not all(part.isidentifier() for part in source.split(".")):
         return "names neither a Python file nor a module; write file.py:function or module:function"
     if not first_place(source.partition(".")[0]):
-        return f"names no module that is installed: install {source}, or name a file: file.py:function"
+        return f"names a module that is not installed: install {source}, or name a file: file.py:function"
     path = source_file(source)
     return missing_in(path, function) if path.suffix == ".py" else ""
 
 
 def source_file(source: str) -> Path:
-    """The Python file of `file.py` or `package.module`; a path without `.py` where only an import would tell."""
+    """Returns the Python file of `file.py` or `package.module`; a path without `.py` if only an import would find it."""
     if source.endswith(".py"):
         return Path(source).expanduser().absolute()
     top, *rest = source.split(".")
@@ -73,21 +73,21 @@ def source_file(source: str) -> Path:
 
 
 def first_place(package: str) -> Path | None:
-    """The file that a package or module is imported from, without importing it; None where there is none. The processes of a run also
-    find those in the directory that `rl` is called in."""
+    """Returns the file that a package or module would be imported from, or None. The processes of a run also find modules in the directory
+    in which `rl` is called."""
     spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     return Path(spec.origin or "") if spec else None
 
 
 def syntax_tree(path: Path) -> ast.Module | None:
-    """The syntax tree of a Python file; None where it cannot be read: whoever loads it says more. Raises SyntaxError."""
+    """Returns the syntax tree of a Python file; None if the file cannot be read, which loading it will report. Raises SyntaxError."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         return ast.parse(path.read_bytes(), str(path))
     return None
 
 
 def missing_in(path: Path, function: str) -> str:
-    """What is wrong with the name of a function in a file: it is bound nowhere there; empty if it is, or if that cannot be told."""
+    """Describes the fault of a function's name that is not bound in a file; empty if it is bound, or if that cannot be told."""
     try:
         tree = syntax_tree(path)
     except SyntaxError as error:
@@ -106,7 +106,7 @@ def missing_in(path: Path, function: str) -> str:
 
 
 def lacks(path: object, function: str, functions: list[str]) -> str:
-    """The message about a file that has other functions."""
+    """Returns the message about a missing function, with a suggestion or the functions that the file has."""
     close = get_close_matches(function, functions, n=1)
     return f"{path} has no function {function}; " + (
         f"did you mean {close[0]}?" if close else f"it has {', '.join(functions) or 'no function'}"
@@ -114,7 +114,7 @@ def lacks(path: object, function: str, functions: list[str]) -> str:
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
-    """The function `file.py:function` or `package.module:function`. Raises RunError, which starts with setting and name."""
+    """Loads the function `file.py:function` or `package.module:function`. Raises RunError, which starts with setting and name."""
     what = f"{setting} {name}"
     if fault := find_fault(name):
         raise RunError(f"{what} {fault}")
@@ -136,8 +136,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a Python file as a module, which can itself import files beside it. Once, for all functions that are taken from it."""
-    name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # one for each file: others may be called the same
+    """Imports a Python file as a module, which can itself import files beside it. The file is imported once for all its functions."""
+    name = f"functions_of_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # unique per file: files in other folders may share the stem
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
     FOLDERS.add(path.parent)
@@ -146,7 +146,7 @@ def import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up their module there
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
@@ -155,7 +155,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def wrong_neighbour(path: Path) -> str:
-    """What a file would import instead of one beside it: another of that name, from the folder of another function. Empty for nothing."""
+    """Describes the first import of a file that would get a file of another function's folder instead of the one beside it, or empty."""
     nodes = list(ast.walk(syntax_tree(path) or ast.Module([], [])))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]

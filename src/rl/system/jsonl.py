@@ -1,4 +1,4 @@
-"""Data of the user's as JSONL: one object a line."""
+"""Reads the user's JSONL data: one object per line."""
 
 import gzip
 import json
@@ -10,8 +10,8 @@ from rl.system.errors import RunError
 
 
 def json_objects(path: Path, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of every line that is not blank. Raises RunError for a line that is something else than, like `example`, an
-    object. The file may be compressed by gzip. Lines are split as bytes: text has line ends inside JSON strings."""
+    """Yields (file:line, object) for every line that is not blank. Raises RunError for a line that is not a JSON object; the message quotes
+    `example`. The file may be gzipped. Lines are split as bytes: decoded text could have line separators inside JSON strings."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -1,4 +1,4 @@
-"""What Linux is asked for: to end with the parent, to adopt orphans, the name that `ps` shows, file descriptors enough."""
+"""Linux services: ending with the parent, adopting orphans, process names and identities, the limit of open files."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from rl.system import process_table
 
 LAUNCHER = "RL_PARENT_PID"
-"""Environment variable with the pid of the process that must be alive above this one."""
+"""Environment variable with the pid of the ancestor that must be alive."""
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 """From linux/prctl.h."""
@@ -20,43 +20,67 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 _prctl = LIBC.prctl  # looked up here, not in a forked child
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory_fault() -> str:
+    """Describes why processes cannot share memory and locks, with the remedy; empty if they can."""
+    if os.access(SHARED_MEMORY, os.W_OK):
+        return ""
+    state = "cannot be written" if SHARED_MEMORY.exists() else "does not exist"
+    return f"{SHARED_MEMORY} {state}, and torch and vLLM keep locks and memory there: mount a tmpfs (containers: --shm-size 8g)"
+
 
 def end_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Has the kernel send this signal to this process when the thread that started it ends. exec(2) keeps that, fork(2) does not."""
+    """Has the kernel signal this process when the thread that started it ends. The setting survives exec(2) but not fork(2)."""
     _prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of those below it whose own parent ends (a subreaper)."""
+    """Makes this process a subreaper: the parent of all descendants whose own parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_process_name(name: str) -> None:
-    """Sets what `ps` and `top` show for this process; at most 15 bytes."""
+    """Sets the name that `ps` and `top` show for this process; at most 15 bytes."""
     _prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def raise_open_files() -> None:
-    """Raises this process's limit of open files as far as it may: a rollout has a connection of its own, and the usual limit is 1,024."""
+    """Raises this process's limit of open files to the hard limit: each rollout has its own connection, and the usual limit is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @cache
-def place() -> str:
-    """Where the process ids of this process mean something: this start of this machine, and the pid namespace (a container has its own).
+def pid_scope() -> str:
+    """Identifies the scope of process ids, `0123abcd-4026531836`: this boot of this machine, and the pid namespace (one per container).
 
-    A file that names a process names its place, too: elsewhere the same pid is another process. `0123abcd-4026531836`.
+    A file that names a process also names its place, because elsewhere the same pid is another process.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     return f"{blake2b(boot, digest_size=4).hexdigest()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-os.register_at_fork(after_in_child=place.cache_clear)  # unshare(2) gives the children another pid namespace
+os.register_at_fork(after_in_child=pid_scope.cache_clear)  # after unshare(2) children have another pid namespace
+
+
+def own_start() -> str:
+    """Returns the start of this process in clock ticks since boot, which identifies it uniquely together with its pid and place."""
+    line = process_table.entry(os.getpid())
+    return line.start if line else ""
+
+
+def is_alive(pid: int, where: str, start: str) -> bool | None:
+    """Returns whether the process with this pid, place and start is alive; None if that cannot be seen from here."""
+    if where != pid_scope():
+        return None
+    line = process_table.entry(pid)
+    return line is not None and line.start == start and line.state != "Z"
 
 
 def ancestors() -> Iterator[int]:
-    """Process ids from the parent upwards, as far as they can be seen."""
+    """Yields process ids from the parent upwards, as far as they are visible."""
     pid = os.getppid()
     while pid > 0:
         yield pid
@@ -67,9 +91,9 @@ def ancestors() -> Iterator[int]:
 def die_with_parent() -> None:
     """Has the kernel send SIGTERM to this process when its parent dies. Call it first thing in the main() of a process below `rl`.
 
-    A process that was started by hand, with no `rl` above, is left alone: it must outlive its shell. Race-free: if the parent died
-    before the kernel was asked, `rl` is no longer among the ancestors. Linux means the parent *thread*, so a process that starts
-    others does it from a thread that lives as long as they do.
+    A process started by hand, without `rl` above it, is left alone because it must outlive its shell. Race-free: if the parent died
+    before the call, `rl` is no longer among the ancestors. Linux means the parent *thread*, so a process must start others from a
+    thread that lives as long as they do.
     """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:

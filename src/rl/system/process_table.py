@@ -1,7 +1,7 @@
-"""Processes of this machine as /proc shows them, and the guard: a small process beside `rl` that outlives its SIGKILL.
+"""The process table from /proc, and the guard: a small process beside `rl` that survives when `rl` is killed by SIGKILL.
 
-The guard reads a pipe that `rl` holds open. When `rl` is gone it gives what bears the run's marker some time to end by itself, kills the
-rest, and deletes the run's temporary directory. It is started by its path with the standard library alone: up in 30 ms, 12 MB.
+The guard reads a pipe that `rl` holds open. When `rl` is gone, it gives processes with the run's marker some time to end by themselves,
+kills the rest, and deletes the run's temporary directory. It is run by its path and only uses the standard library: 30 ms to start, 12 MB.
 """
 
 import contextlib
@@ -14,24 +14,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 MARKER = "RL_CHILD"
-"""Environment variable of every process below `rl`: `<pid of rl>:<its start>:<name>:<attempt>`; one such marker for each `rl` above,
+"""Environment variable of every process below `rl`: `<pid of rl>:<its start>:<name>:<attempt>`; one marker for each `rl` above it,
 separated by spaces."""
 KILL_DEADLINE_S = 5.0
 TRACKER_S = 3.0
-"""How long a resource tracker of multiprocessing may take to delete the semaphores and shared memory of those that were killed."""
+"""How long a resource tracker of multiprocessing may take to delete the semaphores and shared memory of killed processes."""
 POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the process table."""
+    """An entry of the process table."""
 
     parent: int
     session: int
     state: str
-    """`T`: stopped, `Z`: ended and not yet reaped, `D`: in the kernel."""
+    """`T`: stopped, `Z`: ended and not yet reaped, `D`: in uninterruptible sleep."""
     start: str
-    """Clock ticks since boot; with the pid it identifies a process for good."""
+    """Start in clock ticks since boot; identifies a process uniquely together with the pid."""
 
 
 Table = dict[int, Entry]
@@ -39,7 +39,7 @@ Table = dict[int, Entry]
 
 
 def entry(pid: int) -> Entry | None:
-    """A process's line; None when it is gone."""
+    """Returns the entry of a process; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -49,13 +49,13 @@ def entry(pid: int) -> Entry | None:
 
 
 def table() -> Table:
-    """All processes of this machine (of this container's pid namespace)."""
+    """Returns all processes of this machine, or of this container's pid namespace."""
     found = {int(name): entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     return {pid: line for pid, line in found.items() if line}
 
 
 def markers(pid: int) -> list[str]:
-    """The markers that a process bears; none when it is gone or belongs to another user."""
+    """Returns the markers of a process; empty if it is gone or belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -66,7 +66,7 @@ def markers(pid: int) -> list[str]:
 
 
 def trees(processes: Table, roots: Iterable[int], without: Collection[int] = ()) -> set[int]:
-    """Those of the roots that exist and all their descendants, except the trees of `without`."""
+    """Returns the existing roots and all their descendants, except the trees of `without`."""
     children: dict[int, list[int]] = {}
     for pid, line in processes.items():
         children.setdefault(line.parent, []).append(pid)
@@ -80,9 +80,9 @@ def trees(processes: Table, roots: Iterable[int], without: Collection[int] = ())
 
 
 def marked(processes: Table, among: Iterable[int], marker: str, sessions: Mapping[int, str]) -> set[int]:
-    """Those that bear the marker (any of a run's, if it ends with a colon) or belong to one of the sessions, with all below them.
+    """Returns the processes with this marker (prefix, if it ends with a colon) or in one of the sessions, and their descendants.
 
-    `sessions`: the leader's pid -> the leader's start. A session whose number has gone to another leader is not meant.
+    `sessions`: pid of the leader -> start of the leader. A session whose number was reused by another leader does not match.
     """
 
     def in_session(line: Entry) -> bool:
@@ -96,7 +96,7 @@ def marked(processes: Table, among: Iterable[int], marker: str, sessions: Mappin
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether it is the process in which multiprocessing keeps account of semaphores and shared memory."""
+    """Returns whether this is the process in which multiprocessing tracks semaphores and shared memory."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"resource_tracker" in file.read()
@@ -105,7 +105,7 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def send_signal(processes: Table, signum: int) -> None:
-    """Signals processes that were found in the table, unless their pid has gone to another process since."""
+    """Signals processes found in the table, unless their pid has been reused since."""
     for pid, found in processes.items():
         if (line := entry(pid)) and line.start == found.start:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -113,7 +113,7 @@ def send_signal(processes: Table, signum: int) -> None:
 
 
 def reap_session(session: int) -> None:
-    """Reaps what has ended of a session and has become a child of this process, which adopts orphans."""
+    """Reaps the ended processes of a session that this process, a subreaper, has adopted."""
     for pid, line in table().items():
         if line.state == "Z" and line.session == session and line.parent == os.getpid():
             with contextlib.suppress(ChildProcessError):
@@ -121,10 +121,10 @@ def reap_session(session: int) -> None:
 
 
 def kill(find: Callable[[], Table], pause_s: float) -> list[int]:
-    """SIGKILL to what `find` returns, until it returns nothing twice: between a parent's death and the start of its child a search can
-    miss both. Returns the pids that even that did not end within KILL_DEADLINE_S: they are stuck in the kernel.
+    """Sends SIGKILL to the processes that `find` returns until it has returned nothing twice: one search can miss both a dying parent and
+    its new child. Returns the pids still alive after KILL_DEADLINE_S: they are stuck in the kernel.
 
-    Resource trackers come last: they delete the semaphores and the shared memory of the others, whose ends they see.
+    Resource trackers come last: they delete the semaphores and shared memory of the others when those have ended.
     """
     began, times_empty, left = time.monotonic(), 0, Table()
     while times_empty < 2 and (age := time.monotonic() - began) < KILL_DEADLINE_S:
@@ -136,7 +136,7 @@ def kill(find: Callable[[], Table], pause_s: float) -> list[int]:
 
 
 def end_run(marker: str, sessions: Mapping[int, str], grace_s: float) -> None:
-    """Waits until nothing of a run is left; continues what is stopped, and kills what has not ended within `grace_s`."""
+    """Waits until all processes of a run have ended; continues stopped ones, and kills those that are left after `grace_s`."""
 
     def left() -> Table:
         processes = table()
@@ -144,15 +144,15 @@ def end_run(marker: str, sessions: Mapping[int, str], grace_s: float) -> None:
 
     deadline = time.monotonic() + grace_s
     while (running := left()) and time.monotonic() < deadline:
-        # The kernel sent SIGTERM when `rl` died; a stopped process gets it when it goes on.
+        # The kernel sent SIGTERM when `rl` died; a stopped process receives it when it is continued.
         send_signal({pid: line for pid, line in running.items() if line.state == "T"}, signal.SIGCONT)
         time.sleep(POLL_S)
     kill(left, POLL_S / 5)
 
 
 def main() -> None:
-    """`process_table.py <marker> <temporary directory> <grace in seconds>`; lines on stdin: `+ <session> <its leader's start>`,
-    `- <session>`."""
+    """Runs the guard: `process_table.py <marker> <temporary directory> <grace in seconds>`. Reads lines from stdin:
+    `+ <session> <start of its leader>` or `- <session>`."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     marker, directory, grace_s = sys.argv[1:]

@@ -1,9 +1,9 @@
-"""A sandbox for one process and all that it starts, made by bubblewrap: namespaces of its own, and of the file system what is named."""
+"""A bubblewrap sandbox for one process and all that it starts: separate namespaces, and only named parts of the file system."""
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,21 +15,23 @@ from rl.system.linux import LAUNCHER
 
 PROGRAM = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store")
-"""Directories that hold programs and libraries, and no person's files."""
+"""Directories that hold programs and libraries, and no personal files."""
 SETTINGS = (
     *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
     *("nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "protocols", "resolv.conf", "services"),
     *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
 )
-"""What programs read in /etc. None of it is secret; private keys lie beside the certificates."""
+"""Entries of /etc that programs read. None of them is secret; private keys lie next to the certificates, so not all of ssl is listed."""
 MASKED = (
     *("acpi", "asound", "kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "pagetypeinfo"),
     *("sched_debug", "scsi", "slabinfo", "timer_list", "timer_stats", "vmallocinfo"),
 )
-"""What of /proc tells of the whole machine, most of it to root alone."""
+"""Entries of /proc with information about the whole machine, most of them readable by root alone."""
+OWN = ("/", "/tmp", "/dev", "/dev/shm", "/proc")
+"""Directories of which a sandbox has its own, never replaced by those of this machine."""
 NOBODY = "65534"
 TEMPORARY_BYTES, SHARED_BYTES = 1 << 30, 1 << 26
-"""Sizes of the sandbox's /tmp and /dev/shm, which are memory."""
+"""Sizes of the sandbox's /tmp and /dev/shm, which are in memory."""
 TRIAL_S = 20.0
 REMEDY = (
     "the sandbox needs bubblewrap 0.8 or newer (`apt-get install bubblewrap`) and user namespaces (as root: "
@@ -40,21 +42,21 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What a process sees beside programs, libraries and its own /tmp."""
+    """What a process can see in addition to programs, libraries and its own /tmp."""
 
     read: frozenset[Path]
-    """Files, sockets and directories, absolute, that are seen and cannot be changed."""
+    """Absolute paths of files, sockets and directories that are visible and read-only."""
     hidden: frozenset[Path] = frozenset()
-    """Directories of which only that is seen which is named in `read`, itself or in them."""
+    """Directories that are empty except for paths in `read`; one that is in `read` itself stays visible."""
     directory: Path = Path("/tmp")
-    """Where the process starts."""
+    """Working directory of the process."""
     network: bool = False
-    """Whether it has this machine's network; else one of its own, in which only its own loopback is."""
+    """Whether it uses this machine's network; otherwise it only has a loopback interface of its own."""
     links: Mapping[Path, Path] = field(default_factory=dict)
-    """Symbolic links that it has, and what each leads to. None lies in a directory of `read`."""
+    """Symbolic links in the sandbox -> their targets. None may lie in a directory of `read`."""
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` in the sandbox. It ends with it, with its exit code, and takes everything inside along."""
+        """Returns the command that runs `command` in the sandbox. It exits with the same code and ends all processes inside."""
         arguments = [PROGRAM, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", NOBODY, "--gid", NOBODY]
         arguments += ["--cap-drop", "ALL", "--new-session", "--die-with-parent", "--unsetenv", LAUNCHER]
         if self.network:
@@ -62,11 +64,11 @@ class Sandbox:
         for path in [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]:
             arguments += ["--ro-bind-try", path, path]
         arguments += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-        # Root that makes a sandbox stays root to the kernel, without capabilities: /proc/sys asks for no more than that.
+        # If root makes a sandbox, the kernel still sees root, without capabilities, and that suffices to write /proc/sys.
         arguments += ["--proc", "/proc", *masks(), "--remount-ro", "/proc", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"]
         places = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
         places |= {path: ["--tmpfs", str(path)] for path in self.hidden - self.read}
-        for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):  # what lies deeper is laid over what holds it
+        for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):  # inner paths are mounted over outer ones
             arguments += placed
         for link, target in self.links.items():
             arguments += ["--symlink", str(target), str(link)]
@@ -77,7 +79,7 @@ class Sandbox:
 
 
 def masks() -> list[str]:
-    """Bubblewrap's arguments that put nothing in the place of what is MASKED; a kernel has not all of it."""
+    """Returns bubblewrap's arguments that hide the MASKED entries; not every kernel has all of them."""
     arguments = []
     for path in (Path("/proc", name) for name in MASKED):
         if path.is_dir():
@@ -89,7 +91,7 @@ def masks() -> list[str]:
 
 @cache
 def fault() -> str:
-    """Why this machine has no sandbox, with the remedy; empty if it has. It tries one, which takes 40 ms."""
+    """Describes why sandboxes do not work on this machine, with the remedy; empty if they do. Tries one, which takes 40 ms."""
     try:
         trial = subprocess.run(Sandbox(frozenset()).wrap(["/bin/sh", "-c", "exit 0"]), capture_output=True, text=True, timeout=TRIAL_S)
     except FileNotFoundError:
@@ -100,18 +102,19 @@ def fault() -> str:
     return f"{PROGRAM} cannot make one here ({trial.stderr.strip()[-300:]}); {REMEDY}" if trial.returncode else ""
 
 
-def innermost(pid: int) -> psutil.Process:
-    """The process that runs in the sandbox of the bubblewrap process `pid`: below it is the first of the sandbox, and below that one ours.
-    Raises psutil.NoSuchProcess."""
-    process = psutil.Process(pid)
-    for _ in range(2):
-        children: Iterable[psutil.Process] = sorted(process.children(), key=lambda child: (child.create_time(), child.pid))
-        process = next(iter(children), None) or process
-    return process
+def innermost(pids: Collection[int]) -> dict[int, int]:
+    """Returns bubblewrap pid -> pid of our process in its sandbox, or of the deepest one started so far. The child of bubblewrap is the
+    first process of the sandbox, and the child of that is ours. Scans the process table once."""
+    processes = process_table.table()
+    eldest: dict[int, int] = {}
+    for pid in sorted(processes, key=lambda pid: (int(processes[pid].start), pid), reverse=True):
+        eldest[processes[pid].parent] = pid
+    first = {pid: eldest.get(pid, pid) for pid in pids}
+    return {pid: eldest.get(below, below) for pid, below in first.items()}
 
 
 def reap_ended() -> None:
-    """Reaps the first processes of sandboxes that have ended. They lead sessions of their own, and a subreaper adopts them."""
+    """Reaps the ended first processes of sandboxes. Each leads its own session and is adopted by a subreaper."""
     for pid, line in process_table.table().items():
         if line.state == "Z" and line.parent == os.getpid() and line.session == pid:
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):

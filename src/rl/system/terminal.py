@@ -1,17 +1,18 @@
-"""Text from elsewhere on a terminal: what it must not do there, and how much of it is shown."""
+"""Shows untrusted text on a terminal: escapes control characters and shortens long text."""
 
 import unicodedata
 from collections.abc import Sequence
+from typing import TextIO
 
 HARMLESS = "\n\t\u200c\u200d"
-"""Control and format characters that text needs; the joiners are part of words and of emoji."""
+"""Control and format characters that text needs; the joiners are part of words and emoji."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def visible(text: str) -> str:
-    """The text with each character that would act on a terminal, or that hides, written as Python does: ESC as `\\x1b`.
+    """Returns the text with invisible characters and those that would control the terminal escaped as in Python: ESC as `\\x1b`.
 
-    These are control and format characters (among them those that turn the direction of text), other line ends and lone surrogates.
+    These are control and format characters (including those that change the text direction), other line ends and lone surrogates.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -19,13 +20,13 @@ def visible(text: str) -> str:
 
 
 def escaped(character: str) -> str:
-    """The character, or its escape if it is not harmless."""
+    """Returns the character, or its escape if it is not harmless."""
     acts = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in HARMLESS
     return character.encode("unicode_escape").decode() if acts else character
 
 
 def cut_middle(text: str, max_characters: int, max_lines: int) -> str:
-    """The beginning and the end of a long text, and between them how much is left out."""
+    """Returns the beginning and the end of a long text, with a note between them of how much is left out."""
     lines = text.split("\n")
     if len(lines) > max_lines:
         head = max_lines // 2
@@ -38,11 +39,30 @@ def cut_middle(text: str, max_characters: int, max_lines: int) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """The text in at most `width` columns, its cut end marked."""
+    """Returns the text in at most `width` columns, with an ellipsis if it was cut."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"[:width]
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
-    """A bar for each value, its height between those of `low` and `high`; a blank for None."""
+    """Returns one bar per value, scaled from `low` to `high`; a blank for None."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(" " if value is None else BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in values)
+
+
+class Lines:
+    """Writes lines to a stream. A full disk behind `rl > log` loses lines but does not end the run; the next line written says how many."""
+
+    def __init__(self, out: TextIO):
+        self.out, self.lost = out, 0
+
+    def say(self, text: str) -> None:
+        """Writes a line. Raises BrokenPipeError if the reader has closed the stream."""
+        try:
+            if self.lost:
+                print(f"({self.lost} lines could not be written here; is the disk full?)", file=self.out)
+            print(text, file=self.out, flush=True)
+            self.lost = 0
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self.lost += 1

@@ -1,12 +1,14 @@
-"""The user's own functions that a run calls, `(what it works on, its config) -> result`: what can be said of one before its file is
-imported, who is to blame when it fails, and what its result is worth."""
+"""The user's functions that a run calls, `(input, config) -> result`: checks before their file is imported, errors that blame the right
+code, and validation of their results."""
 
 import ast
 import inspect
 import math
+import queue
 import reprlib
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from rl.system.errors import RunError
@@ -14,10 +16,10 @@ from rl.system.functions import Blame, find_fault, load_function, source_file, s
 
 
 class UserFunction:
-    """A function that a setting names. Whatever it raises becomes a RunError with its file and line: another start does not change it."""
+    """A function that a setting names. Any exception becomes a RunError with file and line: a restart would not help."""
 
     def __init__(self, setting: str, name: str, arguments: str):
-        """Imports it. `arguments`: the names of those that it is called with. Raises RunError, which starts with setting and name."""
+        """Imports it. `arguments`: the names of the arguments it is called with. Raises RunError, which starts with setting and name."""
         self.what = f"{setting} {name}"
         self.function = load_function(setting, name)
         inner = inspect.unwrap(self.function)
@@ -28,7 +30,7 @@ class UserFunction:
             raise RunError(f"{self.what} is async (at {self.place}); write a plain def")
         try:
             signature = inspect.signature(self.function)
-        except (TypeError, ValueError):  # of what is written in C
+        except (TypeError, ValueError):  # a function written in C
             return
         if not accepts(signature, arguments):
             raise RunError(f"{self.what} takes {signature} (at {self.place}), but is called with ({arguments}); correct it")
@@ -37,13 +39,32 @@ class UserFunction:
         with Blame(self.what, "correct it", self.file):
             return self.function(*arguments)
 
+    def within(self, deadline_s: float, *arguments: Any) -> Any:
+        """Calls it in a thread. Raises RunError if it fails or has not returned by the deadline; the thread is then abandoned."""
+        answers: queue.SimpleQueue[tuple[Any, RunError | None]] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                answers.put((self(*arguments), None))
+            except RunError as error:
+                answers.put((None, error))
+
+        Thread(target=call, name=self.what, daemon=True).start()
+        try:
+            result, error = answers.get(timeout=deadline_s)
+        except queue.Empty:
+            raise self.wrong(f"did not return within {deadline_s:g} s", "make it faster, or check what it waits for") from None
+        if error:
+            raise error
+        return result
+
     def wrong(self, told: str, wanted: str) -> RunError:
-        """The error of a result that cannot be used: what it was, in words, and what to return instead."""
+        """Returns the error for an unusable result: `told` describes the result, `wanted` says what to return instead."""
         return RunError(f"{self.what} {told} (at {self.place}); {wanted}")
 
 
 def accepts(signature: inspect.Signature, arguments: str) -> bool:
-    """Whether a function of this signature can be called with so many arguments."""
+    """Returns whether a function with this signature accepts that many positional arguments."""
     try:
         signature.bind(*arguments.split(", "))
     except TypeError:
@@ -55,19 +76,19 @@ def accepts(signature: inspect.Signature, arguments: str) -> bool:
 
 
 def find_call_fault(name: str, arguments: str) -> str:
-    """What is wrong with a function, as far as its source text shows: it is not there, or takes other arguments. Empty if nothing is."""
+    """Describes the fault of a function as far as its source text shows: it is missing or takes other arguments. Empty if there is none."""
     if fault := find_fault(name):
         return fault
     source, _, function = name.rpartition(":")
     path = source_file(source)
-    tree = syntax_tree(path) if path.suffix == ".py" else None  # find_fault has told of a SyntaxError
+    tree = syntax_tree(path) if path.suffix == ".py" else None  # find_fault has reported a SyntaxError
     functions = [node for node in (tree.body if tree else ()) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     found = [node for node in functions if node.name == function]
     return signature_fault(found[-1], path, arguments) if found else ""
 
 
 def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, arguments: str) -> str:
-    """What is wrong with a function's definition; a decorator may change its arguments."""
+    """Describes what is wrong with a function's definition. Arguments are not checked if it is decorated: that may change them."""
     if isinstance(node, ast.AsyncFunctionDef):
         return f"is async ({path}:{node.lineno}); write a plain def"
     if node.decorator_list or accepts(signature_of(node.args), arguments):
@@ -76,7 +97,7 @@ def signature_fault(node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, ar
 
 
 def signature_of(args: ast.arguments) -> inspect.Signature:
-    """The signature that a definition's arguments have; every default is None."""
+    """Returns the signature of a definition's arguments, with None for every default."""
     parameter, before = inspect.Parameter, [*args.posonlyargs, *args.args]
     found = []
     for i, arg in enumerate(before):
@@ -95,42 +116,42 @@ def signature_of(args: ast.arguments) -> inspect.Signature:
 
 
 def returned(value: Any) -> str:
-    """A result in words, not too long."""
+    """Describes a result, abbreviated if it is long."""
     return f"returned {reprlib.repr(value)}"
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number as a float, whether Python's, numpy's or torch's; None for anything else, a text of digits too."""
+    """Returns a finite number of Python, numpy or torch as a float; None for anything else, including strings of digits."""
     if not isinstance(value, float | int) and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):  # an array of several, an integer beyond every float
+    except (TypeError, ValueError, OverflowError):  # an array of several numbers, an integer too large for a float
         return None
     return number if math.isfinite(number) else None
 
 
 def as_numbers(value: Any, count: int) -> list[float] | None:
-    """`count` finite numbers, or None."""
+    """Returns `count` finite numbers, or None if the value is anything else."""
     numbers = [as_number(item) for item in as_items(value)]
     return [number for number in numbers if number is not None] if len(numbers) == count and None not in numbers else None
 
 
 def as_bools(value: Any, count: int) -> list[bool] | None:
-    """`count` times true or false, of one that holds for all or of so many; None for anything else, numbers too."""
+    """Returns `count` booleans, from a single one that applies to all or from that many; None for anything else, including numbers."""
     one = as_bool(value)
     found = [as_bool(item) for item in as_items(value)] if one is None else [one] * count
     return [item for item in found if item is not None] if len(found) == count and None not in found else None
 
 
 def as_bool(value: Any) -> bool | None:
-    """True or false, whether Python's, numpy's or torch's; None for anything else."""
+    """Returns a boolean of Python, numpy or torch as a bool; None for anything else."""
     found = value.item() if getattr(value, "ndim", None) == 0 else value
     return found if isinstance(found, bool) else None
 
 
 def as_items(value: Any) -> list[Any]:
-    """The items of a list, a tuple or an array; none of what has no order, or has items only while it runs (a generator)."""
+    """Returns the items of a list, tuple or array; empty for unordered collections, generators and anything else."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping | Set) or getattr(value, "ndim", 1) == 0:
         return []
     return list(value)

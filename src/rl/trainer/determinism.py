@@ -1,4 +1,4 @@
-"""The same batches give the same bits: what that depends on, and torch's settings for it."""
+"""Bit-exact reproducibility from the same batches: the conditions it depends on, and torch's settings for it."""
 
 import os
 from typing import Any
@@ -6,25 +6,23 @@ from typing import Any
 import torch
 
 from rl.config.trainer import TrainerConfig
-from rl.trainer.modes import Mode, is_compiled
-from rl.trainer.packing import micro_batch_tokens
+from rl.trainer.data.micro_batch import micro_batch_tokens
+from rl.trainer.model.modes import Mode, is_compiled
 from rl.trainer.parallel.world import World
 
-ARITHMETIC = "2 (attention in bundles, fewer roundings in norms and rotary embeddings)"
-"""The sums and roundings that this code makes of a batch. What changes a bit of a result gets another number here."""
-UNRECORDED = {"arithmetic": "1 (attention block by block, norms and rotary embeddings as transformers has them)"}
-"""Conditions of versions that were made before these were recorded."""
+ARITHMETIC = "4 (attention in bundles, norms and rotary embeddings as transformers has them, log-probabilities by rows)"
+"""Version of this code's arithmetic. Any change that alters a bit of a result must change the number."""
 
 
 def is_deterministic(settings: TrainerConfig, device: torch.device) -> bool:
-    """trainer.deterministic, or its default for the device."""
+    """Returns trainer.deterministic, or its default for the device."""
     return device.type == "cpu" if settings.deterministic is None else settings.deterministic
 
 
 def apply(settings: TrainerConfig, device: torch.device) -> None:
-    """Has torch choose only operations whose result does not depend on the order in which threads get to it, or leaves it as it is.
+    """If the run is deterministic, makes torch use only operations whose result does not depend on the order of threads.
 
-    On GPUs an operation that has no such form raises, and names itself. Before the first product on a GPU.
+    On GPUs an operation without a deterministic form raises an error that names it. Call this before the first product on a GPU.
     """
     if not is_deterministic(settings, device):
         return
@@ -32,11 +30,11 @@ def apply(settings: TrainerConfig, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own workspaces would be shared between streams
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # that finds bugs, and costs a write of every buffer
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only helps to find bugs, and writes every buffer
 
 
 def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, Any]:
-    """The conditions that a version's bits depend on, beside base model, configuration and batches. Recorded with its digests."""
+    """Returns the conditions, besides base model, configuration and batches, that a version's bits depend on. Recorded with its digests."""
     on_gpu = world.device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -53,13 +51,11 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
 
 
 def bfloat16_instructions() -> str:
-    """What this processor has for products of bfloat16: each adds up in an order of its own. Empty without any, or where torch is older."""
+    """Returns this processor's bfloat16 product instructions, which differ in the order of sums; empty if none or if torch is older."""
     found = getattr(torch.cpu, "get_capabilities", dict)()
     return " ".join(name for name in ("amx_bf16", "avx512_bf16") if found.get(name))
 
 
 def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The conditions that differ, as text; empty when all are equal. What was not recorded there, in an older run, is as in UNRECORDED or
-    not compared."""
-    there = UNRECORDED | there
+    """Returns the conditions that differ, as text; empty if all are equal. Conditions that are not recorded in `there` are not compared."""
     return ", ".join(f"{key} {there[key]} there and {here.get(key)} here" for key in there if there[key] != here.get(key))

@@ -1,4 +1,4 @@
-"""Weights out of a run, as files that transformers and peft load: on one process, without ranks and without a GPU."""
+"""Exports a run's weights as files that transformers and peft can load, in a single process without ranks or GPUs."""
 
 import sys
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from transformers.utils.logging import disable_progress_bar
 from rl.config.trainer import LoraConfig
 from rl.run_dir.checksums import check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, write_directory
-from rl.trainer import lora
-from rl.trainer.model import DTYPES
+from rl.trainer.model import lora
+from rl.trainer.model.policy import DTYPES
 from rl.trainer.store import checkpoint
 from rl.trainer.store.space import require_space
 from rl.trainer.store.versions import copy_small_files, write_config
@@ -21,22 +21,22 @@ from rl.trainer.store.versions import copy_small_files, write_config
 
 @dataclass(frozen=True)
 class Origin:
-    """The files that weights are read from: a checkpoint, or where there is none or it is damaged, a version. One of them at least."""
+    """The files to read weights from: a checkpoint, or a version if there is no intact checkpoint. At least one of them is given."""
 
     base: Path
     """The folder of the base model."""
     lora: LoraConfig | None
     checkpoint: Path | None = None
-    """Folder with the float32 masters."""
+    """Folder with the float32 master weights."""
     version: Path | None = None
-    """Folder as it was published, in the dtype of the run's model."""
+    """Folder of the published version, in the dtype of the run's model."""
     trust_remote_code: bool = False
 
 
 def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
-    """Writes the weights to `target`, complete by rename: a whole model, or of a run with adapters these alone unless `merge` is set.
+    """Writes the weights to `target`, complete by rename: a whole model, or for a run with adapters only these unless `merge` is set.
 
-    Raises CorruptFileError for a damaged checkpoint or version, RunError for one of another model and for adapters that do not fit.
+    Raises CorruptFileError if checkpoint or version are damaged, RunError if they belong to another model or the adapters do not match.
     """
     disable_progress_bar()
     model = load(origin, DTYPES[dtype])
@@ -46,7 +46,7 @@ def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
 
 
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with the weights of a checkpoint or a version, checked, whole; in float32 where there is something to add to it."""
+    """Loads the unsharded model with the verified weights of a checkpoint or a version; in float32 unless a version is loaded as it is."""
     found = sound_checkpoint(origin)
     if origin.version and not found:
         check_version(origin.version)
@@ -64,7 +64,7 @@ def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint with its manifest, verified. A damaged one is passed over, with a warning, if there is a version."""
+    """Returns the verified checkpoint with its manifest. Skips a damaged one, with a warning, if there is a version."""
     if not origin.checkpoint:
         return None
     try:
@@ -72,18 +72,18 @@ def sound_checkpoint(origin: Origin) -> tuple[Path, dict[str, Any]] | None:
     except CorruptFileError as error:
         if not origin.version:
             raise
-        print(f"WARNING: the checkpoint is damaged ({error}); the version {origin.version} is taken instead", file=sys.stderr, flush=True)
+        print(f"WARNING: the checkpoint is damaged ({error}); the version {origin.version} is used instead", file=sys.stderr, flush=True)
         return None
 
 
 def write(folder: Path, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
-    """Fills `folder` with the weights as `dtype` and the base model's tokenizer; a model with adapters is written as these."""
+    """Fills `folder` with the weights in `dtype` and the base model's tokenizer. Of a model with adapters writes only the adapters."""
     if lora.has_adapters(model):
         tensors = {lora.name_in_file(name): parameter.detach().to(dtype) for name, parameter in lora.trainable(model).items()}
         require_space(folder, tensors.values())
         lora.write_adapters(folder, tensors, model, base)
         copy_small_files(base, folder)
-        (folder / "config.json").unlink()  # the base's, not the adapters'
+        (folder / "config.json").unlink()  # this is the base model's config
     else:
         model.to(dtype)
         require_space(folder, model.parameters())

@@ -1,10 +1,10 @@
-"""`python -m rl.trainer.gpus` prints how many GPUs torch sees, and the CUDA that it is built for."""
+"""`python -m rl.trainer.gpus` prints the number of GPUs that torch sees, and the CUDA version that it is built for."""
 
 import torch
 
 
 def main() -> None:
-    """One line: the number, a space, the CUDA version."""
+    """Prints one line: the number, a space, the CUDA version."""
     print(torch.cuda.device_count(), torch.version.cuda or "no CUDA in this build of torch")
 
 

@@ -1,4 +1,4 @@
-"""`trainer`: one rank of the trainer. `torchrun ... -m rl.trainer.main @ outputs/x/config.toml`, or without torchrun a single rank."""
+"""`trainer`: one rank of the trainer. `torchrun ... -m rl.trainer.main @ outputs/x/config.toml`; without torchrun, the only rank."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from rl.config.command_line import load_config, to_toml
+from rl.config.command_line import load_config_or_exit, to_toml
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
@@ -25,22 +25,22 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import CANNOT_WRITE, GIVE_UP, RunError
 from rl.system.linux import LAUNCHER, end_with_parent
-from rl.system.warm_start import leave
-from rl.trainer.store.background import Background
+from rl.system.prefork import leave
+from rl.trainer.store.single_task_thread import SingleTaskThread
 
 SLOW_IMPORTS = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.sft.source", "rl.trainer.start")
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Variables with which the user configures torch's allocator on GPUs, which is read when it first allocates."""
+"""Environment variables with which users configure torch's GPU allocator; torch reads them at its first allocation."""
 
 
 def main() -> None:
     """The console script."""
     if not ALLOCATOR & os.environ.keys():
-        # Every micro batch has another length: blocks that grow leave no holes, for which a later step would run out of memory.
+        # Micro batches differ in length: growing blocks avoid the fragmentation that would run a later step out of memory.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    leave(lambda: preload(load_config(sys.argv[1:], "trainer")[0]))
-    config, _ = load_config(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
+    leave(lambda: preload(load_config_or_exit(sys.argv[1:], "trainer")[0]))
+    config, _ = load_config_or_exit(sys.argv[1:], "trainer", usage=PROCESS_USAGE)
     exit_on_sigterm()
     run_dir, rank = config.run_dir, int(os.environ.get("RANK", 0))
     try:
@@ -50,38 +50,38 @@ def main() -> None:
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        remedy = "free space, mend that disk or change output_dir or trainer.weights.dir"
-        remedy += ", then start again: the run goes on from its last checkpoint"
+        remedy = "free space, fix the disk, or change output_dir or trainer.weights.dir"
+        remedy += "; then start again: the run resumes from its last checkpoint"
         fail(run_dir, f"{error}; {remedy}", GIVE_UP)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all is written; libraries that take their threads down with the interpreter have been seen to abort
+    os._exit(0)  # everything is written; some libraries have been seen to abort when the interpreter shuts their threads down
 
 
 def preload(config: RLConfig) -> None:
-    """Imports what `run` will need, and does nothing else."""
+    """Imports the modules that `run` will need, and does nothing else."""
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
     with contextlib.suppress(RunError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
-        # Whatever is wrong there, `run` will say it.
+        # `run` will report any of these errors.
         folder = resolve_model(config.model, needs_template=config.sft is None)
         kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def run(config: RLConfig, rank: int) -> None:
-    """Holds the role, brings the ranks up, trains, and takes everything down again."""
+    """Takes the trainer's role, connects the ranks, trains, and shuts everything down."""
     name = f"trainer-{rank}" if rank else "trainer"
-    checkpoints = Background()
+    checkpoints = SingleTaskThread()
     lease = None
     if rank == 0:
         lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
         own = (config.run_dir.weights_dir, config.run_dir.checkpoints, config.run_dir.digests_dir, config.run_dir.tokens_dir)
         clean_leftovers(*own, ours="")
-        # Reading them takes about as long as the imports below, where `leave` has not made them, or as loading the model: both at once.
+        # In parallel: reading the checkpoints takes about as long as the imports below (unless `leave` has done them) or loading the model.
         checkpoints.start(newest_sound_checkpoint, config.run_dir.checkpoints)
-    if not config.trainer.data.fake:  # a benchmark writes only what is asked for
+    if not config.trainer.data.fake:  # a benchmark writes only what the user asks for
         spans.start(config.run_dir.spans, name)
     status = Status(config.run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
@@ -89,7 +89,7 @@ def run(config: RLConfig, rank: int) -> None:
     import torch.distributed as dist
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.trainer.fake import summary
+    from rl.trainer.data.fake import summary
     from rl.trainer.measure.memory import keep_to_share
     from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.replay import open_log
@@ -126,20 +126,20 @@ def run(config: RLConfig, rank: int) -> None:
 
 
 def uses_gpus(config: RLConfig) -> bool:
-    """GPUs when there are any, unless trainer.gpus = 0. Ends the process when there are none of those that are asked for."""
+    """Returns whether to use GPUs: yes if torch finds any, unless trainer.gpus = 0. Ends the process if GPUs are asked for but missing."""
     import torch
 
     found = torch.cuda.is_available()
     if config.trainer.gpus and not found:
-        remedy = "see nvidia-smi, and whether torch is the build for GPUs (uv run --no-group cpu --group gpu)"
+        remedy = "check nvidia-smi, and that torch is the GPU build (uv run --no-group cpu --group gpu)"
         fail(config.run_dir, f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}", 1)
     return config.trainer.gpus != 0 and found
 
 
 def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
-    """Ends this rank with one line; os._exit, because other ranks may hold the process group in a collective.
+    """Prints one line and ends this rank, with os._exit because other ranks may hold the process group in a collective.
 
-    torchrun ends with 1 whatever the ranks' codes are: the first one's is left in a file, for others fail because of it.
+    torchrun exits with 1 whatever the ranks' codes are, so the first rank to fail leaves its code in a file; the others fail as a result.
     """
     print(f"trainer: {message}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
@@ -149,10 +149,10 @@ def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:
 
 
 def exit_on_sigterm() -> None:
-    """SIGTERM ends the process at once with code 143, also in the middle of a long operator: every write is atomic, so a run can go on.
+    """Makes SIGTERM end the process at once with code 143, even during a long operator. This is safe because every write is atomic.
 
-    A thread waits for the signal; Python's own handlers run only between two bytecodes of the main thread. Under torchrun the same
-    signal comes when torchrun dies, so that no rank outlives it.
+    A thread waits for the signal, because Python's own handlers run only between two bytecodes of the main thread. Under torchrun
+    the process also gets SIGTERM when torchrun dies, so that no rank outlives it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

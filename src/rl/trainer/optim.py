@@ -1,11 +1,10 @@
-"""AdamW and its steps, the learning-rate schedule, and the gradient norm."""
+"""AdamW, its steps, the learning-rate schedule, and the gradient norm."""
 
 import math
 import os
 from collections.abc import Iterable
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,14 +12,15 @@ from torch.optim.adamw import adamw
 
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RESTART, RunError
+from rl.system.memory import memory_bytes
 
 
 def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
-    """Learning rate of step `step` (the first is 1), whose optimizer steps all have it.
+    """Returns the learning rate of step `step` (the first is 1), used by all of its optimizer steps.
 
-    Warm-up: lr * step / warmup_steps for step <= warmup_steps. Then with f = (step - warmup_steps) / (max_steps - warmup_steps), the
-    fraction of the rest that is done: constant lr; linear lr * (1 - f); cosine lr * (1 + cos(pi f)) / 2. Decay is measured at the
-    start of a step (f = 0 at the first), so that no step has learning rate 0.
+    Warm-up: lr * step / warmup_steps for step <= warmup_steps. After that, with f = (step - 1 - warmup_steps) / (max_steps - warmup_steps):
+    constant lr; linear lr * (1 - f); cosine lr * (1 + cos(pi f)) / 2. f is the completed fraction at the start of the step (0 at the first
+    one after warm-up), so no step has learning rate 0.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -37,8 +37,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """Fused AdamW whose moments are in the host's memory. A step copies each parameter's to its device and back: 16 bytes a weight cross,
-    once an optimizer step, and on the device there are never more than one parameter's. The bits are those of the moments kept there."""
+    """Fused AdamW with its moments in host memory. An optimizer step copies each parameter's moments to its device and back, 16 bytes per
+    weight in total; the device holds one parameter's moments at a time. Results are bit-identical to those with moments on the device."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -47,7 +47,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._update(parameter, group)
         if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
-            torch.cuda.current_stream().synchronize()  # the copies back, before somebody reads what they write
+            torch.cuda.current_stream().synchronize()  # the copies to the host must end before anybody reads them
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -73,15 +73,15 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Returns this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW with its state allocated at once, so that a checkpoint loads into it as it saves from it.
+    """Returns fused AdamW with its state already allocated, so that checkpoints can be loaded into it before the first step.
 
-    Vectors (norms, biases) are not decayed. Fused and unfused AdamW differ in the last bit: a run keeps to one of them. Raises RunError for
-    an offload without GPUs, or without the memory for it.
+    Vectors (norms, biases) have no weight decay. It is always the fused version, because the unfused one differs in the last bit. Raises
+    RunError if offloading is set without GPUs, or without enough memory for it.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -102,39 +102,39 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def require_host_memory(parameters: Iterable[Tensor]) -> None:
-    """Raises RunError if the moments of all ranks of this machine do not fit into its memory: a rank would be killed without a word."""
-    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.virtual_memory().total
+    """Raises RunError if the moments of all ranks of this machine do not fit into its memory; a rank would be killed without a message."""
+    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
     needed = ranks * sum(2 * local(parameter).nbytes for parameter in parameters)
     if needed > total:
         raise RunError(
-            f"trainer.optim.offload takes {needed / 2**30:.1f} GiB for the moments of {ranks} rank(s), and this machine has "
-            f"{total / 2**30:.1f} GiB: set it to false, or divide the model over more machines"
+            f"trainer.optim.offload takes {needed / 2**30:.1f} GiB for the moments of {ranks} rank(s), but this machine has "
+            f"{total / 2**30:.1f} GiB: set it to false, or shard the model over more machines"
         )
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Euclidean norm of the whole gradient over all parameters and ranks. Every rank calls this."""
+    """Returns the Euclidean norm of the gradient over all parameters and ranks. Every rank calls this."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scales the gradient, whose norm is `norm`, down to `max_norm` if it is above."""
+    """Scales the gradient down to norm `max_norm` if its current `norm` is larger."""
     if norm > max_norm:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / norm)
 
 
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimConfig, lr: float, batch: int, loss: float) -> float:
-    """Applies the gradient of a loss, scaled down if its norm is above `max_grad_norm`, and clears it. Returns that norm.
+    """Applies the gradient of a loss, clipped to norm `max_grad_norm`, and clears it. Returns the norm before clipping.
 
-    Raises RunError, which names the batch, before anything is changed, if norm or loss is not finite.
+    Raises RunError, which names the batch, if norm or loss is not finite; nothing has been changed then.
     """
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
     if not (math.isfinite(norm) and math.isfinite(loss)):
         found = f"step {batch}: loss {loss}, gradient norm {norm}"
-        raise RunError(f"{found}; nothing of the step is kept. Its file in rollouts/ shows what the batch was made of", RESTART)
+        raise RunError(f"{found}; the step is discarded. See its file in rollouts/ for what the batch contained", RESTART)
     clip_gradients(parameters, norm, config.max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,4 +1,4 @@
-"""The training loop: `train` goes through the steps of a run, `train_step` is the algorithm."""
+"""The training loop: `train` runs the steps of a run, `train_step` is the algorithm."""
 
 from itertools import chain
 from statistics import fmean
@@ -6,33 +6,34 @@ from statistics import fmean
 from torch import Tensor
 
 from rl.run_dir.status import Phase
-from rl.trainer.loss import LossInputs, compute_loss
-from rl.trainer.losses import loss_function
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.data.minibatches import compares_with_old, keep_old_logprobs
+from rl.trainer.data.packing import Packed
+from rl.trainer.data.prefetch import Skipped
+from rl.trainer.loss.common import LossInputs, compute_loss
+from rl.trainer.loss.losses import loss_function
 from rl.trainer.measure.memory import explain_out_of_memory
 from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.minibatches import compares_with_old, keep_old_logprobs
-from rl.trainer.model import Scores, score
+from rl.trainer.model.policy import Scores, score
+from rl.trainer.model.reference import reference_logprobs
 from rl.trainer.optim import lr_at, optimizer_step
-from rl.trainer.packing import MicroBatch, Packed
 from rl.trainer.parallel.sharding import reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
-from rl.trainer.prefetch import Skipped
-from rl.trainer.reference import reference_logprobs
 from rl.trainer.sft.source import meaningful
-from rl.trainer.start import Learner, Trainer
+from rl.trainer.start import TrainContext, Trainer
 
 
 def train(trainer: Trainer) -> None:
-    """Receive, step, publish: until the last step or until the source of batches says that the run has ended.
+    """Receives, trains and publishes until the last step, or until the batch source reports that the run has ended.
 
-    Consumes: batches, fetched by a thread while the step before trains. Produces: policy versions and checkpoints, which two threads
-    write while the next steps train; metric lines. Waits for: the three threads, and so for orchestrator and disk.
+    Consumes: batches, which a thread fetches during the previous step. Produces: metric lines, and policy versions and checkpoints,
+    which two threads write during the next steps. Waits for: these three threads, and through them the orchestrator and the disk.
     """
     trainer.begin()
     for step in range(trainer.step + 1, trainer.last + 1):
-        timer = Timer(step, trainer.learner.world.device)
+        timer = Timer(step, trainer.context.world.device)
         ready = trainer.receive(step)
         timer.lap("wait_for_batch")
         if ready is None:
@@ -46,7 +47,7 @@ def train(trainer: Trainer) -> None:
         if checkpoint_is_due and step < trainer.last:
             metrics |= trainer.probe(timer)
         metrics |= trainer.validate(timer)
-        if checkpoint_is_due:  # after all that takes long: a run that goes on from this checkpoint does not write this step's line again
+        if checkpoint_is_due:  # after everything slow: a run resumed from this checkpoint does not log this step again
             trainer.save_checkpoint()
         timer.lap("checkpoint")
         trainer.log(metrics, ready, timer)
@@ -54,50 +55,53 @@ def train(trainer: Trainer) -> None:
 
 
 def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, float]:
-    """One step of a run, with its learning rate; explains out of memory. Returns the metrics."""
+    """Trains one step at its scheduled learning rate and returns the metrics. Raises RunError, explained, if memory runs out."""
     config, step = trainer.config, packed.batch.step
     trainer.status.enter(Phase.TRAINING, step)
     lr = lr_at(step, config.trainer.optim, config.max_steps)
-    with explain_out_of_memory(trainer.learner.model, packed.micro_batches, config, trainer.learner.world):
-        metrics = train_step(trainer.learner, packed, lr, timer)
+    with explain_out_of_memory(trainer.context.model, packed.micro_batches, config, trainer.context.world):
+        metrics = train_step(trainer.context, packed, lr, timer)
     return meaningful(metrics, trainer.batches.source, step)
 
 
-def train_step(learner: Learner, packed: Packed, lr: float, timer: Timer) -> dict[str, float]:
-    """One step on this rank's micro batches: an optimizer step on each minibatch, as often as there are epochs. Returns the metrics.
+def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -> dict[str, float]:
+    """Trains one step on this rank's micro batches: one optimizer step per minibatch and epoch. Returns the metrics.
 
-    Raises RunError, for numbers that are not finite or (strict) for a disagreement with inference. Nothing of the step remains then: what
-    is on disk lies between steps.
+    Raises RunError if numbers are not finite or, with strict parity, if trainer and inference disagree. The step then
+    leaves no trace: the disk only holds states between steps.
     """
-    world, norms = learner.world, list[float]()
-    tokens = TokenColumns(packed.batch.num_loss_tokens, world.device, bool(learner.reference)) if learner.token_files else None
+    world, norms = context.world, list[float]()
+    tokens = TokenColumns(packed.batch.num_loss_tokens, world.device, bool(context.reference)) if context.token_files else None
     statistics = Statistics(packed.batch, world.device, tokens)
-    step, optim = packed.batch.step, learner.settings.optim
-    if compares_with_old(learner.settings):
-        keep_old_logprobs(learner.model, chain(*packed.minibatches[1:]), world, learner.advance)
+    step, optim = packed.batch.step, context.settings.optim
+    if compares_with_old(context.settings):
+        keep_old_logprobs(context.model, chain(*packed.minibatches[1:]), world, context.advance)
         timer.lap("old_logprobs")
-    for minibatch in packed.minibatches * learner.settings.epochs:
-        accumulate(learner, packed, minibatch, statistics, first=not norms)
-        if learner.parity and not norms:
-            agreement = learner.parity.judge(statistics.agreement.total(world))
+    for minibatch in packed.minibatches * context.settings.epochs:
+        accumulate(context, packed, minibatch, statistics, first=not norms)
+        if context.parity and not norms:
+            parity = context.parity.judge(statistics.parity.total(world))
         timer.lap("forward_backward")
-        norms.append(optimizer_step(learner.model, learner.optimizer, optim, lr, step, statistics.total_loss(world)))
+        norms.append(optimizer_step(context.model, context.optimizer, optim, lr, step, statistics.total_loss(world)))
         timer.lap("optimizer")
-    metrics = statistics.metrics(world) | (agreement if learner.parity else {})
+    metrics = statistics.metrics(world) | (parity if context.parity else {})
     metrics["loss/mean"] /= len(norms)
-    if tokens and learner.token_files:
-        learner.token_files.start(step, tokens.columns(world))
+    if tokens and context.token_files:
+        context.token_files.start(step, tokens.columns(world))
     timer.lap("forward_backward")
     return metrics | {"optim/grad_norm": fmean(norms), "optim/lr": lr, "optim/steps": len(norms)}
 
 
-def accumulate(learner: Learner, packed: Packed, minibatch: list[MicroBatch], statistics: Statistics, first: bool) -> None:
-    """Adds the gradient of a minibatch's loss to the model's. `first`: the policy is still the one that the batch began with."""
-    model, settings, world = learner.model, learner.settings, learner.world
+def accumulate(context: TrainContext, packed: Packed, minibatch: list[MicroBatch], statistics: Statistics, first: bool) -> None:
+    """Adds the gradient of a minibatch's loss to the model's. `first`: the policy has not been updated since the batch began.
+
+    Writes reference_logprobs and old_logprobs into the micro batches: later epochs read them instead of computing them again.
+    """
+    model, settings, world = context.model, context.settings, context.world
     for micro_batch in minibatch:
         batch = micro_batch.to(world.device)
-        if learner.reference and batch.reference_logprobs is None:
-            micro_batch.reference_logprobs = batch.reference_logprobs = reference_logprobs(learner.reference, batch, world)
+        if context.reference and batch.reference_logprobs is None:
+            micro_batch.reference_logprobs = batch.reference_logprobs = reference_logprobs(context.reference, batch, world)
         scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
         if first and compares_with_old(settings):
             micro_batch.old_logprobs = batch.old_logprobs = scores.logprobs.detach()
@@ -107,11 +111,11 @@ def accumulate(learner: Learner, packed: Packed, minibatch: list[MicroBatch], st
         reduce_replicas(model, micro_batch is minibatch[-1], world)
         loss.backward()
         statistics.add(batch, loss.detach(), scores, terms, first)
-        learner.advance()
+        context.advance()
 
 
 def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: World) -> LossInputs:
-    """The inputs of the loss functions, for one of the micro batches of `num_samples` samples."""
+    """Returns the inputs of the loss functions for one micro batch; `num_samples` is the batch's number of samples."""
 
     def sequence_sum(values: Tensor) -> Tensor:
         return sum_over_context(values.new_zeros(num_samples).index_add(0, batch.sequences, values), world)

@@ -1,1 +1,1 @@
-"""The browser page over run directories: a server that reads them, and the page that it serves."""
+"""The browser page of run directories: the page, and a server that reads them."""

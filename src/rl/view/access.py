@@ -1,22 +1,29 @@
-"""Who may see the page: the browser that opened the printed address. The address has the token, which then becomes a cookie."""
+"""Access control of the page: a link that `rl view` printed lets one browser in, which then has a cookie."""
 
+import secrets
+from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
+from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl.run_dir.token import is_loopback
+from rl.run_dir.access_token import derived, is_loopback, link
 from rl.wire.gate import CLOSE, HttpGate, header, host_name, refusal
 
-PARAMETER = "token"
+NO_ACCESS = (
+    "this browser has no access: open the newest link printed by `rl view`, or by a run with --view. Each link lets one browser "
+    "in; once it is used, the next one is printed. `rl view RUN` prints one at any time"
+)
 POLICY = "; ".join(
     [
         "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'", "base-uri 'none'",
         "form-action 'none'", "frame-ancestors 'none'",
     ]
 )  # fmt: skip
-"""The content security policy: scripts and styles from files of the page alone, nothing from elsewhere."""
+"""The content security policy: scripts and styles only from files of the page, nothing from elsewhere."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -25,73 +32,90 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""Of every answer."""
+"""Headers of every response."""
 
 
 class PageGate(HttpGate):
-    """The gate in front of the page and its data: reading alone, this host's name, no other page's requests, the token's cookie."""
+    """The gate in front of the page and its data: read-only, only under this host's name, only for our own page, only with the cookie.
 
-    def __init__(self, app: ASGIApp, token: str, host: str, port: int):
-        super().__init__(with_headers(app), token, is_loopback(host))
-        self.token, self.cookie = token, f"rl_view_{port}"
-        """Cookies know no ports, so that two pages of one machine need two names."""
+    Browsers send a cookie to every port of its host. Therefore the page is in a folder whose name is known only to browsers that were
+    let in, and the cookie is restricted to that folder: other servers on this host never receive it.
+    """
+
+    def __init__(self, app: ASGIApp, secret: str, host: str, new_link: Callable[[str], None]):
+        """new_link: called with the number of each new link, which lets the next browser in; see rl.run_dir.access_token.link."""
+        self.folder = f"/{derived(secret, 'folder')}"
+        super().__init__(Starlette(routes=[Mount(self.folder, with_headers(app))]), derived(secret, "cookie"), is_loopback(host))
+        self.secret, self.new_link = secret, new_link
+        self.cookie = f"rl_view_{derived(secret, 'name')[:8]}"
+        self.next_link()
+
+    def next_link(self) -> None:
+        """Makes a new link, which replaces the one before."""
+        number = secrets.token_hex(8)
+        self.link = link(self.secret, "", number).encode()
+        self.new_link(number)
 
     def refuse(self, scope: Scope) -> Response | None:
-        """The answer to a request that must not reach the page: also that to the printed address, which sets the cookie; else None."""
+        """The response to a request that must not reach the page, or to a link, which sets the cookie; None for other requests."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
-            return refusal(405, "read_only", "this page only shows: send GET", CLOSE | HEADERS)
+            return refusal(405, "read_only", "this page is read-only: send GET", CLOSE | HEADERS)
         if (refused := self.foreign_host(scope)) or (refused := self.foreign_origin(scope)):
             return refused
-        given = parse_qs(scope["query_string"].decode("latin-1")).get(PARAMETER)
-        if given and scope["path"] == "/":
-            return self.let_in(given[0])
-        if any(self.is_token(value.encode("latin-1", "replace")) for value in self.cookies(scope)):
+        if scope["path"] == "/" and scope["method"] == "GET" and secrets.compare_digest(b"?" + scope["query_string"], self.link):
+            self.next_link()
+            return self.let_in()
+        if scope["path"].startswith(f"{self.folder}/") and any(map(self.is_token, self.cookies(scope))):
             return None
-        message = "open the address that `rl view` printed: it has the token, and this browser has not shown it yet"
-        if scope["path"] == "/":  # a person with a link of a colleague's
-            return HTMLResponse(f"<!doctype html><title>rl view</title><p>Please {message}.</p>", 401, CLOSE | HEADERS)
-        return refusal(401, "unauthorized", message, CLOSE | HEADERS)
+        if self.is_for_people(scope):
+            text = f"<!doctype html><title>rl view</title><p>{NO_ACCESS[0].upper()}{NO_ACCESS[1:]}.</p>"
+            return HTMLResponse(text, 401, CLOSE | HEADERS)
+        return refusal(401, "unauthorized", NO_ACCESS, CLOSE | HEADERS)
+
+    def is_for_people(self, scope: Scope) -> bool:
+        """Whether a request is for the page itself or a link, not for its data."""
+        return scope["path"] in ("/", f"{self.folder}/")
 
     def foreign_origin(self, scope: Scope) -> Response | None:
-        """The answer to a request that another page makes."""
+        """The refusal of a request made by another page, else None."""
         own = {host_name(value) + port_of(value) for value in header(scope, b"host")}
         origins = [urlsplit(value.decode("latin-1")) for value in header(scope, b"origin")]
         foreign = any(origin.netloc not in own for origin in origins) or b"cross-site" in header(scope, b"sec-fetch-site")
-        if foreign and not (scope["path"] == "/" and b"navigate" in header(scope, b"sec-fetch-mode")):
-            return refusal(403, "foreign_origin", "this server answers its own page, not another one", CLOSE | HEADERS)
+        if foreign and not (self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")):
+            return refusal(403, "foreign_origin", "this server only answers its own page", CLOSE | HEADERS)
         return None
 
-    def cookies(self, scope: Scope) -> list[str]:
-        """The values of our cookie."""
+    def cookies(self, scope: Scope) -> list[bytes]:
+        """The values of our cookie in a request."""
         found = []
         for value in header(scope, b"cookie"):
             try:
                 jar = SimpleCookie(value.decode("latin-1"))
             except CookieError:
                 continue
-            found += [jar[self.cookie].value] if self.cookie in jar else []
+            found += [jar[self.cookie].value.encode("latin-1", "replace")] if self.cookie in jar else []
         return found
 
-    def let_in(self, given: str) -> Response:
-        """Sets the cookie, and has the browser go to the page, so that the token is neither in its address nor in what it remembers."""
-        if not self.is_token(given.encode("utf-8", "replace")):
-            return refusal(401, "unauthorized", "this is not the token that `rl view` printed when it was last started", CLOSE | HEADERS)
-        # A page that leads on, no redirect: a strict cookie is not sent where a link of another site led to a redirect.
+    def let_in(self) -> Response:
+        """Sets the cookie and sends the browser to the page, so that the link stays neither in the address bar nor in the history."""
+        # A page that refreshes, not a redirect: browsers do not send a strict cookie after a redirect from another site's link.
         response = HTMLResponse(
-            '<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>rl view</title><link rel="icon" href="data:,">',
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={self.folder}/"><title>rl view</title>'
+            '<link rel="icon" href="data:,">',
             headers=HEADERS,
         )
-        response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
+        value = derived(self.secret, "cookie")
+        response.set_cookie(self.cookie, value, httponly=True, samesite="strict", path=f"{self.folder}/")
         return response
 
 
 def port_of(host: bytes) -> str:
-    """`:8411` of a Host header; empty without a port."""
+    """The port of a Host header, such as `:8411`; empty if there is none."""
     return host.decode("latin-1").strip()[len(host_name(host)) :]
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:
-    """The app, with HEADERS in each of its answers."""
+    """Wraps the app so that each of its responses has HEADERS."""
     added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def answering(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The page as one file: its modules in one classic script, which a page that is opened from a file may run, and its styles."""
+"""Bundles the page into one file: its styles, and its modules as one classic script, which a page opened from a file may run."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ EXPORT = re.compile(r"^export (?=(?:async function|function|const|class) (\w+))"
 
 
 def bundle(page: Path, first: str = "main.js") -> str:
-    """One script that does what the module `first` does with all that it imports. Modules import in no circle, by relative paths."""
+    """One script equivalent to the module `first` with all its imports. Imports must be relative and acyclic."""
     order: list[Path] = []
     visit((page / first).resolve(), order, ())
     names = {path: f"m{i}" for i, path in enumerate(order)}
@@ -20,8 +20,8 @@ def bundle(page: Path, first: str = "main.js") -> str:
 
 
 def visit(path: Path, order: list[Path], above: tuple[Path, ...]) -> None:
-    """Puts what a module imports before it."""
-    assert path not in above, f"{path} imports itself over {above}"
+    """Appends a module to `order` after everything that it imports."""
+    assert path not in above, f"{path} imports itself through {above}"
     if path in order:
         return
     for match in IMPORT.finditer(path.read_text()):
@@ -30,7 +30,7 @@ def visit(path: Path, order: list[Path], above: tuple[Path, ...]) -> None:
 
 
 def wrapped(path: Path, names: dict[Path, str]) -> str:
-    """A module as a function that is called at once and returns what it exports."""
+    """A module as a function that is called immediately and returns its exports."""
     exported: list[str] = []
 
     def imported(match: re.Match[str]) -> str:
@@ -58,23 +58,23 @@ def wrapped(path: Path, names: dict[Path, str]) -> str:
 
 
 def renamed(item: str, between: str) -> str:
-    """`a as b` as `a: b`."""
+    """Converts `a as b` to `a: b`."""
     before, _, after = item.partition(" as ")
     return f"{before.strip()}{between}{after.strip()}" if after else before.strip()
 
 
 def digest(text: str) -> str:
-    """The source expression by which a content security policy allows an inline script or style."""
+    """The source expression that allows an inline script or style in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def within_element(data: str) -> str:
-    """JSON that no element which holds it ends with: `<` stands in its strings alone, where it can be written so."""
+    """Escapes JSON so that it cannot end the element around it: `<` occurs only in strings, where it can be escaped."""
     return data.replace("<", "\\u003c")
 
 
 def document(page: Path, data: str, title: str) -> str:
-    """A self-contained page. data: JSON, which becomes `window.recorded`. Nothing of it can end the element that holds it."""
+    """A self-contained page. data: JSON, which becomes `window.recorded`; it cannot end the element around it."""
     style = "\n".join((page / name).read_text() for name in ("vendor/uPlot.min.css", "style.css", "parts.css"))
     start = 'window.recorded = JSON.parse(document.getElementById("recorded").textContent);'
     script = "\n".join([(page / "vendor/uPlot.iife.min.js").read_text(), start, bundle(page)]).replace("</script", "<\\/script")

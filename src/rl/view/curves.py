@@ -1,5 +1,6 @@
-"""Curves: which metrics there are, their values over steps, samples, tokens or time, and what happened at which step."""
+"""Curves: the metrics, their values over steps, samples, tokens or time, and the events at each step."""
 
+import difflib
 import json
 from collections.abc import Sequence
 from typing import Literal
@@ -8,13 +9,14 @@ import numpy as np
 
 from rl.records.run import Run
 from rl.records.timeline import restarts
-from rl.run_dir.metric_names import OWN, SECTIONS, meaning
+from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
-from rl.view.answers import Curves, Mark, Metric, Metrics, Series
+from rl.system.errors import RunError
+from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
 Axis = Literal["step", "samples", "tokens", "time"]
 MOST_POINTS = 1500
-"""Of one curve; a longer one is given as means over stretches of steps."""
+"""Maximum number of points of a curve; a longer one is reduced to means over stretches of steps."""
 FIRST = ("reward/mean", "eval/", "rollouts/", "entropy/mean", "loss/mean", "mismatch_kl/mean", "lag/mean")
 
 
@@ -32,8 +34,22 @@ def metrics(runs: Sequence[Run]) -> Metrics:
     return Metrics(metrics=[Metric(name=name, section=meaning(name)[0], what=meaning(name)[1], source=found[name]) for name in names])
 
 
+class UnknownMetricError(RunError):
+    """A request names an unknown metric; the answer is 404."""
+
+
+def check_names(runs: Sequence[Run], names: Sequence[str]) -> None:
+    """Raises UnknownMetricError for a name that is in no run and not in the reference, whose metrics may still appear."""
+    known = {name for run in runs for name in run.numbers.names}
+    for name in names:
+        if name not in known and meaning(name)[0] == OWN:
+            close = difflib.get_close_matches(name, known | METRICS.keys(), n=1)
+            raise UnknownMetricError(f"{name}: no such metric" + (f"; did you mean {close[0]}?" if close else "; see docs/metrics.md"))
+
+
 def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: float | None, end: float | None) -> Curves:
-    """The curves of some metrics of some runs, between two places of the axis if those are given, and one point beyond."""
+    """The curves of metrics of runs, optionally limited to an interval of the axis and one point beyond each end."""
+    check_names(runs, names)
     series, marks, ends = [], [], (-np.inf if begin is None else begin, np.inf if end is None else end)
     for key, run in zip(keys, runs, strict=True):
         place = Places(run, axis)
@@ -43,12 +59,12 @@ def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis:
 
 
 class Places:
-    """Where a step lies on the axis: at its number, or behind so many samples, tokens or seconds."""
+    """Maps steps to positions on the axis: their numbers, or the samples, tokens or seconds up to them."""
 
     def __init__(self, run: Run, axis: Axis):
         self.steps, self.at = np.empty(0), np.empty(0)
         self.sources, self.begin = dict[str, tuple[np.ndarray, np.ndarray]](), 0.0
-        """Over time: `line_times`, and when the run began, seconds since the epoch."""
+        """On the axis `time`: `line_times`, and the begin of the run in seconds since the epoch."""
         if axis == "samples":
             self.steps, counts = run.numbers.curve("rollouts/finished")
             self.at = np.cumsum(counts)
@@ -65,7 +81,7 @@ class Places:
         self.by_step, self.by_time = axis == "step", axis == "time"
 
     def __call__(self, steps: np.ndarray, source: str | None = None) -> np.ndarray:
-        """The places of steps [n]. source: whose lines are meant: over time each source has its own."""
+        """The positions of steps, [n]. source: whose lines to use on the axis `time`, where each source has its own."""
         if self.by_step:
             return steps.astype(float)
         known, at = self.steps, self.at
@@ -79,7 +95,7 @@ class Places:
 
 
 def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and when the first line of each was written, ascending, seconds since the epoch."""
+    """Steps, ascending, and the time of each one's first line in seconds since the epoch."""
     found = [(np.empty(0, np.int64), np.empty(0)), *(one for source, one in line_times(run).items() if source != "eval")]
     steps, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.lexsort((times, steps))
@@ -88,7 +104,7 @@ def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 
 def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, float]) -> Series | None:
-    """One metric of one run; None where the run has no value of it."""
+    """One metric of one run; None if the run has no value of it in the interval."""
     steps, values = run.numbers.curve(name)
     error_steps, errors = run.numbers.curve(f"{name}_stderr") if name.startswith("eval/") else (steps[:0], values[:0])
     source = run.numbers.source(name)
@@ -143,13 +159,13 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
 
 
 def eval_versions(run: Run) -> list[int]:
-    """The versions that were evaluated."""
+    """The evaluated versions."""
     return line_times(run).get("eval", (np.empty(0), np.empty(0)))[0].tolist()
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each source of metrics: steps, ascending, and when their lines were written, seconds since the epoch. Lines without a time are
-    left out. A step that was trained once more, on the same batch, stands where it was trained first."""
+    """By source of metrics: steps, ascending, and the times of their lines in seconds since the epoch. Skips lines without a time.
+    A step that was trained again on the same batch keeps its first time."""
     found, tables = {}, run.numbers.tables
     committed = dict[int, float]()
     if batches := tables.get("orchestrator"):
@@ -164,7 +180,7 @@ def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def changes(run: Run) -> list[tuple[int, str]]:
-    """(step, text) of settings that a resume has changed. A damaged line is passed over."""
+    """(step, text) of settings changed by a resume. Skips damaged lines."""
     found = []
     try:
         lines = run.run_dir.changes.read_text(errors="replace").splitlines()

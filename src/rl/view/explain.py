@@ -1,35 +1,35 @@
-"""Why a rollout was trained or not, in a sentence for people."""
+"""Explains in a sentence why a rollout was trained or not."""
 
 from collections.abc import Sequence
 
 from rl.records.run import Run
 from rl.system.errors import RunError
-from rl.view.answers import RolloutRow
+from rl.view.responses import RolloutRow
 
 REASONS = {
-    "error": "another rollout of its group failed, and what is left of a group would be biased (orchestrator.keep_partial_groups)",
+    "error": "another rollout of its group failed, and the rest of a group would be biased (see orchestrator.keep_partial_groups)",
     "stale": "it is older than orchestrator.max_off_policy_steps allows",
-    "surplus": "its batch had enough groups begun before it; its task comes next. more are begun than it needs, for some have no signal",
+    "surplus": "its batch was filled by groups begun before it (more are begun than needed, as some have no signal); its task comes next",
     "empty": "no token was sampled",
     "overlong": "its prompt left no room for an answer: raise model.max_model_len",
     "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers out; raise orchestrator.sampling.max_tokens",
     "filtered": "orchestrator.filter dropped it",
     "not_trainable": "its agent is not trained",
-    "environment": "it failed: the environment's code raised",
-    "reward": "it failed: a reward function raised, or gave no finite number",
-    "inference": "it failed: the model could not be asked",
+    "environment": "it failed: the environment's code raised an exception",
+    "reward": "it failed: a reward function raised an exception, or returned no finite number",
+    "inference": "it failed: the inference server did not answer",
     "timeout": "it failed: a deadline passed",
     "worker": "it failed: its worker process died",
-    "not_append_only": "it failed: a later prompt rewrites earlier turns, which enforce_monotonicity refuses",
+    "not_append_only": "it failed: a later prompt rewrites earlier turns, which enforce_monotonicity forbids",
     "teacher": "it failed: the teacher did not score it",
-    "logprobs": "it failed: the sampler gave a log-probability that is not finite",
+    "logprobs": "it failed: the sampler returned a log-probability that is not finite",
     "pending": "no batch has settled it yet",
 }
-"""In words, for what rollouts/*.jsonl gives as `why`."""
+"""Sentences for the values of `why` in rollouts/*.jsonl."""
 
 
 def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
-    """What became of a rollout and why; empty for an evaluation's."""
+    """Explains what became of a rollout and why; empty for an evaluation's rollout."""
     rewards = [other.reward for other in group if other.reward is not None and not other.failed]
     if row.kind == "eval":
         return ""
@@ -50,16 +50,16 @@ def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
 
 
 def equal_rewards(rewards: Sequence[float]) -> str:
-    """`all 8 rewards of its group are 1`."""
+    """Why a group has no signal, such as `all 8 rewards of its group are 1`."""
     if rewards and min(rewards) == max(rewards):
         return f"all {len(rewards)} rewards of its group are {rewards[0]:g}"
     return "all advantages of its group are 0"
 
 
 def credit(run: Run) -> str:
-    """The way of credit of the run."""
+    """The run's type of credit assignment."""
     try:
         config = run.config.orchestrator.credit
         return config.type + (" with its length_penalty" if config.length_penalty else "")
     except RunError:
-        return "the run's way of credit"
+        return "the run's credit assignment"

@@ -1,4 +1,4 @@
-"""A run as one self-contained page: the answers that the page would ask the server for, as many rollouts as the size allows."""
+"""Exports a run as one self-contained page: all answers of the server, with as many rollouts as the size allows."""
 
 import base64
 import html
@@ -16,32 +16,36 @@ from rl.run_dir.files import write_file
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
-from rl.view.answers import Health
 from rl.view.bundle import document
 from rl.view.library import Library
+from rl.view.redaction import Redaction
+from rl.view.responses import Health
 from rl.view.server import PAGE
 
 AXES: tuple[curves.Axis, ...] = ("step", "samples", "tokens", "time")
 TASKS_SHARE = 0.2
-"""Of the size, for tasks and their versions."""
+"""Share of the size for tasks and their versions."""
 TOKEN_SHARE = 0.3
-"""Of the size, for what is known token by token."""
+"""Share of the size for values of single tokens."""
 LOG_LINES = 200
 
 
 def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
-    """Writes the only run of a library as a page of about `max_bytes` at most. Returns what is to be said of it. Raises RunError."""
+    """Writes a library's only run as a page of about `max_bytes` at most. Returns messages for the user. Raises RunError."""
     (key,) = library.keys()
     run = library.run(key)
     content, left_out = recorded(key, run, max_bytes)
-    data = redact_json(msgspec.json.encode(content)).decode()
+    places, icon = Redaction(run), content.pop("icon")
+    shown = places.hide(msgspec.to_builtins(content)) | {"icon": icon}
+    shown["logs"] = {places.text(process): lines for process, lines in shown["logs"].items()}
+    data = redact_json(msgspec.json.encode(shown)).decode()
     text = document(PAGE, data, html.escape(f"{run.root.name} · rl view"))
     write_file(path.absolute(), text.encode())
     return [f"{path}: {size(len(text.encode()))}, opens in any browser without a server", *left_out]
 
 
 def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[str]]:
-    """(what the page gets in place of a server, what is left out of it, in sentences)."""
+    """Returns the data that the page gets in place of a server, and sentences about what is left out."""
     metrics = curves.metrics([run])
     names = [metric.name for metric in metrics.metrics]
     row = runs.RunList(library=Library([run.root]))
@@ -69,14 +73,14 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[s
 
 
 def with_newest_logs(found: Health) -> Health:
-    """Offers of each process the one log alone that is in the file."""
+    """Lists only the newest log of each process, as the file has no others."""
     processes = [msgspec.structs.replace(one, attempts=one.attempts[-1:]) for one in found.processes]
     return msgspec.structs.replace(found, processes=processes)
 
 
 def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
-    """Adds the tasks that changed most, with all their versions, as far as there is room, half of it for held-out ones. Returns (bytes,
-    what is left out, in words)."""
+    """Adds the tasks that changed most, with all their versions, within `room` bytes, half of them for held-out tasks. Returns the
+    bytes used, and a sentence about what is left out."""
     kept, total, left = 0, 0, room
     for kind, reserved in (("train", room // 2), ("eval", 0)):
         rows, every = tasks.ordered(run, kind), tasks.without_rollouts(run, kind)
@@ -90,18 +94,18 @@ def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
             listed.append(row)
             own[f"{row.env}/{row.task}"] = one
         kept, total = kept + len(listed), total + len(rows)
-    left_out = f"{kept:,} of {total:,} tasks are in this file, those that changed most; --max-mib takes more" if kept < total else ""
+    left_out = f"{kept:,} of {total:,} tasks are in this file, those that changed most; raise --max-mib for more" if kept < total else ""
     return room - left, left_out
 
 
 def logs(run: Run) -> Iterator[tuple[str, Any]]:
-    """The end of each process's newest log."""
+    """Yields the end of each process's newest log."""
     for process in run.logs:
         yield process, health.log(run, process, None, LOG_LINES)
 
 
 def add_rollouts(content: dict[str, Any], run: Run, left: int) -> str:
-    """Adds rollouts, and the tokens of those that were trained, until the bytes are used up. Returns what is left out, in words."""
+    """Adds rollouts, and the tokens of trained ones, up to `left` bytes. Returns a sentence about what is left out."""
     for_tokens, total, kept = int(left * TOKEN_SHARE), 0, 0
     left -= for_tokens
     for some in ordered(run):
@@ -121,11 +125,11 @@ def add_rollouts(content: dict[str, Any], run: Run, left: int) -> str:
     content["rollouts"] = {
         name: msgspec.structs.replace(detail, has_tokens=name in content["tokens"]) for name, detail in content["rollouts"].items()
     }
-    return f"{kept:,} of {total:,} rollouts are in this file, those of the newest steps first; --max-mib takes more" if kept < total else ""
+    return f"{kept:,} of {total:,} rollouts are in this file, the newest steps first; raise --max-mib for more" if kept < total else ""
 
 
 def ordered(run: Run) -> Iterator[Rollouts]:
-    """All rollouts in the order of their worth: the newest step, the newest evaluation, the first one, then the others, newest first."""
+    """All rollouts by priority: the newest step, the newest evaluation, the first evaluation, then the others, newest first."""
     train, evals = run.rollouts("train").by("step"), run.rollouts("eval").by("version")
     steps, versions = sorted(train, reverse=True), sorted(evals, reverse=True)
     yield from (train[step] for step in steps[:1])
@@ -136,15 +140,16 @@ def ordered(run: Run) -> Iterator[Rollouts]:
 
 
 def with_group(run: Run, some: Rollouts, i: int) -> tuple[str, Any]:
-    """(what names it in the page, a rollout in full). Raises RunError if its text is gone."""
+    """Returns a rollout's name in the page and the rollout in full. Raises RunError if its text is gone."""
     row = rollouts.row_of(some[i])
-    found = rollouts.find(run, row.kind, row.group, row.rollout or 0, row.version, row.env, row.task, row.agent)
+    names = {name: getattr(row, name) for name in ("kind", "group", "version", "env", "task", "agent")}
+    found = rollouts.find(run, rollouts.Which(run="", rollout=row.rollout or 0, **names))
     name = f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}" if row.kind == "eval" else f"{row.group}/{row.rollout}"
     return name, rollouts.in_full(run, found)
 
 
 def add_tokens(content: dict[str, Any], run: Run, row: Any, room: int) -> int:
-    """Adds a rollout's tokens if there is room for them. Returns their bytes."""
+    """Adds a rollout's tokens if they fit into `room` bytes. Returns the bytes used (all of `room` if they do not fit)."""
     try:
         found = tokens.tokens(run, row.step, row.group, row.rollout)
     except RunError:

@@ -1,4 +1,4 @@
-"""What is wrong with a run, with the evidence, and what its processes say in their logs."""
+"""Problems of a run with their evidence, and the logs of its processes."""
 
 import os
 import time
@@ -10,13 +10,13 @@ from rl.run_dir.status import describe
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.answers import Finding, Health, Log, ProcessRow
+from rl.view.responses import Finding, Health, Log, ProcessRow
 
 MOST_LINES = 2000
 
 
 def health(run: Run) -> Health:
-    """What `rl doctor RUN` says; of a run of which a file may not be read, or whose configuration says nothing, that alone."""
+    """The diagnosis of `rl doctor RUN`. If a file or the configuration of the run is unreadable, reports only that."""
     try:
         found = run.diagnosis()
     except (RunError, OSError) as error:
@@ -36,7 +36,7 @@ def health(run: Run) -> Health:
 
 
 def finding(problem: Problem, root: Path) -> Finding:
-    """A problem with its files by their names in the run."""
+    """A problem, with its files relative to the run."""
     return Finding(
         text=visible(problem.text),
         serious=problem.serious,
@@ -47,7 +47,7 @@ def finding(problem: Problem, root: Path) -> Finding:
 
 
 def processes(run: Run, live: bool) -> list[ProcessRow]:
-    """The processes that have a status or a log; those of a run that is not live were doing what their status says."""
+    """The processes with a status or a log. If the run is not live, the status is what they were doing last."""
     status, logs = run.status, run.logs
     names = dict.fromkeys([*status, *sorted(logs)])
     return [
@@ -62,7 +62,7 @@ def processes(run: Run, live: bool) -> list[ProcessRow]:
 
 
 def log(run: Run, process: str, attempt: int | None, lines: int) -> Log:
-    """The last lines of a log, of the newest attempt if none is given. Raises RunError without one."""
+    """The last lines of a process's log, by default of its newest attempt. Raises RunError if there is no such log."""
     if not 0 < lines <= MOST_LINES:
         raise RunError(f"lines = {lines}: give a number from 1 to {MOST_LINES}")
     attempts = run.logs.get(process, {})

@@ -1,4 +1,4 @@
-"""The runs that are shown: which there are, each opened once, and what a request names by its key."""
+"""The runs that are shown: finds them, opens each once, and looks them up by the key in a request."""
 
 import os
 import threading
@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.diagnosis.state import Heartbeats
 from rl.records.run import Run
 from rl.run_dir.paths import is_run
+from rl.run_dir.status import Staleness
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 
 LOOK_S = 2.0
-"""For so long a list of the runs is believed."""
+"""Seconds for which the list of runs is cached."""
 DEPTH = 3
-"""How many folders below a place a run may lie, as `outputs/sweep/x` does below `outputs`."""
+"""Maximum depth of a run below a place; `outputs/sweep/x` has depth 2 below `outputs`."""
 
 
 class UnknownRunError(RunError):
@@ -24,7 +24,7 @@ class UnknownRunError(RunError):
 
 
 def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path]:
-    """The runs in a folder: itself, or those below it; none within a run. `denied` gets the folders that may not be looked into."""
+    """The runs in a folder: the folder itself, or those below it; none inside a run. Adds unreadable folders to `denied`."""
     try:
         if is_run(folder):
             return [folder]
@@ -38,26 +38,26 @@ def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path
 
 
 def identity(root: Path) -> tuple[int, ...]:
-    """What tells that a run is not another one of the same name: its directory and its configuration, by inode and time of change."""
+    """Distinguishes a run from another one at the same path: inodes of its directory and configuration, and the latter's mtime."""
     config = os.stat(root / "config.toml")
     return os.stat(root).st_ino, config.st_ino, config.st_mtime_ns
 
 
 class Library:
-    """The runs in some places, which are runs or folders with runs. Several threads may use it."""
+    """The runs in some places, which are runs or folders with runs. Thread-safe."""
 
     def __init__(self, places: Sequence[Path]):
         self.places = [place.expanduser().absolute() for place in places]
         self.lock = threading.Lock()
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
-        """Key -> what tells that its directory is the one that was opened, and the run."""
+        """Key -> identity of the opened directory, and the run."""
         self.found: dict[str, Path] = {}
         self.denied: list[Path] = []
-        """Folders that may not be looked into."""
+        """Folders without read permission."""
         self.looked = -LOOK_S
 
     def keys(self) -> dict[str, Path]:
-        """The directory of each run by its key: its path below the place that it lies in."""
+        """The directory of each run by its key, which is the path below its place."""
         with self.lock:
             if time.monotonic() - self.looked >= LOOK_S:
                 self.denied = list[Path]()
@@ -67,31 +67,31 @@ class Library:
 
     @property
     def place(self) -> str:
-        """Where the runs were looked for, in words."""
-        denied = f" (not to be looked into: {', '.join(map(str, self.denied))})" if self.denied else ""
+        """The places that were searched for runs, as text."""
+        denied = f" (no permission to read: {', '.join(map(str, self.denied))})" if self.denied else ""
         return visible(", ".join(map(str, self.places)) + denied)
 
     def run(self, key: str) -> Run:
-        """A run by its key. Raises UnknownRunError: nothing but the runs in the places is ever opened."""
+        """A run by its key. Raises UnknownRunError for any other: only runs in the places are ever opened."""
         root = self.keys().get(key)
         if root is None:
-            raise UnknownRunError(f"{key}: there is no such run here (any more)")
+            raise UnknownRunError(f"{key}: no such run here; it may have been deleted")
         with self.lock:
             there = identity(root)
             if key not in self.opened or self.opened[key][0] != there:
                 run = Run(root)
-                run.heartbeats = Heartbeats()
+                run.heartbeats = Staleness()
                 self.opened[key] = there, run
             return self.opened[key][1]
 
     def _by_key(self, runs: list[Path]) -> dict[str, Path]:
-        """The runs by their keys; of those that would have the same one each has its whole path. What would act on a page, or is no
-        UTF-8, is escaped."""
+        """The runs by their keys; runs that would share a key get their whole path. Control characters and invalid UTF-8 are
+        escaped."""
         keys = Counter(self._key(run) for run in set(runs))
         return {visible(key if keys[key] == 1 else str(run)): run for run in runs for key in [self._key(run)]}
 
     def _key(self, root: Path) -> str:
-        """`x` for outputs/x; of several places the folder's name stands before it."""
+        """`x` for outputs/x; with several places, prefixed by the folder's name."""
         for place in self.places:
             if root == place:
                 same = [other for other in self.places if other.name == root.name]

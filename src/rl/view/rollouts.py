@@ -1,12 +1,11 @@
-"""Rollouts: filtered, searched, sorted and paged, and one of them in full."""
+"""Rollouts of the page: filters, searches, sorts and pages them, and shows one in full."""
 
 import json
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from rl.diagnosis.rollouts import Row, content_texts, num_prompt_messages, plain
@@ -15,53 +14,67 @@ from rl.records.rollouts import ERROR, Rollout, Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.answers import Call, Histogram, Message, RolloutDetail, RolloutRow
-from rl.view.answers import Rollouts as Page
 from rl.view.explain import explanation
+from rl.view.responses import Call, Histogram, Message, Number, Query, RolloutDetail, RolloutRow
+from rl.view.responses import Rollouts as Page
 
 FACETS = ("env", "why", "outcome")
 MOST_WORDS = 100
-"""Of a field that are listed."""
+"""Maximum number of listed values of a field."""
 BINS = 24
-"""Of the histogram."""
+"""Number of bins in the histogram."""
 SEARCH_S = 2.5
-"""A search through texts answers with what it has found after so long, seconds."""
+"""Seconds after which a text search returns what it has found so far."""
 MOST_FOUND = 1000
 SORTS = ("step", "version", "reward", "advantage", "num_tokens", "num_turns", "task", "retries")
 MOST_CHARACTERS = 200_000
-"""Of one message; the middle of a longer one is left out."""
+"""Maximum length of one message; the middle of a longer one is left out."""
 
 
-class Wanted(msgspec.Struct, kw_only=True, frozen=True):
-    """Which rollouts are asked for, as the address says it; None and an empty text mean any."""
+class Wanted(Query):
+    """The parameters that select rollouts of a run; None and empty text match any."""
 
+    run: str
     kind: str = "train"
     begin: int | None = None
-    """Steps, or of evaluations versions; `end` is included."""
+    """First step (first version in evaluations); `end` is inclusive."""
     end: int | None = None
     env: str = ""
     task: int | None = None
     group: int | None = None
     outcome: str = ""
     why: str = ""
-    lowest: float | None = None
-    """Of the reward."""
-    highest: float | None = None
+    lowest: Number | None = None
+    """Minimum reward."""
+    highest: Number | None = None
     shortest: int | None = None
-    """Of the number of sampled tokens."""
+    """Minimum number of sampled tokens."""
     longest: int | None = None
     tool_errors: bool = False
-    """Those with a tool result that speaks of an error."""
+    """Only rollouts with a tool result that mentions an error."""
     q: str = ""
-    """Text in the conversation or its error, whatever its case."""
+    """Text in the conversation or the error, ignoring case."""
     sort: str = ""
     descending: bool = True
     offset: int = 0
     limit: int = 50
 
 
+class Which(Query, kw_only=True):
+    """Identifies one rollout of a run: in training by group, in an evaluation by version, evaluation and task."""
+
+    run: str
+    kind: Literal["train", "pending", "eval"] = "train"
+    rollout: int
+    group: int | None = None
+    version: int | None = None
+    env: str = ""
+    task: int | None = None
+    agent: str = ""
+
+
 def page(run: Run, wanted: Wanted) -> Page:
-    """A page of the rollouts that are wanted. Raises RunError for a kind or a sort that is none."""
+    """One page of the selected rollouts. Raises RunError for an unknown kind or sort."""
     everything = run.rollouts(wanted.kind)
     filters = filters_of(wanted)
     chosen = everything.where(**filters)
@@ -94,12 +107,12 @@ def page(run: Run, wanted: Wanted) -> Page:
 
 
 def sorts_of(rollouts: Rollouts) -> list[str]:
-    """What they can be sorted by: some fields, and every metric."""
+    """The names that rollouts can be sorted by: SORTS, and every metric."""
     return [*SORTS, *(name for name in rollouts.fields if name in rollouts._columns.metrics)]
 
 
 def facet(rollouts: Rollouts, name: str) -> dict[str, int]:
-    """How many are found with each value of a field, the most frequent first."""
+    """The number of rollouts that a filter on each value of a field finds, the most frequent first."""
     counts = rollouts.counts(name)
     if name == "why" and (failed := len(rollouts.where(why=ERROR))):
         counts = dict(sorted((counts | {ERROR: failed}).items(), key=lambda pair: -pair[1]))
@@ -107,7 +120,7 @@ def facet(rollouts: Rollouts, name: str) -> dict[str, int]:
 
 
 def filters_of(wanted: Wanted) -> dict[str, Any]:
-    """The filters as the reader takes them; empty ones left out."""
+    """The filters as arguments of `Rollouts.where`, without empty ones."""
     place = "version" if wanted.kind == "eval" else "step"
     ranges = {
         place: (wanted.begin, wanted.end),
@@ -126,14 +139,14 @@ def without(filters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def newest_first(rollouts: Rollouts) -> Rollouts:
-    """The newest steps first, within a step as they stand in its file."""
+    """Sorts the newest steps first; within a step, keeps the order of its file."""
     name = "version" if len(rollouts) and rollouts[0].kind == "eval" else "step"
     order = rollouts.column(name)
     return rollouts._some(rollouts.places[np.argsort(-order.astype(np.int64), kind="stable")])
 
 
 def histogram_of(rollouts: Rollouts) -> Histogram | None:
-    """The rewards in BINS equal parts; None without any, or where all are equal."""
+    """A histogram of the rewards in BINS equal bins; None if there are no rewards, or all are equal."""
     values = rollouts.column("reward")
     values = values[np.isfinite(values)]
     if not len(values) or values.min() == values.max():
@@ -146,7 +159,7 @@ def histogram_of(rollouts: Rollouts) -> Histogram | None:
 
 
 def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
-    """(those that were found, of how many, whether that were all). Ends after SEARCH_S or MOST_FOUND."""
+    """Returns the rollouts found, the number searched, and whether that were all. Stops after SEARCH_S, or at MOST_FOUND."""
     deadline, found, looked = time.monotonic() + SEARCH_S, list[Rollout](), 0
     text = wanted.q.casefold()
     for rollout in rollouts:
@@ -155,7 +168,7 @@ def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool
         looked += 1
         try:
             row = rollout.row
-        except RunError:  # its file is gone, or damaged, which the page says by itself
+        except RunError:  # its file is gone, or damaged, which the page reports elsewhere
             continue
         if (not text or text in searchable(row).casefold()) and (not wanted.tool_errors or has_tool_error(row)):
             found.append(rollout)
@@ -171,12 +184,12 @@ def searchable(row: Row) -> str:
 
 
 def has_tool_error(row: Row) -> bool:
-    """Whether a tool's result speaks of an error in its first words: what a tool answers is free text, there is no other sign."""
+    """Whether a tool result mentions an error at its beginning. It is free text, so there is no better sign."""
     return any(message.role == "tool" and "error" in message.text[:200].casefold() for message in messages_of(row))
 
 
 def row_of(rollout: Rollout) -> RolloutRow:
-    """A rollout in a list."""
+    """The row of a rollout in a list."""
     is_eval = rollout.kind == "eval"
     return RolloutRow(
         kind=rollout.kind,
@@ -205,30 +218,32 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def find(run: Run, kind: str, group: int | None, rollout: int, version: int | None, env: str, task: int | None, agent: str) -> Rollouts:
-    """A rollout and all those beside it: its group, or of an evaluation the samples of its task. The one meant is the first.
+def find(run: Run, which: Which) -> Rollouts:
+    """Finds a rollout and its group (in an evaluation, the samples of its task). The rollout itself comes first, then the whole group.
 
-    Raises RunError if it is not there.
+    Raises RunError if it does not exist.
     """
-    if kind != "eval" and group is None:
-        raise RunError(f"rollout {rollout}: of which group?")
-    beside = run.rollouts("eval", version=version, env=env, task=task) if kind == "eval" else run.rollouts(kind, group_id=group)
-    if kind == "train" and not len(beside):
-        beside = run.rollouts("pending", group_id=group)
-    name = "episode" if kind == "eval" else "rollout_id"
+    if which.kind == "eval":
+        beside, name = run.rollouts("eval", version=which.version, env=which.env, task=which.task), "episode"
+    elif which.group is None:
+        raise RunError(f"rollout {which.rollout}: give its group, too")
+    else:
+        beside, name = run.rollouts(which.kind, group_id=which.group), "rollout_id"
+        if which.kind == "train" and not len(beside):
+            beside = run.rollouts("pending", group_id=which.group)
     numbers = beside.column(name)
-    meant = numbers == rollout
-    if kind == "eval" and agent:
-        meant &= beside.column("agent") == agent
+    meant = numbers == which.rollout
+    if which.kind == "eval" and which.agent:
+        meant &= beside.column("agent") == which.agent
     if not meant.any():
-        raise RunError(f"rollout {rollout} of {f'group {group}' if kind != 'eval' else f'task {task}'} is not there (any more)")
-    order = np.argsort(numbers, kind="stable")
-    first = int(np.flatnonzero(meant)[0])
-    return beside._some(np.concatenate([beside.places[[first]], beside.places[order]]))
+        of = f"task {which.task}" if which.kind == "eval" else f"group {which.group}"
+        raise RunError(f"rollout {which.rollout} of {of} does not exist (any more)")
+    order, first = np.argsort(numbers, kind="stable"), np.flatnonzero(meant)[:1]
+    return beside._some(beside.places[np.concatenate([first, order])])
 
 
 def in_full(run: Run, found: Rollouts) -> RolloutDetail:
-    """The first of `found` in full, with the others as its group, see `find`. Raises RunError if its text is gone."""
+    """The first rollout of `found` in full, with the others as its group; see `find`. Raises RunError if its text is gone."""
     rollout = found[0]
     row, number = rollout.row, row_of(rollout)
     group = [row_of(other) for other in found[1:]]
@@ -250,12 +265,12 @@ def in_full(run: Run, found: Rollouts) -> RolloutDetail:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """The conversation, each part of it as what it is. No character of it acts, or hides."""
+    """The conversation, split into its parts, with control and hidden characters escaped."""
     return [message_of(message) for message in row["messages"]]
 
 
 def message_of(message: dict[str, Any]) -> Message:
-    """One message. Thinking that stands in the content between its tags is taken out of it."""
+    """One message. Thinking between tags in the content is moved to its own field."""
     content = message.get("content")
     text = "\n".join(content_texts(content if isinstance(content, list) else [content]))
     thinking = plain(message.get("reasoning_content") or message.get("thinking") or "")
@@ -275,7 +290,7 @@ def message_of(message: dict[str, Any]) -> Message:
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[Call]:
-    """The tool calls of a message; what has another shape than most is shown as JSON."""
+    """The tool calls of a message; calls in an unknown form are shown as JSON."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
@@ -287,7 +302,7 @@ def calls_of(message: dict[str, Any]) -> Iterator[Call]:
 
 
 def pretty(arguments: Any) -> str:
-    """Arguments as indented JSON, or as they are if they are none."""
+    """Arguments as indented JSON, or unchanged if they are not JSON."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
@@ -296,7 +311,7 @@ def pretty(arguments: Any) -> str:
 
 
 def bounded(text: str) -> tuple[str, int]:
-    """The text without its middle if it is huge, and how many characters that leaves out."""
+    """The text, without its middle if it is too long, and the number of characters left out."""
     left_out = len(text) - MOST_CHARACTERS
     if left_out <= 0:
         return text, 0

@@ -1,4 +1,4 @@
-"""The list of runs, and several runs side by side."""
+"""The list of runs, and the comparison of several runs."""
 
 import math
 import os
@@ -8,46 +8,42 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.config.differences import changed_keys
-from rl.config.run import RLConfig
+from rl.records.comparison import eval_names, eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
-from rl.system.credentials import hidden
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.answers import Comparison, EvalChange, EvalPoint, Learned, RunRow, SettingDiff, State
 from rl.view.curves import Places
 from rl.view.library import Library
+from rl.view.responses import Comparison, EvalChange, Learned, RunRow
 from rl.view.timeline import extent
 
 STRETCHES = 40
-"""Points of a small curve."""
+"""Maximum number of points in a small curve."""
 LIVE_S = 3.0
-"""For so long what was found of a live run is believed; a finished one's until a file of it changes."""
+"""Seconds for which a live run's row is cached; a finished run's row is cached until one of its files changes."""
 PATIENCE_S = 0.2
-"""For so long a row waits for whoever else reads its run."""
+"""Seconds that a row waits for another thread reading the same run."""
 DISK_S = 60.0
-"""For so long the size of a run that changes is believed: counting it looks at every file."""
+"""Seconds for which a run's size is cached: counting it visits every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
-"""Where several runs' rewards are compared, as parts of the shortest run, and over which part of it each is a mean."""
+"""Where the rewards of several runs are compared, and the span of their means, as shares of the shortest run."""
 DAMAGE = (RunError, OSError, ValueError)
-"""What reading files raises that hold something else than a run wrote: one such run must not hide the others. The readers know no other
-way to fail, so anything else is a fault of the page, which is to be seen as one."""
-PLACE_KEYS = ("name", "output_dir")
-"""Settings that say where a run is, not what it does."""
+"""Exceptions from reading files that were not written by a run: one such run must not hide the others. Any other exception is a bug
+of the page and must show as one."""
 
 
 class RunList:
-    """Rows of runs, kept while nothing changes. Several threads may ask: a row whose run another one reads is given as it was."""
+    """Rows of runs, cached while nothing changes. Thread-safe: a row whose run another thread is reading may be the previous one."""
 
     def __init__(self, library: Library):
         self.library = library
         self.rows: dict[str, tuple[tuple[float, ...], float, RunRow]] = {}
-        """Key -> what the files looked like, when it was made, the row."""
+        """Key -> fingerprint of the files, time when the row was made, the row."""
         self.sizes: dict[str, tuple[float, int]] = {}
 
     def all(self) -> list[RunRow]:
-        """All runs, those that changed last first."""
+        """All runs, live ones first, then most recently changed first."""
         rows = [self._row(key) for key in self.library.keys()]  # noqa: SIM118
         return sorted(rows, key=lambda row: (row.state != "live", -row.changed))
 
@@ -80,14 +76,14 @@ class RunList:
 
 
 def fingerprint(run: Run) -> tuple[float, ...]:
-    """What changes with a run: when its files were last written."""
+    """The mtimes of a run's files, which change with the run."""
     files = run.run_dir
     paths = (files.config, files.metrics, files.events, files.run_end, files.status_dir, files.rollouts_dir, files.evals)
     return tuple(path.stat().st_mtime if path.exists() else 0.0 for path in (*paths, *source_files(files.metrics)))
 
 
 def disk_bytes(root: Path) -> int:
-    """Bytes of the files of a run; of hard links each once."""
+    """Size of a run's files in bytes; counts hard-linked files once."""
     seen, total = set(), 0
     for folder, _, names in os.walk(root):
         for name in names:
@@ -102,10 +98,10 @@ def disk_bytes(root: Path) -> int:
 
 
 def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
-    """A run in the list."""
+    """The row of a run in the list."""
     try:
-        config = run.config
-        state, why = state_of(run)
+        config, found = run.config, run.quick_diagnosis()
+        state, why = found.state, found.lasting  # without relative times, which do not stay true
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
@@ -134,37 +130,13 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
 
 
 def unreadable(key: str, why: str, size: int = 0, changed: float = 0.0) -> RunRow:
-    """The row of a run of which nothing can be told."""
-    return RunRow(
-        key=key,
-        name=Path(key).name,
-        model="",
-        environments=[],
-        state="unreadable",
-        why=visible(" ".join(why.split())),
-        step=0,
-        max_steps=0,
-        reward=None,
-        rewards=[],
-        measure="reward/mean",
-        evals=[],
-        lag=None,
-        tokens_per_s=None,
-        seconds=0.0,
-        heard=0.0,
-        changed=changed,
-        bytes=size,
-    )
-
-
-def state_of(run: Run) -> tuple[State, str]:
-    """Whether a run lives, and what it waits for or how it ended, in a sentence, without how long ago: that does not stay true."""
-    found = run.quick_diagnosis()
-    return found.state, found.bottleneck.replace(found.age, "", 1) if found.age else found.bottleneck
+    """The row of a run that cannot be read."""
+    text = visible(" ".join(why.split()))
+    return RunRow(key=key, name=Path(key).name, state="unreadable", why=text, changed=changed, bytes=size)
 
 
 def last_mean(values: np.ndarray) -> float | None:
-    """Mean of the newest values, five at most and no more than a tenth; None without any."""
+    """Mean of the newest tenth of the values, from one to five of them; None without values."""
     return float(values[-max(1, min(5, len(values) // 10)) :].mean()) if len(values) else None
 
 
@@ -174,7 +146,7 @@ def stretches(values: np.ndarray) -> list[float | None]:
 
 
 def eval_changes(run: Run) -> list[EvalChange]:
-    """Each evaluation's first and newest mean reward."""
+    """The first and the newest mean reward of each evaluation."""
     found = []
     for name in eval_names(run):
         versions, values = run.numbers.curve(f"eval/{name}/reward_mean", "eval")
@@ -187,18 +159,8 @@ def eval_changes(run: Run) -> list[EvalChange]:
     return found
 
 
-def eval_names(run: Run) -> list[str]:
-    """The evaluations that a run has results of."""
-    ends = ("eval/", "/reward_mean")
-    return [
-        name.removeprefix(ends[0]).removesuffix(ends[1])
-        for name in run.numbers.names
-        if name.startswith(ends[0]) and name.endswith(ends[1])
-    ]
-
-
 def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
-    """Settings that differ, and evaluations by version."""
+    """Compares runs: settings that differ, evaluations by version, and rewards."""
     configs, faults = [], []
     for key, run in zip(keys, runs, strict=True):
         try:
@@ -210,7 +172,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
 
 
 def learned(runs: Sequence[Run]) -> list[Learned]:
-    """The rewards after the same numbers of rollouts, each the mean over the tenth before."""
+    """The runs' rewards after equal numbers of rollouts, each a mean over the preceding SPAN."""
     curves = [(Places(run, "samples")(steps), values) for run in runs for steps, values in [run.numbers.curve("reward/mean")]]
     if not all(len(values) for _, values in curves) or not (shortest := min(float(at[-1]) for at, _ in curves)) > 0:
         return []
@@ -221,37 +183,6 @@ def learned(runs: Sequence[Run]) -> list[Learned]:
 
 
 def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
-    """The mean of the values that lie within `span` before a place, of the newest one before it at least; None where none is."""
+    """The mean of the values in the last `span` up to `place`, or at least the newest value up to it; None if there is none."""
     before = values[at <= place]
     return float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean()) if len(before) else None
-
-
-def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:
-    """The settings in which the configurations differ, without those of place and without secrets."""
-    known = [i for i, config in enumerate(configs) if config]
-    if not known:
-        return []
-    first = known[0]
-    found: dict[str, list[object]] = {}
-    for i in known[1:]:
-        for key, before, after in changed_keys(configs[first], configs[i]):
-            if key not in PLACE_KEYS and not (before in (None, []) and after in (None, [])):
-                found.setdefault(key, [None if j not in known else before for j in range(len(configs))])[i] = after
-    return [SettingDiff(key=key, values=hidden(key, values)) for key, values in found.items()]
-
-
-def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
-    """Every evaluation of every version that one of the runs has."""
-    means = [{(name, int(v)): float(x) for name in eval_names(run) for v, x in curve(run, name, "reward_mean")} for run in runs]
-    errors = [{(name, int(v)): float(x) for name in eval_names(run) for v, x in curve(run, name, "reward_mean_stderr")} for run in runs]
-    return [
-        EvalPoint(
-            name=name, version=version, means=[m.get((name, version)) for m in means], errors=[e.get((name, version)) for e in errors]
-        )
-        for name, version in sorted({key for of in means for key in of})
-    ]
-
-
-def curve(run: Run, name: str, metric: str) -> list[tuple[int, float]]:
-    """(version, value) of a metric of an evaluation."""
-    return list(zip(*map(list, run.numbers.curve(f"eval/{name}/{metric}", "eval")), strict=True))

@@ -1,4 +1,4 @@
-"""The server of the page: files of the page, and answers as JSON. It reads run directories and writes nothing."""
+"""Serves the page's files, and answers as JSON. Reads run directories, and writes nothing."""
 
 import asyncio
 import errno
@@ -22,49 +22,45 @@ from starlette.types import ASGIApp
 from rl.run_dir.hashes import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
-from rl.view.access import PARAMETER, PageGate
+from rl.view.access import PageGate
+from rl.view.curves import UnknownMetricError
 from rl.view.library import Library, UnknownRunError
-from rl.view.routes import ROUTES, Desk, Route
-from rl.view.schema import openapi
+from rl.view.routes import ROUTES, Handlers, Route
 from rl.wire.gate import refusal
 
 PAGE = Path(__file__).parent / "page"
 Pairs = list[tuple[str, str]]
-"""A query."""
+"""The parameters of a query."""
 SAME_S = 0.5
-"""For so long an answer is given again; a tab asks every two seconds."""
+"""Seconds for which an answer is reused; a tab asks every two seconds."""
 PORT = 8411
 """The port that is tried first; if it is taken, the kernel chooses one."""
 
 
 def make_app(library: Library) -> ASGIApp:
     """The page and its data, without the gate."""
-    desk = Desk(library)
+    handlers = Handlers(library)
 
     async def index(_: Request) -> Response:
         return FileResponse(PAGE / "index.html")
 
-    async def schema(_: Request) -> Response:
-        return Response(msgspec.json.encode(openapi()), media_type="application/json")
-
     routes = [
         At("/", index),
-        At("/api/schema", schema),
-        *(At(f"/api/{route.name}", answering(desk, route)) for route in ROUTES),
+        *(At(f"/api/{route.name}", answering(handlers, route)) for route in ROUTES),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
     return GZipMiddleware(Starlette(routes=routes), minimum_size=2000)
 
 
 class Shared:
-    """Answers that are being made, or were made a moment ago: whoever asks the same gets the same. Of one event loop."""
+    """Shares answers between equal requests, while they are made and for SAME_S after. Belongs to one event loop."""
 
     def __init__(self, make: Callable[[Pairs], bytes]):
-        """make: makes an answer; called in a thread."""
+        """make: computes an answer; called in a thread."""
         self.make = make
         self.making: dict[tuple[tuple[str, str], ...], asyncio.Future[bytes]] = {}
         self.made: dict[tuple[tuple[str, str], ...], tuple[float, bytes]] = {}
-        """Question -> when its answer was there (time.monotonic), and the answer."""
+        """Question -> time of its answer (time.monotonic), and the answer."""
 
     async def __call__(self, pairs: Pairs) -> bytes:
         question, now = tuple(pairs), time.monotonic()
@@ -82,9 +78,9 @@ class Shared:
         return answer
 
 
-def answering(desk: Desk, route: Route) -> Callable:
-    """The endpoint of a route: what it asks for is read in a thread, once for all who ask it at the same moment."""
-    shared = Shared(lambda pairs: redact_json(msgspec.json.encode(route.ask(desk, pairs))))
+def answering(handlers: Handlers, route: Route) -> Callable:
+    """The endpoint of a route. Reads in a thread, once for all equal requests at the same time."""
+    shared = Shared(lambda pairs: redact_json(msgspec.json.encode(route.ask(handlers, pairs))))
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -93,6 +89,8 @@ def answering(desk: Desk, route: Route) -> Callable:
             return refusal(400, "bad_parameter", str(error))
         except UnknownRunError as error:
             return refusal(404, "unknown_run", str(error))
+        except UnknownMetricError as error:
+            return refusal(404, "unknown_metric", str(error))
         except (RunError, OSError) as error:
             return refusal(409, "not_there", str(error))
         return with_tag(answer, request)
@@ -101,7 +99,7 @@ def answering(desk: Desk, route: Route) -> Callable:
 
 
 def with_tag(data: bytes, request: Request) -> Response:
-    """The answer, or 304 where the page has the same one already: it asks again and again."""
+    """The answer, or 304 if the page, which polls, already has it."""
     tag = f'"{blake2b(data).hex()}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={"etag": tag})
@@ -109,7 +107,7 @@ def with_tag(data: bytes, request: Request) -> Response:
 
 
 def bind(host: str, port: int | None) -> socket.socket:
-    """A socket that listens. Without a port PORT is tried, then the kernel chooses. Raises RunError."""
+    """A listening socket. If no port is given, tries PORT, then lets the kernel choose. Raises RunError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in (port,) if port is not None else (PORT, 0):
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -127,17 +125,20 @@ def bind(host: str, port: int | None) -> socket.socket:
     raise RunError(f"no port of {host} is free")
 
 
-def address(host: str, port: int, token: str) -> str:
-    """What is to be opened; it has the token."""
+def address(host: str, port: int) -> str:
+    """The URL of the page, without the key that lets a browser in."""
     shown = f"[{host}]" if ":" in host else socket.gethostname() if host == "0.0.0.0" else host
-    return f"http://{shown}:{port}/?{PARAMETER}={token}"
+    return f"http://{shown}:{port}/"
 
 
-def serve(library: Library, token: str, host: str, port: int | None, ready: Callable[[str], None]) -> None:
-    """Serves until the process is told to end. ready: called with the address once it is open. Raises RunError."""
+def serve(library: Library, secret: str, host: str, port: int | None, new_link: Callable[[str, str], None]) -> None:
+    """Serves until the process is asked to stop. Raises RunError.
+
+    new_link: called with the address and the number of each link that lets a browser in: the first once the page is up, a new one
+    whenever one was used.
+    """
     listener = bind(host, port)
-    number = listener.getsockname()[1]
-    app = PageGate(make_app(library), token, host, number)
+    place = address(host, listener.getsockname()[1])
+    app = PageGate(make_app(library), secret, host, lambda number: new_link(place, number))
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1)
-    ready(address(host, number, token))
     uvicorn.Server(config).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""Tasks over time: how the rewards of one task move from version to version."""
+"""Tasks over time: how the rewards of a task change from version to version."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,16 +10,16 @@ from rl.records.columns import NONE
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
-from rl.view.answers import Task, TaskRow, TaskVersion
+from rl.view.responses import Task, TaskRow, TaskVersion
 from rl.view.rollouts import messages_of, row_of
 
 SORTS = ("task", "rollouts", "first", "last", "change")
 MOST_VERSIONS = 400
-"""Of one task; of more the newest are shown."""
+"""Maximum number of versions shown of one task; the newest are kept."""
 
 
 def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort: str = "", descending: bool = True) -> list[TaskRow]:
-    """The tasks of a run: those whose reward changed most first; by another sort equal ones stand so. Raises RunError."""
+    """The tasks of a run, sorted by how much their reward changed, or by `sort` and then by that. Raises RunError."""
     rows = task_rows(run.rollouts(kind, env=env or None, task=number))
     if sort and sort not in SORTS:
         raise RunError(f"sort = {sort}: give one of {', '.join(SORTS)}")
@@ -30,13 +30,13 @@ def ordered(run: Run, kind: str, env: str = "", number: int | None = None, sort:
 
 
 def task_rows(rollouts: Rollouts) -> list[TaskRow]:
-    """Each task with its mean reward in the first and in the last third of the versions that played it. Failed rollouts have no reward."""
+    """Each task with its mean reward in the first and the last third of the versions that played it. Ignores failed rollouts."""
     scored = np.isfinite(rollouts.column("reward")) & (rollouts.column("version") != NONE)
     return [task_row(env, task, versions, rewards) for env, task, versions, rewards in by_task(rollouts, scored)]
 
 
 def by_task(rollouts: Rollouts, kept: np.ndarray) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-    """(environment, task, versions, rewards) of each task, its rollouts in the order of their versions. kept [n] bool: those that count."""
+    """Yields (environment, task, versions, rewards) of each task, with its rollouts sorted by version. kept: bool [n], those that count."""
     envs, numbers, versions, rewards = (rollouts.column(name)[kept] for name in ("env", "task", "version", "reward"))
     for env in sorted(set(envs.tolist())):
         of_env = np.flatnonzero(envs == env)
@@ -47,7 +47,7 @@ def by_task(rollouts: Rollouts, kept: np.ndarray) -> Iterator[tuple[str, int, np
 
 
 def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], Task]:
-    """Every task by environment and number: its versions, but neither their rollouts nor the prompt."""
+    """Every task by environment and number, with its versions, but without their rollouts and the prompt."""
     rollouts = run.rollouts(kind)
     found = {}
     for env, task, versions, rewards in by_task(rollouts, np.full(len(rollouts), True)):
@@ -60,17 +60,17 @@ def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], Task]:
 
 
 def newest(versions: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """(version, what is of it) of the MOST_VERSIONS newest, ascending."""
+    """The (version, value) pairs of the MOST_VERSIONS newest versions, ascending."""
     return list(versions.items())[-MOST_VERSIONS:]
 
 
 def left_out(versions: Mapping[int, object]) -> str:
-    """How many versions `newest` leaves out, in words."""
+    """A phrase on what `newest` leaves out; empty if nothing."""
     return f"the newest {MOST_VERSIONS} of {len(versions)} versions" if len(versions) > MOST_VERSIONS else ""
 
 
 def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> TaskRow:
-    """One task, its rollouts in the order of their versions; its change is nothing where one version alone played it."""
+    """The row of one task, with its rollouts sorted by version; its change is None if only one version played it."""
     played = np.unique(versions)
     third = max(1, len(played) // 3)
     first = float(rewards[versions <= played[third - 1]].mean())
@@ -79,12 +79,12 @@ def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> 
 
 
 def one_task(run: Run, kind: str, env: str, task: int) -> Task:
-    """One task over all versions. Raises RunError if no rollout of it is there."""
+    """One task over all versions. Raises RunError if it has no rollouts."""
     versions = run.task(env, task, kind)
     without = len(versions.pop(NONE, ()))
     if not versions:
-        failed = f": all {without} that played it failed before a token was sampled" if without else ""
-        raise RunError(f"task {task} of {env}: no rollout of it is there{failed}")
+        failed = f": all {without} that played it failed before their first token" if without else ""
+        raise RunError(f"task {task} of {env}: has no rollouts to show{failed}")
     shown = newest(versions)
     return Task(
         env=env,
@@ -102,13 +102,13 @@ def one_task(run: Run, kind: str, env: str, task: int) -> Task:
 
 
 def mean(rewards: np.ndarray) -> float | None:
-    """The mean of those that are there; None where none is."""
+    """The mean of the finite rewards; None if there are none."""
     rewards = rewards[np.isfinite(rewards)]
     return float(rewards.mean()) if len(rewards) else None
 
 
 def prompt_of(rollouts: Rollouts) -> list:
-    """The prompt, of the newest rollout whose text is there: the messages before the first answer where its line does not say."""
+    """The prompt, from the newest rollout with a text: the messages before the first answer if its line does not have their number."""
     for rollout in reversed(list(rollouts)):
         try:
             row = rollout.row

@@ -1,4 +1,4 @@
-"""What each process did when: lanes of spans, and what happened in between."""
+"""What each process did when: lanes of spans, and events."""
 
 import math
 from collections import Counter
@@ -13,31 +13,31 @@ from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
-from rl.view.answers import Lane, Moment, Span, Timeline
 from rl.view.curves import line_times
+from rl.view.responses import Lane, Moment, Span, Timeline
 
 WINDOW_S = 600.0
-"""What is shown without a stretch of time: the newest ten minutes."""
+"""The default interval: the newest ten minutes."""
 MOST_SPANS = 6000
-"""Of one answer; of more the longest are given."""
+"""Maximum number of spans in one answer; the longest are kept."""
 LANES = 8
-"""Of one kind of a process: a worker may play a hundred rollouts at once."""
+"""Maximum number of lanes of one kind per process: a worker may play a hundred rollouts at once."""
 QUIET_S, QUIET_SHARE = 1.0, 0.002
-"""From so long on, and from this part of what is shown, it is said that nobody works."""
+"""Minimum length of a time without work that is reported: in seconds, and as a share of the interval."""
 WAITS = {phase.value: phase.waits_for for phase in Phase if phase.waits_for} | dict.fromkeys(
     ("wait_for_batch", "fetch_batch"), "orchestrator"
 )
-"""Spans in which a process waits, and whom for."""
+"""Spans in which a process waits, and what it waits for."""
 WORKED_FOR = (None, "environments")
-"""Work, and waits for whoever has no lane of its own while it works: an environment that is loaded."""
+"""Counts as work: work itself, and waits for something without a lane of its own, such as environments being loaded."""
 IDLE = ("serving",)
-"""What a server is in, whether it has requests or not."""
+"""Phases of a server that do not show whether it has requests."""
 ORDER = ("rl", "trainer", "inference", "orchestrator")
 GAUGES, LEVELS = {"requests": "in flight", "playing": "at play"}, 5
 JOIN_S = 0.5
-"""A phase that begins so soon behind another one belongs to the same life: times of two clocks differ by less."""
+"""A phase that begins within so many seconds after another belongs to the same life: two clocks differ by less."""
 GAUGE_S = 4.0
-"""For so long a number holds, which is noted every two seconds, if no other comes."""
+"""Seconds that a gauge, which is written every two seconds, holds without a newer one."""
 DONE = {"batch": "batch {step} committed", "step": "step {step} trained", "eval": "version {step} evaluated"}
 STEP_PARTS = (
     ("wait_for_batch", "waits for the batch"),
@@ -49,12 +49,12 @@ STEP_PARTS = (
     ("validation", "validation"),
     ("parity", "compares with inference"),
 )
-"""Parts of the trainer's step in their order, where a run has no spans: `time/<name>` is their length."""
+"""Parts of the trainer's step in order, for runs without spans; `time/<name>` is their length."""
 TIMES = ["time/step", *(f"time/{name}" for name, _ in STEP_PARTS)]
 
 
 def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
-    """The lanes between two times; without them the newest WINDOW_S."""
+    """The lanes between two times, by default of the newest WINDOW_S. Raises RunError if the interval is empty."""
     first, last = extent(run)
     written = run.recording.ends or (first, last)
     first, last = min(first or written[0], written[0]), max(last, written[1])
@@ -64,7 +64,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     end = last if end is None else min(end, last)
     begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
     if not begin <= end:
-        raise RunError(f"{given}: nothing is between them; the run lasted from {first} to {last}")
+        raise RunError(f"{given}: nothing lies in between; the run lasted from {first} to {last}")
     found = run.timeline(begin, end)
     lanes, hidden = recorded_lanes(found.spans)
     lanes = sorted([*lanes, *gauge_lanes(found, end)], key=lambda lane: (rank(lane.process), lane.process))
@@ -77,8 +77,8 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
 
 
 def known_until(spans: list[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
-    """Until when all that was done is written. newest: when each process last wrote numbers, which it does behind its spans: a phase that
-    was not over then and is over now is neither written nor in the status."""
+    """The time up to which all spans are known. newest: when each process last wrote its gauges, which it does after its spans: a phase
+    that ended since then is neither written nor in the status."""
     known, last = math.inf, max(newest.values(), default=math.inf)
     for name, status in statuses.items():
         if (time := newest.get(name, -math.inf)) >= last - SLACK_S:
@@ -88,8 +88,8 @@ def known_until(spans: list[Done], newest: Mapping[str, float], statuses: Mappin
 
 
 def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
-    """Stretches in which no process did anything but wait, and no request or rollout was under way. Empty without spans of inference, which
-    not every run has."""
+    """Intervals in which all processes only waited, and no request or rollout was under way. Empty if the run has no spans of
+    inference."""
     if not any(done.process.startswith("inference") for done in recorded.spans):
         return []
     least, at, found = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
@@ -105,7 +105,7 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
 
 
 def extent(run: Run) -> tuple[float, float]:
-    """When the run began, and when something was last heard of it, by all but its spans."""
+    """The begin of the run and its last sign of life, without looking at spans."""
     times = [float(some.min()) for _, some in line_times(run).values() if len(some)]
     times += (time for time in (run.numbers.newest(), run.end and run.end.time) if time and is_time(time))
     times += [event.time for event in run.events]
@@ -114,7 +114,7 @@ def extent(run: Run) -> tuple[float, float]:
 
 
 def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
-    """Lanes of what the processes wrote down, and what is left out: of things done at the same time LANES of one kind have lanes."""
+    """The lanes of the recorded spans, at most LANES of one kind per process, and a sentence about what is left out."""
     found: dict[tuple[str, str], list[Span]] = {}
     for done, lane in spread(spans):
         own = found.setdefault((done.process, lane), [])
@@ -127,12 +127,12 @@ def recorded_lanes(spans: list[Done]) -> tuple[list[Lane], str]:
         if kinds[kind] <= LANES:
             lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
     more = [f"{LANES} of {count} lanes `{lane}` of {process}" for (process, lane), count in kinds.items() if count > LANES]
-    return lanes, f"shown are {', '.join(more)}: so much was done at once" if more else ""
+    return lanes, f"showing {', '.join(more)}" if more else ""
 
 
 def held(recorded: Recorded, process: str, name: str, end: float) -> list[tuple[float, float, float]]:
-    """(begin, end, value) of a number of a process: each value holds until the next one; where none comes within GAUGE_S, so long, but not
-    beyond its death, nor the last sign of life of its phases, or where it has none, of anyone's."""
+    """(begin, end, value) of a process's gauge. A value holds until the next one, but at most GAUGE_S if none comes in time, and not
+    beyond the process's death or the last sign of life in its phases (in anyone's phases if it has none)."""
     values = [(one.time, one.values[name]) for one in recorded.gauges if one.process == process and name in one.values]
     deaths = [mark.time for mark in recorded.marks if mark.name in ("death", "stop") and mark.process in (process, "rl")]
     phases = [done for done in recorded.spans if done.lane == PHASE_LANE and done.name != Phase.STARTING.value]
@@ -146,8 +146,8 @@ def held(recorded: Recorded, process: str, name: str, end: float) -> list[tuple[
 
 
 def last_sign(signs: list[Done], at: float) -> float:
-    """Until when what lived at a time is known to have lived, GAUGE_S behind it at most. signs: phases in the order of their begins, of
-    which one follows the other in a life."""
+    """The time up to which a process that was alive at `at` is known to have lived, at most GAUGE_S later. signs: phases sorted by begin;
+    in one life they follow each other without a gap."""
     until = at
     for done in signs:
         if done.begin <= until + JOIN_S and done.end > until:
@@ -156,7 +156,7 @@ def last_sign(signs: list[Done], at: float) -> float:
 
 
 def gauge_lanes(recorded: Recorded, end: float) -> list[Lane]:
-    """How many requests or rollouts were under way, as spans whose names are the parts of the most, in LEVELS."""
+    """The number of requests or rollouts under way, as spans named by its level: its share of the maximum in LEVELS steps."""
     lanes = []
     for process in dict.fromkeys(one.process for one in recorded.gauges):
         for name in GAUGES:
@@ -171,25 +171,25 @@ def gauge_lanes(recorded: Recorded, end: float) -> list[Lane]:
 
 
 def span_text(done: Done) -> str:
-    """What a span was about, in words."""
+    """The description of a span."""
     about = ", ".join(f"{name} {value}" for name, value in done.about.items())
     step = "" if done.step is None else f" {done.step}"
     return f"{done.name.replace('_', ' ')}{step}" + (f" ({about})" if about else "")
 
 
 def rank(process: str) -> int:
-    """The trainer first, then inference and the orchestrator, the workers last."""
+    """Sort key of a process: rl and the trainer first, then inference and the orchestrator, workers last."""
     return next((i for i, name in enumerate(ORDER) if process.startswith(name)), len(ORDER))
 
 
 def natural(lane: str) -> tuple[str, int]:
-    """For the order of `play 2` and `play 10`."""
+    """Sort key of a lane, which puts `play 2` before `play 10`."""
     head, _, tail = lane.rpartition(" ")
     return (head, int(tail)) if tail.isdigit() else (lane, 0)
 
 
 def metric_lanes(run: Run, begin: float, end: float) -> list[Lane]:
-    """Lanes as the metrics tell them, for runs without spans: the parts of the trainer's steps, the orchestrator's batches, evaluations."""
+    """Lanes from the metrics, for runs without spans: parts of the trainer's steps, the orchestrator's batches, evaluations."""
     trainer, orchestrator, evals = list[Span](), list[Span](), list[Span]()
     tables = run.numbers.tables
     for step, time, line in tables["trainer"].since(begin, TIMES) if "trainer" in tables else ():
@@ -204,7 +204,7 @@ def metric_lanes(run: Run, begin: float, end: float) -> list[Lane]:
 
 
 def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
-    """The parts of a step, one behind the other from its begin on."""
+    """The parts of a step, placed one after another from its begin."""
     at = end - (line.get("time/step") or 0.0)
     for name, what in STEP_PARTS:
         seconds = line.get(f"time/{name}") or 0.0
@@ -214,7 +214,7 @@ def step_parts(step: int, end: float, line: dict) -> Iterator[Span]:
 
 
 def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
-    """The MOST_SPANS longest spans if there are more, of equal ones the first; and what that leaves out."""
+    """Keeps the MOST_SPANS longest spans, the first of equal ones; also returns a sentence about what is left out."""
     lengths = np.array([span.end - span.begin for lane in lanes for span in lane.spans])
     if len(lengths) <= MOST_SPANS:
         return lanes, ""
@@ -222,18 +222,18 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     least, chosen = float(lengths[longest_first[MOST_SPANS]]), iter(np.isin(np.arange(len(lengths)), longest_first[:MOST_SPANS]).tolist())
     kept = [Lane(process=lane.process, name=lane.name, spans=[span for span in lane.spans if next(chosen)]) for lane in lanes]
     return kept, (
-        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: of those of {least:.3g} s or less not all are here, nor in the shares; "
-        "look at less time"
+        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {least:.3g} s or less are missing here and in the shares; "
+        "choose a shorter time"
     )
 
 
 def moments(marks: list[Mark]) -> list[Moment]:
-    """What happened, in words."""
+    """The marks as events in words."""
     return [Moment(kind=mark.name, time=mark.time, process=mark.process, text=mark_text(mark), step=mark.step) for mark in marks]
 
 
 def mark_text(mark: Mark) -> str:
-    """`batch 3 committed`, `death: killed by signal 9`."""
+    """The text of a mark, such as `batch 3 committed` or `death: killed by signal 9`."""
     if mark.name in DONE:
         return DONE[mark.name].format(step=mark.step)
     return f"{mark.name}: {mark.text}" if mark.text else mark.name

@@ -1,4 +1,4 @@
-"""A rollout token by token: the text of each token, and what sampler and trainer made of it."""
+"""A rollout token by token: the text of each token, and its values from the sampler and the trainer."""
 
 import threading
 from functools import lru_cache
@@ -13,30 +13,30 @@ from rl.records.tokens import BatchTokens
 from rl.records.tokens import SampleTokens as Sample
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.answers import Signal, Tokens
+from rl.view.responses import Signal, Tokens
 
 DIGITS = {"ratio": 6}
-"""Significant digits of a value, 4 where nothing is said: the mismatch of a model in float32 is 1e-5, and a ratio is near 1."""
+"""Significant digits by signal, 4 by default. A ratio is near 1, and a model in float32 has a mismatch of 1e-5."""
 USUAL = 0.98
-"""The part of a rollout's tokens whose values are within its scale; those of the others have the colours of its ends."""
+"""Share of a rollout's tokens whose values are within the colour scale; the others get the colours of its ends."""
 LEAST_RATIO = 1e-5
 SIGNALS = {
     "trainer_logprobs": "log-probability by the trainer, nats",
     "logprobs": "log-probability by the sampler, nats",
     "gap": "trainer minus sampler log-probability, nats",
     "ratio": "importance ratio r, trainer over sampler",
-    "stopped": "1: the loss's clip left it without gradient; 2: a mask left it out; 3: either in a later epoch",
+    "stopped": "1: clipped by the loss, without gradient; 2: masked out of the loss; 3: either of them in a later epoch",
     "entropies": "entropy of the trainer's distribution, nats",
     "advantages": "advantage",
     "teacher_gap": "trainer minus teacher log-probability, nats",
     "reference_gap": "trainer minus reference log-probability, nats",
     "versions": "policy version that sampled it",
 }
-"""What a signal is; it is offered where a rollout has a value of it."""
+"""Descriptions of the signals. A rollout offers those that it has values of."""
 
 
 def tokens(run: Run, step: int, group: int, rollout: int, offset: int = 0, limit: int | None = None) -> Tokens:
-    """The tokens of a trained rollout from `offset` on, all its samples one after the other. Raises RunError if its batch is gone."""
+    """The tokens of a trained rollout from `offset` on, with its samples concatenated. Raises RunError if its batch is gone."""
     batch, (tokenizer, note) = run.batch(step), tokenizer_of(run)
     whole = whole_rollout(batch, group, rollout)
     part = slice(offset, len(whole.ids) if limit is None else offset + limit)
@@ -55,7 +55,7 @@ def tokens(run: Run, step: int, group: int, rollout: int, offset: int = 0, limit
 
 
 class Whole(NamedTuple):
-    """All tokens of a rollout, its samples one after the other: ids and whether they are trained [T], signals by name [T]."""
+    """All tokens of a rollout, with its samples concatenated: ids [T], whether they are trained [T], signals by name, each [T]."""
 
     starts: list[int]
     ids: np.ndarray
@@ -66,7 +66,7 @@ class Whole(NamedTuple):
 
 @lru_cache(maxsize=2)
 def whole_rollout(batch: BatchTokens, group: int, rollout: int) -> Whole:
-    """Kept, for a long rollout is asked for in many parts. Raises RunError if the batch has no sample of it."""
+    """All tokens of a rollout, cached because a long one is requested in many parts. Raises RunError if the batch has no sample of it."""
     samples = list(batch.of(group, rollout))
     if not samples:
         raise RunError(f"batch {batch.step} has no sample of rollout {rollout} of group {group}")
@@ -79,7 +79,7 @@ def whole_rollout(batch: BatchTokens, group: int, rollout: int) -> Whole:
 
 
 def signal(name: str, values: np.ndarray) -> Signal:
-    """What a signal is, and its scale. values: those of the trained tokens [n]."""
+    """The description and scale of a signal. values: of the n trained tokens, [n]."""
     values = values[np.isfinite(values)]
     sizes = np.sort(np.abs(np.log(np.maximum(values, LEAST_RATIO)) if name == "ratio" else values))
     most = float(sizes[int(len(sizes) * USUAL)]) or float(sizes[-1]) or 1.0
@@ -87,7 +87,7 @@ def signal(name: str, values: np.ndarray) -> Signal:
 
 
 def signals_of(sample: Sample) -> dict[str, np.ndarray]:
-    """The signals by name, float [T], nan where there is no value."""
+    """The signals by name, each float [T], nan where there is no value."""
     mask = sample.loss_mask
     stopped = np.where(sample.masked, 2, np.where(sample.clipped, 1, np.where(sample.stopped_later, 3, 0)))
     found = {name: getattr(sample, name) for name in ("trainer_logprobs", "logprobs", "ratio", "entropies", "advantages", "teacher_gap")}
@@ -99,23 +99,23 @@ def signals_of(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def rounded(values: np.ndarray, digits: int) -> list[float | None]:
-    """Values with so many significant digits; None for one that is not finite."""
+    """Values rounded to `digits` significant digits; None for those that are not finite."""
     return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def piece(tokenizer: Tokenizer | None, number: int) -> str:
-    """The text of a token, or its id. A part of a character is shown as the replacement character."""
-    if tokenizer is None:
+    """The text of a token, or its id without a tokenizer. Part of a character becomes the replacement character."""
+    if tokenizer is None or not 0 <= number < 1 << 32:
         return f"{number} "
     token = tokenizer.id_to_token(number)
     text = tokenizer.decode([number], skip_special_tokens=False)
-    if token and token.startswith("▁"):  # which a tokenizer of sentencepiece decodes without its blank at the beginning
+    if token and token.startswith("▁"):  # sentencepiece tokenizers drop the leading blank when decoding
         text = f" {text.lstrip(' ')}"
     return visible(text) or f"[{token or number}]"
 
 
 def tokenizer_of(run: Run) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of the run's model, else None, and why there is none."""
+    """The tokenizer of the run's model and "", or None and the reason why there is none."""
     try:
         return load(str(tokenizer_file(run))), ""
     except RunError as error:
@@ -136,8 +136,8 @@ def loaded(path: str) -> Tokenizer:
 
 
 def tokenizer_file(run: Run) -> Path:
-    """tokenizer.json of the run. Raises RunError: it is fetched from nowhere."""
+    """The path of the run's tokenizer.json. Raises RunError if it is not on this machine; downloads nothing."""
     path = run.tokenizer_folder / "tokenizer.json"
     if not path.is_file():
-        raise RunError(f"{path}: is not there; the model has a tokenizer of another kind")
+        raise RunError(f"{path}: does not exist; the model has another kind of tokenizer")
     return path

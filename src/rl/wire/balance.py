@@ -1,8 +1,8 @@
-"""Which inference server gets a request: as one process sees them, how busy and how fast each is, and which session has been where.
+"""Chooses the inference server for a request by how busy and how fast each server looks to this process, and by the session's last server.
 
-An answer at a server costs its pace (seconds a token) times its requests in flight. So a slow server gets less, by as much as it is slower,
-and one that has just come gets the most. A session, the turns of rollouts that begin with one prompt, stays where its prefix is cached as
-long as that costs at most STAY times the cheapest.
+The cost of a request at a server is its pace (seconds per token) times its requests in flight. So a server gets fewer requests in
+proportion to how slow it is, and one that has just joined gets the most. A session (the turns of rollouts that begin with the same prompt)
+stays where its prefix is cached as long as that costs at most STAY times the cheapest server.
 """
 
 import asyncio
@@ -12,45 +12,45 @@ from collections.abc import Iterable
 
 STAY = 2.0
 BATCHED = 16
-"""Requests in flight up to which one more slows none of them down: a server answers them together."""
+"""Up to this many requests in flight, one more slows none of them down, because the server batches them."""
 FORGET_S = 30.0
-"""A pace that no answer has confirmed for so long is measured again, by one request."""
+"""A pace not confirmed by an answer for this long is measured again, with one request."""
 MEMORY = 0.9
-"""Weight that a server's earlier answers keep in its pace with each new one."""
+"""Decay factor of a server's earlier answers in its pace, per new answer."""
 FIXED_TOKENS = 16
-"""Tokens that an answer's fixed part (its prompt, the network) counts as."""
+"""The fixed cost of an answer (its prompt, the network), in tokens."""
 DOWN_S = 0.5
-"""A server that failed a request gets no other for so long."""
+"""A server that failed a request gets no further ones for this long."""
 MAX_SESSIONS = 1 << 16
-"""Sessions whose server is remembered; of more the oldest are forgotten, which costs them their cached prefix."""
+"""Number of sessions whose server is remembered; beyond it the oldest are forgotten, and lose their cached prefix."""
 
 
 class Server:
-    """One server. `flights` are the requests that it has from this process."""
+    """One server. `flights` are this process's requests in flight there."""
 
     def __init__(self, url: str):
         self.url = url
         self.open = True
-        """Whether it takes requests; else it only finishes those that it has."""
+        """Whether it takes new requests; else it only finishes those it has."""
         self.flights: set[asyncio.Task[tuple[int, bytes]]] = set()
         self.seconds = self.tokens = 0.0
-        """Of its answers, the newer the more."""
+        """Decayed sums over its answers."""
         self.confirmed = -math.inf
-        """When the pace was last measured, and until when the server counts as down, by the monotonic clock."""
+        """When the pace was last measured; `down_until` is when the server may be used again. Both in monotonic time."""
         self.down_until = -math.inf
 
     def answered(self, seconds: float, num_tokens: int) -> None:
-        """Notes an answer of so many tokens, and how long it took."""
+        """Records the duration and the number of tokens of an answer."""
         self.seconds = MEMORY * self.seconds + seconds
         self.tokens = MEMORY * self.tokens + num_tokens + FIXED_TOKENS
         self.confirmed = time.monotonic()
 
     def failed(self) -> None:
-        """Notes that a request came to nothing."""
+        """Records that a request failed."""
         self.down_until = time.monotonic() + DOWN_S
 
     def pace(self, now: float) -> float | None:
-        """Seconds a token; None while that is to be found out."""
+        """Returns the pace, seconds per token; None if it has to be measured."""
         if not self.tokens or (now - self.confirmed > FORGET_S and not self.flights):
             return None
         return self.seconds / self.tokens
@@ -62,14 +62,14 @@ class Balancer:
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
         self.gone: dict[str, Server] = {}
-        """Those that went while there was no other to take over their requests."""
+        """Servers that went away while there was no other one to take over their requests."""
         self.homes: dict[int, str] = {}
-        """Session -> address of its server, the one that was last asked for at the end."""
+        """Session -> address of its server; the most recently used session is last."""
 
     def update(self, urls: Iterable[str], closed: Iterable[str] = ()) -> None:
-        """Makes `urls` the servers that take requests, and `closed` those that only finish what they have.
+        """Makes `urls` the servers that take requests, and `closed` those that only finish the requests they have.
 
-        Requests at any other server are given up (AwayError in whoever waits for them) once there is one that takes them over.
+        Requests at any other server are cancelled (their callers get AwayError) once there is a server to take them over.
         """
         known = self.servers | self.gone
         states = dict.fromkeys(closed, False) | dict.fromkeys(urls, True)
@@ -84,12 +84,12 @@ class Balancer:
             self.gone = {}
 
     def usable(self) -> list[Server]:
-        """The servers that a request may be sent to now."""
+        """Returns the servers to which a request may be sent now."""
         now = time.monotonic()
         return [server for server in self.servers.values() if server.open and server.down_until <= now]
 
     def choose(self, session: int) -> Server | None:
-        """The server for a session's next request; None if there is none."""
+        """Returns the server for a session's next request; None if there is none."""
         if not (usable := self.usable()):
             return None
         now = time.monotonic()

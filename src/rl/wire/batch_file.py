@@ -1,53 +1,56 @@
-"""Files of `batches/`: what a step trains on, and the orchestrator's state after it. The rename of a batch file is the commit.
+"""Files of `batches/`: the data a step trains on, and the orchestrator's state after it. Renaming a batch file into place is the commit.
 
-And of `rollouts/`: the same as readable text, each file with its SHA-256 beside it, as `sha256sum --check` reads it; old ones as gzip.
+Also files of `rollouts/`: the rollouts as readable text, gzipped when old, each with its SHA-256 in a file for `sha256sum --check`.
 """
 
 import gzip
 import hashlib
+import io
 import os
 import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, decode_record, head_of_record, reading, write_file
+from rl.run_dir.files import HEADER, MAGIC, CorruptFileError, Data, decode_record, head_of_record, reading, write_file
 from rl.run_dir.hashes import blake2b, sha256
 from rl.run_dir.paths import RunDir, numbers
-from rl.wire.messages import PART_BYTES, UNREADABLE, BatchReady, TrainBatch
+from rl.wire.messages import UNREADABLE, BatchReady, TrainBatch
 
 ENCODER = msgspec.msgpack.Encoder()
 PIECE = 1 << 22
-"""Bytes that are copied in a few milliseconds."""
+"""Number of bytes copied in a few milliseconds."""
 NO_SAMPLES = b"\xa7samples\x90"
-"""The field of a batch without samples, in msgpack."""
+"""An empty `samples` field in msgpack."""
 ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")
-"""Of the files with a step's rollouts: readable, or compressed; and their checksum."""
+"""Suffixes of the files with a step's rollouts: plain, compressed, and the checksum."""
 PLAIN_STEPS = 100
-"""The rollouts of so many newest steps are plain text, those before are compressed."""
+"""The rollouts of this many newest steps are plain text; older ones are compressed."""
+MAX_ROLLOUTS_BYTES = 1 << 28
+"""Maximum bytes of a step's text that is read at once: 1,000 rollouts of 32,000 tokens have half of that, and gzip may hide any size."""
 COMPRESSION = 3
-"""Level of gzip: conversations shrink to a fifth, at 100 MiB a second of a core."""
+"""gzip level: conversations shrink to a fifth, at 100 MiB/s per core."""
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
-    """Content of `batches/000012.batch`. The orchestrator's state is an opaque msgpack value here."""
+    """The content of `batches/000012.batch`. The orchestrator's state is an opaque msgpack value here."""
 
     batch: TrainBatch
     state: msgspec.Raw
 
 
 def encode_batch(batch: TrainBatch, state: Any) -> bytearray:
-    """The bytes of a batch file: one checksummed record."""
+    """Returns the bytes of a batch file: one checksummed record."""
     return encode_samples(batch.step, [ENCODER.encode(sample) for sample in batch.samples], state)
 
 
 def encode_samples(step: int, samples: Sequence[bytes], state: Any) -> bytearray:
-    """The same from samples that are encoded already, each by itself.
+    """Does what `encode_batch` does, with samples that are already encoded, each by itself.
 
-    No call within it holds the interpreter for long, so that a thread can do it beside an event loop.
+    No call in it holds the GIL for long, so it can run in a thread beside an event loop.
     """
     empty = BatchFile(batch=TrainBatch(step=step, samples=[]), state=msgspec.Raw(ENCODER.encode(state)))
     head, key, tail = ENCODER.encode(empty).partition(NO_SAMPLES)
@@ -59,7 +62,7 @@ def encode_samples(step: int, samples: Sequence[bytes], state: Any) -> bytearray
 
 
 def joined(parts: Sequence[bytes]) -> bytearray:
-    """The parts one behind the other, copied piece by piece: `b"".join` would hold the interpreter while it copies all of them."""
+    """Concatenates the parts, copying piece by piece: `b"".join` would hold the GIL while it copies everything."""
     data, offset = bytearray(sum(map(len, parts))), 0
     for part in parts:
         view = memoryview(part)
@@ -71,7 +74,7 @@ def joined(parts: Sequence[bytes]) -> bytearray:
 
 
 def decode_batch(data: bytes, name: str) -> BatchFile:
-    """Decodes the bytes of a batch file. Raises CorruptFileError, naming the file, for damage and for a content of another shape."""
+    """Decodes the bytes of a batch file. Raises CorruptFileError, naming the file, if it is damaged or has another schema."""
     try:
         return msgspec.msgpack.decode(decode_record(data, name), type=BatchFile)
     except UNREADABLE as error:
@@ -79,23 +82,23 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
 
 
 def write_batch(path: Path, batch: TrainBatch, state: Any, fence: Callable[[], None] | None = None) -> None:
-    """Commits a batch. Raises TakenError if there is one of that step, and what `fence` raises, see write_file."""
+    """Commits a batch. Raises TakenError if the step already has one, and what `fence` raises, see write_file."""
     write_file(path, encode_batch(batch, state), new=True, fence=fence)
 
 
 def sound_batch(path: Path) -> bytes:
-    """The bytes of a batch file, its checksum verified. Raises CorruptFileError when it is damaged or missing."""
+    """Returns the bytes of a batch file after verifying its checksum. Raises CorruptFileError if it is damaged or missing."""
     try:
         with reading(path):
             data = path.read_bytes()
     except FileNotFoundError:
         raise CorruptFileError(f"{path}: missing") from None
-    decode_record(memoryview(data), str(path))  # a view, of which parts are no copies
+    decode_record(memoryview(data), str(path))  # a view, because slices of it are not copies
     return data
 
 
 def batch_head(path: Path) -> BatchReady:
-    """Size and checksum of a batch's file, by its head alone. Raises CorruptFileError for one that is missing or cannot be whole."""
+    """Returns size and checksum of a batch file, from its header alone. Raises CorruptFileError if it is missing or has the wrong size."""
     try:
         with reading(path), path.open("rb") as file:
             head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
@@ -103,12 +106,12 @@ def batch_head(path: Path) -> BatchReady:
         raise CorruptFileError(f"{path}: missing") from None
     length, checksum = head_of_record(head, str(path))
     if size != HEADER.size + length:
-        raise CorruptFileError(f"{path}: has {size} bytes, its head says {HEADER.size + length}")
+        raise CorruptFileError(f"{path}: has {size} bytes, its header says {HEADER.size + length}")
     return BatchReady(size, checksum)
 
 
 def is_batch(data: bytes, ready: BatchReady) -> bool:
-    """Whether these are the bytes of the file that `ready` tells of."""
+    """Whether these are the bytes of the file that `ready` announces."""
     return (
         len(data) == ready.size
         and data[: HEADER.size].endswith(ready.checksum)
@@ -116,41 +119,31 @@ def is_batch(data: bytes, ready: BatchReady) -> bool:
     )
 
 
-def batch_part(path: Path, offset: int) -> bytes:
-    """At most PART_BYTES of a batch's file from `offset` on. Raises CorruptFileError."""
-    try:
-        with reading(path), path.open("rb") as file:
-            file.seek(offset)
-            return file.read(PART_BYTES)
-    except FileNotFoundError:
-        raise CorruptFileError(f"{path}: missing") from None
-
-
-def write_rollouts(path: Path, data: bytes, fence: Callable[[], None] | None = None) -> None:
+def write_rollouts(path: Path, data: Data, fence: Callable[[], None] | None = None) -> None:
     """Writes a step's rollouts and their checksum. fence: see write_file."""
     write_file(path, data, fence=fence)
     write_file(sum_path(path), f"{sha256(data)}  {path.name}\n".encode(), fence=fence)
 
 
 def sum_path(path: Path) -> Path:
-    """The file with the checksum of a file of rollouts, which is that of its text where the file is compressed."""
+    """Returns the path of a rollout file's checksum, which is of the uncompressed text."""
     return path.with_name(f"{path.name.split('.')[0]}.sha256")
 
 
-def open_rollouts(path: Path) -> IO[bytes]:
-    """The lines of a file of rollouts, compressed or not. To be checked first: what is no gzip raises errors of many kinds."""
+def open_rollouts(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    """Opens a file of rollouts, compressed or not. Check it first: invalid gzip data raises errors of many kinds."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def compress_rollouts(path: Path) -> None:
-    """Replaces `000012.jsonl` by `000012.jsonl.gz`. Raises CorruptFileError for one that is not what was written, and leaves it."""
+    """Replaces `000012.jsonl` by `000012.jsonl.gz`. Raises CorruptFileError and leaves the file if its checksum does not match."""
     check_rollouts(path)
     write_file(path.with_name(f"{path.name}.gz"), gzip.compress(path.read_bytes(), COMPRESSION, mtime=0))
     path.unlink()
 
 
 def check_rollouts(path: Path) -> None:
-    """Raises CorruptFileError unless a file of rollouts is what was written. One without a checksum beside it passes."""
+    """Raises CorruptFileError if a file of rollouts does not match its checksum, or is invalid gzip. A missing checksum is no error."""
 
     def digest() -> str:
         try:
@@ -164,38 +157,39 @@ def check_rollouts(path: Path) -> None:
 
 
 def check_sum(path: Path, digest: Callable[[], str]) -> bool:
-    """Whether a file of rollouts has a checksum beside it. Raises CorruptFileError if `digest`, of its text, is another."""
+    """Whether a file of rollouts has a checksum. Raises CorruptFileError if `digest`, that of its text, differs from it."""
     try:
         with reading(sum_path(path)):
             expected = sum_path(path).read_bytes()[:64]
     except FileNotFoundError:
         return False
     if expected and re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
-        raise CorruptFileError(f"{sum_path(path)}: damaged; delete it to believe {path.name} as it is")
+        raise CorruptFileError(f"{sum_path(path)}: damaged; delete it to use {path.name} without a check")
     if expected and digest().encode() != expected:
-        raise CorruptFileError(f"{path}: damaged, its checksum does not fit; move it away to go on without it")
+        raise CorruptFileError(f"{path}: damaged, its checksum does not match; move it away to continue without it")
     return bool(expected)
 
 
 def damaged_gzip(path: Path, error: Exception) -> str:
-    """What is said of a compressed file that cannot be read."""
-    return f"{path}: damaged ({error}); move it away to go on without it"
+    """Returns the message for a compressed file that cannot be read."""
+    return f"{path}: damaged ({error}); move it away to continue without it"
 
 
 def sound_rollouts(path: Path) -> bytes:
-    """The text of a file of rollouts, its checksum verified where it has one. Raises CorruptFileError, or FileNotFoundError."""
+    """Returns the text of a file of rollouts, verifying its checksum if there is one. Raises CorruptFileError or FileNotFoundError."""
     try:
-        with reading(path):
-            data = path.read_bytes()
-            data = gzip.decompress(data) if path.suffix == ".gz" else data
+        with reading(path), open_rollouts(path) as file:
+            data = file.read(MAX_ROLLOUTS_BYTES + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptFileError(damaged_gzip(path, error)) from None
+    if len(data) > MAX_ROLLOUTS_BYTES:
+        raise CorruptFileError(f"{path}: its text is longer than {MAX_ROLLOUTS_BYTES:,} bytes; `rl show {path}` reads it line by line")
     check_sum(path, lambda: sha256(data))
     return data
 
 
 def remove_rollouts(run_dir: RunDir, *, after: int) -> None:
-    """Deletes rollouts of batches that were never committed: they are in pending.log, and come again."""
+    """Deletes rollouts of batches that were never committed: they are still in pending.log, and go into another batch."""
     for suffix in ROLLOUT_SUFFIXES:
         for number in numbers(run_dir.rollouts_dir, suffix):
             if number > after:

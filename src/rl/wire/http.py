@@ -1,4 +1,4 @@
-"""One request to an HTTP server that may be away, busy or starting; whoever sends it repeats it until a deadline of its own."""
+"""Single requests to HTTP servers that may be away, busy or starting; callers repeat them until their own deadline."""
 
 import asyncio
 import resource
@@ -10,18 +10,18 @@ import msgspec
 from rl.system.errors import RunError
 
 RETRY_S = 0.5
-"""Between two requests to a server that was away."""
+"""Pause before a server that was away is asked again."""
 CONNECT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 28
-"""A million tokens with their log-probabilities are a sixth of it."""
+"""A million tokens with their log-probabilities take a sixth of this."""
 
 
 class AwayError(Exception):
-    """A server gave no answer that counts; the message says what came instead. Caught by those that ask again."""
+    """A server gave no usable answer; the message says what happened instead. Caught by callers that retry."""
 
 
 class RefusedError(RunError):
-    """A server refused a request for good, with the HTTP status `status`. Caught where the run can go on without an answer."""
+    """A server refused a request for good, with HTTP status `status`. Caught where the run can continue without an answer."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -29,21 +29,21 @@ class RefusedError(RunError):
 
 
 class HttpClient:
-    """Sends any number of requests at once, each as long as it takes; only connecting has a deadline.
+    """Sends any number of concurrent requests. By default only connecting has a deadline.
 
-    Requests beyond half of the files that this process may open wait for a connection.
+    Connections are limited to half of the files that this process may open; further requests are queued.
     """
 
     def __init__(self, socket: str = "") -> None:
         self.socket = socket
-        """Unix socket to which all requests go, whatever their address; empty: none."""
+        """Unix socket to which all requests go, whatever their address; empty for none."""
         self.session: aiohttp.ClientSession | None = None
 
     async def request(
         self, method: str, url: str, body: Any, headers: dict[str, str], *, timeout_s: float | None = None
     ) -> tuple[int, bytes]:
-        """Status and content of the answer to `body` as JSON (None: no body). Raises AwayError where there is none within `timeout_s`,
-        one larger than any answer, or one that says that the server itself failed (a status from 500 on)."""
+        """Sends `body` as JSON (None: no body). Returns status and content of the answer. Raises AwayError if there is none within
+        `timeout_s`, if it is larger than MAX_ANSWER_BYTES, or if its status is 500 or above."""
         if self.session is None:  # can only be made inside a running event loop
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -66,15 +66,15 @@ class HttpClient:
 
 
 async def read_answer(response: aiohttp.ClientResponse) -> bytes:
-    """The whole content of a response. Raises aiohttp.ClientError for one that is larger than any answer."""
+    """Returns the whole content of a response. Raises aiohttp.ClientError if it is larger than MAX_ANSWER_BYTES."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
         if len(content) > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+            raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
     return bytes(content)
 
 
 def refusal(status: int, content: bytes) -> str:
-    """An answer that is none, in words."""
+    """Describes an answer with an error status."""
     return f"answered {status}: {content[:300].decode(errors='replace')}"

@@ -1,8 +1,8 @@
-"""Inference servers over HTTP: generate, load a version, ask for the version held. Repeats the request, never the rollout.
+"""Client of the inference servers over HTTP: generates, loads versions, asks for the version held. Repeats requests, never rollouts.
 
-The addresses are fixed (`orchestrator.inference_urls`) or those in the status files of the run. Of these the orchestrator says which
-answer, for it looks at all of them (`follow`). A request that a server fails, or whose server is gone, is sent to another one at once; the
-answer of exactly one of them counts.
+The addresses are fixed (`orchestrator.inference_urls`) or come from the run's status files. The orchestrator polls all servers and decides
+which of them may answer (`follow`). If a server fails a request or goes away, the request is sent to another one at once; exactly one
+answer counts.
 """
 
 import asyncio
@@ -16,24 +16,26 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl.run_dir.status import last_seen, read_address, server_files
-from rl.run_dir.token import authorization
+from rl.run_dir.access_token import authorization
+from rl.run_dir.status import last_seen, read_status, server_files
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RESTART, RunError
 from rl.wire.balance import Balancer, Server
 from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
-from rl.wire.worker_messages import Fleet
+from rl.wire.worker_messages import ServerSet
 
-PROTOCOL = 3
-"""Counts up when what servers are asked, or what they answer, changes its meaning."""
+PROTOCOL = 4
+"""Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0
-"""A server that does not give its version within this time gets no new requests, and after a second time in a row counts as away."""
+"""A server that does not report its version within this time gets no new requests; after the second time in a row it counts as away."""
+OTHER_HISTORY = -1
+"""Stands for a server's version if this run has a different one with the same number, because it was trained again."""
 LOOK_S = 1.0
-"""Longest wait for the versions of all servers: whoever needs longer holds up no other."""
+"""Longest wait for the versions of all servers, so that a slow one does not hold up the others."""
 TOKEN_REMEDY = (
-    "inference at {url} answers {status}: it wants its run's token. Set RL_TOKEN to the one in its run directory (status/token), or to the "
-    "same value everywhere"
+    "inference at {url} answers {status}: it requires its run's token. Set RL_TOKEN to the one in its run directory (status/token), or to "
+    "the same value everywhere"
 )
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class Generation(msgspec.Struct):
 
     token_ids: list[int]
     logprobs: list[float | None]
-    """Nan where one is not finite, which in JSON is null."""
+    """One per token, nats; nan if not finite (null in JSON)."""
     policy_versions: list[VersionSpan]
     finish_reason: str
 
@@ -64,7 +66,7 @@ class Generation(msgspec.Struct):
 
 
 class Fault(msgspec.Struct):
-    """Why a request is refused."""
+    """The reason why a request was refused."""
 
     type: str = ""
     message: str = ""
@@ -77,78 +79,82 @@ class Refusal(msgspec.Struct):
 
 
 class LoadedVersion(msgspec.Struct):
-    """The server's answer to `/load_weights`: the version that it holds now, and the seconds of loading it."""
+    """The server's answer to `/load_weights`: the version it holds now, and the durations of loading it, seconds."""
 
     policy_version: int
     verify_s: float = 0.0
-    """Checking that the files are what was written."""
+    """Verifying the files' checksums."""
     stage_s: float = 0.0
-    """Reading and packing the new weights beside the old, at the same time; generation goes on."""
+    """Reading and packing the new weights next to the old ones, concurrently with verifying; generation continues."""
     drain_s: float = 0.0
-    """From the order to stop until the step that ran was done; its tokens count."""
+    """From the request to stop until the running step was done; its tokens count."""
     pause_s: float = 0.0
-    """From that end until the scheduler may start the next step."""
+    """From the end of that step until the scheduler may start the next one."""
 
 
 class HeldVersion(LoadedVersion):
     """The server's answer to `/status`: what it serves."""
 
+    content: str = ""
+    """See WeightVersion."""
     served_model: str = ""
     max_model_len: int = 0
     protocol: int = 0
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The model that a run's servers have to serve."""
+    """The model that a run's servers must serve."""
 
     model: str
     max_model_len: int
 
     def fault(self, found: HeldVersion) -> str:
-        """Why a server is none of the run's; empty if it may be. Of a model's place only the last part counts: nodes keep it anywhere."""
+        """Returns why a server cannot be one of the run's, or "". Models are compared by their folder's name: its place differs by node."""
         if Path(found.served_model).name != Path(self.model).name:
-            return f"serves {found.served_model}, and this run trains {self.model}: start it with this run's configuration"
+            return f"serves {found.served_model}, but this run trains {self.model}: start it with this run's configuration"
         if found.max_model_len < self.max_model_len:
-            longest = f"takes {found.max_model_len} tokens, and model.max_model_len = {self.max_model_len}"
+            longest = f"takes {found.max_model_len} tokens, but model.max_model_len = {self.max_model_len}"
             return f"{longest}: start it with this run's configuration"
         return ""
 
 
 def read(content: bytes, kind: type[T]) -> T:
-    """An answer's content as a `kind`. Raises InferenceLostError for any other content."""
+    """Decodes an answer's content as a `kind`. Raises InferenceLostError for any other content."""
     try:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE as error:
         raise InferenceLostError(
-            f"inference answers what is no answer ({error}): {content[:100]!r}. Is orchestrator.inference_urls (or what stands in "
-            "status/inference.json) the address of a server of this version of rl?"
+            f"inference sent an invalid answer ({error}): {content[:100]!r}. Is orchestrator.inference_urls (or the address in "
+            "status/inference.json) that of a server of this version of rl?"
         ) from None
 
 
 class InferenceServers:
-    """The servers of a run. `fixed` are their addresses if they are set; `status_path` is the status file of the run's own server, beside
-    which others have theirs."""
+    """The servers of a run. `urls` are their addresses if these are fixed; `status_path` is the status file of the run's own server; those
+    of other servers are in the same folder."""
 
-    def __init__(self, urls: list[str], status_path: Path, timeout_s: float, expected: Expected | None = None, relay: str = ""):
+    def __init__(self, urls: list[str], status_path: Path, timeout_s: float, expected: Expected | None = None, inference_proxy: str = ""):
         self.fixed = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.status_path = status_path
         self.timeout_s = timeout_s
         self.expected = expected
-        """What `held` compares servers with."""
-        self.http = HttpClient(relay)
+        """The requirements that `held` checks."""
+        self.http = HttpClient(inference_proxy)
         self.authorization: dict[str, str] = {}
-        """The headers with the token, read once: a request must not depend on the disk."""
+        """The headers with the token, read once so that requests do not depend on the disk."""
         self.balancer = Balancer()
-        self.fleet: Fleet | None = None
-        """What the orchestrator said last; None: nothing, so this process looks for the servers by itself."""
+        self.fleet: ServerSet | None = None
+        """The servers as last announced by the orchestrator; None: not yet, so this process finds them itself."""
         self.oldest = 0
         """The oldest version that may answer a new request."""
+        self.contents: dict[int, str] = {}
+        """Version -> the id of its content, if known."""
         self.known: dict[str, int] = {}
-        """Sound server -> the version that it holds."""
+        """Healthy server -> the version it holds."""
         self.silent: set[str] = set()
-        """Servers that were sound, and did not say so in time now: they keep the requests that they have."""
+        """Servers that were healthy but did not answer in time lately; they keep the requests they have."""
         self.faults: dict[str, InferenceLostError] = {}
-        """Server -> why it is none of this run's."""
+        """Server -> why it is not usable for this run."""
         self.away: dict[str, str] = {}
         """Server -> why it did not answer."""
         self.asking: dict[str, asyncio.Task[None]] = {}
@@ -156,19 +162,19 @@ class InferenceServers:
     # Who is there -------------------------------------------------------------------------------------------------------
 
     def find(self) -> list[str]:
-        """The addresses of the servers: those that are set, or those in the status files, sound or not."""
+        """Returns the servers' addresses: the fixed ones, or those in the status files of processes not known to be dead."""
         if self.fixed:
             return self.fixed
-        addresses = map(read_address, server_files(self.status_path.parent)) if self.status_path.name else ()
-        return list(dict.fromkeys(url for url in addresses if url))
+        statuses = map(read_status, server_files(self.status_path.parent)) if self.status_path.name else ()
+        return list(dict.fromkeys(one.address for one in statuses if one and one.address and one.lives() is not False))
 
-    def follow(self, fleet: Fleet) -> None:
-        """Takes over what the orchestrator says about the servers: from now on no other one is asked for tokens."""
+    def follow(self, fleet: ServerSet) -> None:
+        """Adopts the servers announced by the orchestrator: from now on no other server is asked for tokens."""
         self.fleet, self.oldest = fleet, fleet.oldest
         self.balancer.update(fleet.urls, fleet.closed)
 
-    async def held(self) -> dict[str, int]:
-        """The policy version of each sound server. One that is slow to answer keeps its last one until it counts as away."""
+    async def poll_versions(self) -> dict[str, int]:
+        """Polls all servers. Returns the version of each healthy one; a slow one keeps its last version until it counts as away."""
         urls = self.find()
         for url in [*self.known]:
             if url not in urls:
@@ -182,19 +188,21 @@ class InferenceServers:
         return {url: version for url, version in self.known.items() if url in urls}
 
     async def _ask(self, url: str) -> None:
-        """Notes what a server holds, or what is wrong with it. A fault is logged once."""
+        """Records which version a server holds, or what is wrong with it. A fault is logged once."""
         try:
             async with asyncio.timeout(STATUS_S):
                 status, content = await self._send("GET", url, "/status")
             if status != 200:
-                raise InferenceLostError(f"{url} is no inference server of rl: its /status answers {status}")
+                raise InferenceLostError(f"{url} is not an inference server of rl: its /status answers {status}")
             found = read(content, HeldVersion)
             if found.protocol != PROTOCOL:
                 other = f"{url} is a server of another version of rl (protocol {found.protocol}, here {PROTOCOL})"
                 raise InferenceLostError(f"{other}: start it from the same installation as the orchestrator")
             if self.expected and (fault := self.expected.fault(found)):
                 raise InferenceLostError(f"inference at {url} {fault}")
-            self._note_sound(url, found.policy_version)
+            known = self.contents.get(found.policy_version)
+            is_other = known and found.content and known != found.content
+            self._note_sound(url, OTHER_HISTORY if is_other else found.policy_version)
             self.faults.pop(url, None)
             self.away.pop(url, None)
         except InferenceLostError as error:
@@ -224,10 +232,10 @@ class InferenceServers:
         self.silent.discard(url)
 
     async def wait_for_any(self, urls: Collection[str] = ()) -> dict[str, int]:
-        """What the servers hold, or those at `urls`, as soon as there is a sound one. Raises InferenceLostError, at once where only wrong
-        ones are set."""
+        """Returns what the servers (or those at `urls`) hold, as soon as one is healthy. Raises InferenceLostError at the deadline, or at
+        once if all fixed servers are unusable or a fault is permanent."""
         since = time.monotonic()
-        while not (held := {url: version for url, version in (await self.held()).items() if not urls or url in urls}):
+        while not (held := {url: version for url, version in (await self.poll_versions()).items() if not urls or url in urls}):
             faults = [self.faults[url] for url in self.find() if url in self.faults]
             lasting = [fault for fault in faults if fault.exit_code == GIVE_UP]
             if lasting or (faults and len(faults) == len(self.fixed)) or time.monotonic() - since > self.timeout_s:
@@ -236,11 +244,11 @@ class InferenceServers:
         return held
 
     async def loaded_version(self, urls: Collection[str] = ()) -> int:
-        """The oldest version that a server holds, or one of those at `urls`. Waits for the first of them; raises InferenceLostError."""
+        """Returns the oldest version that a server (or one of those at `urls`) holds. Waits for the first; raises InferenceLostError."""
         return min((await self.wait_for_any(urls)).values())
 
     def last_seen(self) -> str:
-        """What our own server last reported; of others only their addresses are known."""
+        """Describes what the run's own servers last reported; of fixed ones only the addresses are known."""
         if self.fixed:
             return f"Servers: {', '.join(self.fixed)}"
         return "\n".join(f"{path.stem}: {last_seen(path)}" for path in server_files(self.status_path.parent) or [self.status_path])
@@ -248,9 +256,9 @@ class InferenceServers:
     # What they are asked ------------------------------------------------------------------------------------------------
 
     async def generate(self, session: int, token_ids: list[int], sampling: dict[str, Any]) -> Generation:
-        """Samples one completion; requests of one session go to one server as long as that is good.
+        """Samples one completion; requests of one session go to the same server as long as that is efficient.
 
-        Raises PromptTooLongError, ValueError for a request the server refuses, InferenceLostError.
+        Raises PromptTooLongError, ValueError if the server refuses the request, and InferenceLostError.
         """
         body = {"token_ids": token_ids, "sampling": sampling, "session": session}
         since, problem = time.monotonic(), ""
@@ -269,9 +277,9 @@ class InferenceServers:
                 if status == 200:
                     return self._accepted(server, read(content, Generation), oldest, began)
                 fault = read(content, Refusal).error if status == 400 else Fault()
-            except (AwayError, OSError) as error:  # no descriptor left, a stale handle: it may pass
+            except (AwayError, OSError) as error:  # may be temporary: no descriptor left, a stale handle
                 problem = f"{server.url}: {error}"
-            except InferenceLostError as error:  # what it says is wrong: another one may be right
+            except InferenceLostError as error:  # the answer is wrong: another server may be fine
                 server.failed()
                 if not self.balancer.usable():
                     raise
@@ -281,30 +289,29 @@ class InferenceServers:
                 kind = PromptTooLongError if fault.type == "prompt_too_long" else ValueError
                 raise kind(fault.message or f"inference answered {status}: {content[:200]!r}")
             if first or time.monotonic() - began > self.timeout_s:
-                since = time.monotonic()  # until then a server was at work
+                since = time.monotonic()  # until now a server was working on it
             server.failed()
 
     def _accepted(self, server: Server, answer: Generation, oldest: int, began: float) -> Generation:
-        """The answer, if no version sampled it that is older than the server was said to hold, or that nobody has published. Raises
-        AwayError."""
+        """Returns the answer. Raises AwayError if a version older than `oldest`, or one that was not published, sampled any of it."""
         versions = {span.policy_version for span in answer.policy_versions}
         if wrong := {version for version in versions if version < oldest or (self.fleet and version > self.fleet.newest)}:
             newest = f" (the newest is {self.fleet.newest})" if self.fleet else ""
-            raise AwayError(f"its tokens are of version {min(wrong)}, and it was to hold {oldest} or a newer one{newest}")
+            raise AwayError(f"its tokens are of version {min(wrong)}, but it should hold {oldest} or a newer one{newest}")
         server.answered(time.monotonic() - began, len(answer.token_ids))
         return answer
 
     async def prepare(self, url: str, version: WeightVersion) -> None:
-        """Has a server read a version that it must not use yet. Whether it can shows when it is loaded. Raises AwayError, OSError and
-        InferenceLostError."""
+        """Makes a server read a version that it must not use yet. A refusal shows only when the version is loaded. Raises AwayError,
+        OSError and InferenceLostError."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
                 await self._send("POST", url, "/prepare_weights", msgspec.to_builtins(version))
 
     async def load(self, url: str, version: WeightVersion) -> float:
-        """Loads a version into one server. Returns for how long that paused generation, seconds.
+        """Loads a version into one server. Returns how long this paused generation, seconds.
 
-        Raises AwayError if it dies meanwhile, RefusedError, and InferenceLostError for one that takes too long.
+        Raises AwayError if the server dies meanwhile, RefusedError if it refuses, and InferenceLostError if it takes too long.
         """
         body = msgspec.to_builtins(msgspec.structs.replace(version, path=str(Path(version.path).absolute())))
         try:
@@ -312,22 +319,22 @@ class InferenceServers:
                 status, content = await self._send("POST", url, "/load_weights", body)
         except TimeoutError:
             raise InferenceLostError(
-                f"waited {self.timeout_s:.0f} s for inference at {url} to load version {version.policy_version}: it prepares the weights, "
-                f"or waits for requests of an older adapter to end; if it is just slow, raise orchestrator.inference_timeout_s. "
+                f"waited {self.timeout_s:.0f} s for inference at {url} to load version {version.policy_version}: it is preparing weights, "
+                f"or waiting for requests of an older adapter to end; if it is just slow, raise orchestrator.inference_timeout_s. "
                 f"{self.last_seen()}"
             ) from None
         if status != 200:
             raise RefusedError(status, content[:2000].decode(errors="replace"))
         held = read(content, LoadedVersion)
         if held.policy_version != version.policy_version:
-            raise InferenceLostError(f"inference at {url} was to load version {version.policy_version}, and says {held.policy_version}")
-        if asked := self.asking.pop(url, None):  # before the load, perhaps
+            raise InferenceLostError(f"inference at {url} was to load version {version.policy_version}, but has {held.policy_version}")
+        if asked := self.asking.pop(url, None):  # its answer may predate the load
             asked.cancel()
         self._note_sound(url, held.policy_version)
         return held.pause_s
 
     async def _fly(self, server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """A request that is given up (AwayError) when its server is gone."""
+        """Sends a request that the balancer may cancel when its server is gone (AwayError)."""
         flight = asyncio.ensure_future(self._send("POST", server.url, path, body))
         server.flights.add(flight)
         try:
@@ -341,8 +348,8 @@ class InferenceServers:
             server.flights.discard(flight)
 
     async def _send(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and content of one answer below 500. Raises AwayError or OSError where there is none, InferenceLostError for a token that
-        the server does not take."""
+        """Returns status and content of one answer below 500. Raises AwayError or OSError if there is none, InferenceLostError if the
+        server rejects the token or refuses (403)."""
         faults.point(f"http{path}")
         for _ in range(2):
             try:
@@ -351,7 +358,7 @@ class InferenceServers:
                 raise InferenceLostError(str(error), GIVE_UP) from None
             status, content = await self.http.request(method, url + path, body, shown)
             faults.point(f"http{path}.answered")
-            if status == 403:  # not for want of a token: the server says why
+            if status == 403:  # not because of the token: the server gives the reason
                 raise InferenceLostError(f"{url} refuses: {content[:500].decode(errors='replace')}", GIVE_UP)
             if status != 401:
                 return status, content
@@ -362,9 +369,9 @@ class InferenceServers:
         raise InferenceLostError(TOKEN_REMEDY.format(url=url, status=status), GIVE_UP)
 
     def _problems(self) -> str:
-        """Why no server takes a request."""
+        """Describes why no server takes a request."""
         problems = [f"{url}: {problem}" for url, problem in self.away.items()] or ["no address published yet"]
-        return "; ".join(problems) if self.fleet is None else "the orchestrator knows none that holds a version that may answer"
+        return "; ".join(problems) if self.fleet is None else "the orchestrator knows no server whose version may answer"
 
     def _lost(self, path: str, problem: str) -> InferenceLostError:
         return InferenceLostError(

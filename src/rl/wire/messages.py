@@ -1,4 +1,4 @@
-"""What trainer and orchestrator exchange: few types, typed msgpack, no torch."""
+"""The messages that trainer and orchestrator exchange: few types, typed msgpack, no torch."""
 
 from typing import Annotated
 
@@ -7,24 +7,22 @@ import msgspec
 from rl.run_dir.in_memory import InMemory
 from rl.run_dir.status import RoleStatus
 
-Version = Annotated[int, msgspec.Meta(ge=0)]
-PART_BYTES = 4 << 20
-"""Of a file that is sent in parts."""
+VersionNumber = Annotated[int, msgspec.Meta(ge=0)]
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no message of the expected type; the last for tables nested without end."""
+"""The exceptions of decoding if bytes are not a message of the expected type; RecursionError is for too deeply nested data."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`num_tokens` sampled tokens in a row of one policy version (-1: of none, in supervised fine-tuning)."""
+    """`num_tokens` consecutive sampled tokens of one policy version (-1: of none, in supervised fine-tuning)."""
 
     policy_version: int
     num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):
-    """One token sequence with what the loss needs at each token. The first four lists are aligned, length T.
+    """One token sequence with the inputs of the loss at each token. The first four lists are aligned, length T.
 
-    Example, two turns of one rollout (reward above the group's mean by 0.5; weights updated within the second answer)::
+    Example: two turns of one rollout (reward 0.5 above the group's mean; weights updated during the second answer)::
 
         tokens           <user> 1 + 1 <asst> 2 <end> <user> sure ? <asst> yes <end>
         loss_mask           0   0 0 0    0   1   1      0     0  0   0     1    1
@@ -37,16 +35,16 @@ class TrainingSample(msgspec.Struct, kw_only=True):
 
     token_ids: list[int]
     loss_mask: list[bool]
-    """True where the policy sampled the token and it is to be trained."""
+    """True where the token was sampled by the policy and is to be trained."""
     logprobs: list[float]
-    """Log-probability of each sampled token under the distribution that it was sampled from, nats; 0.0 where not sampled."""
+    """Log-probability of each sampled token under the distribution it was sampled from, nats; 0.0 where not sampled."""
     advantages: list[float]
     policy_versions: list[VersionSpan]
-    """Runs of one version over the tokens with loss_mask True, in order."""
+    """Spans of one version over the tokens with loss_mask True, in order."""
     env: str
     group_id: int
     rollout_id: int
-    """Place of the rollout in its group; several samples can come from one rollout."""
+    """Index of the rollout in its group; one rollout can give several samples."""
     temperature: float = 1.0
     teacher_logprobs: list[float] | None = None
 
@@ -55,62 +53,57 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         if len(lengths) != 1:
             raise ValueError(f"a sample's lists differ in length: {sorted(lengths)}")
         if self.loss_mask and self.loss_mask[0]:
-            raise ValueError("the first token of a sample has nothing before it and cannot be trained")
+            raise ValueError("the first token of a sample cannot be trained, because no token precedes it")
         if sum(span.num_tokens for span in self.policy_versions) != sum(self.loss_mask):
             raise ValueError("policy_versions must cover exactly the tokens with loss_mask True")
 
 
 class TrainBatch(msgspec.Struct, kw_only=True):
-    """What step `step` trains on; that turns policy version step-1 into version step."""
+    """The samples that step `step` trains on, which turns policy version step-1 into version step."""
 
     step: int
     samples: list[TrainingSample]
 
     @property
     def envs(self) -> list[str]:
-        """The environments of its samples, in order."""
+        """The environments of the samples, sorted."""
         return sorted({sample.env for sample in self.samples})
 
     @property
     def num_loss_tokens(self) -> int:
-        """The normaliser of the loss, known before the first backward and the same on every rank."""
+        """The normaliser of the loss, known before the first backward pass and equal on every rank."""
         return sum(sum(sample.loss_mask) for sample in self.samples)
 
 
 class WeightVersion(msgspec.Struct, frozen=True):
     """A complete set of weights."""
 
-    policy_version: Version
+    policy_version: VersionNumber
     path: Annotated[str, msgspec.Meta(max_length=4096)]
-    """Its folder."""
+    """The version's folder."""
     memory: InMemory | None = None
-    """Where processes of the trainer's host can read it before its folder is there."""
+    """Where processes on the trainer's host can read the version before its folder exists."""
+    content: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """See rl.run_dir.checksums.content_id; it may differ if a version is trained again. Empty: unknown."""
 
 
-# Trainer -> orchestrator. All are repeatable: asking twice is harmless, so a restarted trainer needs no special protocol.
+# Trainer -> orchestrator. All requests are idempotent, so a restarted trainer needs no special protocol.
 
 
 class GetBatch(msgspec.Struct, tag=True):
-    """Asks whether the batch of `step` is there."""
+    """Asks whether the batch of `step` is ready."""
 
     step: Annotated[int, msgspec.Meta(ge=1)]
-
-
-class GetBatchPart(msgspec.Struct, tag=True):
-    """Asks for bytes of the file of a batch, from `offset` on: a trainer that does not see the file reads it so."""
-
-    step: Annotated[int, msgspec.Meta(ge=1)]
-    offset: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Published(msgspec.Struct, tag=True):
-    """Announces that a version is complete, in memory or, without that, on disk; the orchestrator loads it into inference."""
+    """Announces that a version is complete, in memory if `memory` is set, else on disk; the orchestrator loads it into inference."""
 
     version: WeightVersion
 
 
-class Coming(msgspec.Struct, tag=True):
-    """Tells of a version that is in memory while its digests are not written yet: servers may prepare it, and nobody may use it."""
+class PrepareHint(msgspec.Struct, tag=True):
+    """Announces a version that is in memory but whose digests are not written yet: servers may prepare it but must not use it."""
 
     version: WeightVersion
 
@@ -118,52 +111,46 @@ class Coming(msgspec.Struct, tag=True):
 class GetProbe(msgspec.Struct, tag=True):
     """Asks for a few completions by exactly this version: the trainer compares its log-probabilities with inference's."""
 
-    policy_version: Version
+    policy_version: VersionNumber
 
 
 # Orchestrator -> trainer.
 
 
 class BatchReady(msgspec.Struct, tag=True, frozen=True):
-    """The batch is in its file, `batches/000012.batch`, which the trainer reads: however large it is, it does not cross the wire."""
+    """The batch is in its file, `batches/000012.batch`, from which the trainer reads it: batches are not sent over the wire."""
 
     size: Annotated[int, msgspec.Meta(ge=0)]
-    """Of the file, bytes."""
+    """Size of the file, bytes."""
     checksum: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """Of its content, as in the head of the file: one of the same name that differs is of another run, or not all there yet."""
-
-
-class BatchPart(msgspec.Struct, tag=True):
-    """Bytes of a batch's file, at most PART_BYTES; fewer only at its end."""
-
-    data: Annotated[bytes, msgspec.Meta(max_length=PART_BYTES)]
+    """Checksum in the file's header. A file of that name with another checksum is of another run, or incomplete."""
 
 
 class NotReady(msgspec.Struct, tag=True):
-    """No such batch yet. The trainer asks again, and shows meanwhile what the orchestrator does."""
+    """The answer is not available yet. The trainer asks again, and meanwhile shows what the orchestrator is doing."""
 
     status: RoleStatus
 
 
 class RunEnded(msgspec.Struct, tag=True):
-    """There will be no further batch: the run is over (every task solved, for example)."""
+    """There will be no further batches: the run is over (for example, every task is solved)."""
 
     reason: str
 
 
 class Acknowledged(msgspec.Struct, tag=True):
-    """`Published` or `Coming` has been noted. Versions below `oldest_needed` may be deleted: nothing waits for them any more."""
+    """`Published` or `PrepareHint` was received. Versions below `oldest_needed` may be deleted, except those in `keep`."""
 
     oldest_needed: int
     keep: list[int] = []
-    """Versions that are not deleted either: an evaluation found them best, or an inference server is reading them."""
+    """Older versions that must not be deleted: an evaluation found them best, or an inference server is reading them."""
 
 
 class Probe(msgspec.Struct, tag=True):
-    """The completions that were asked for; none when inference has gone on to a later version."""
+    """The requested completions; empty if inference already holds a later version."""
 
     samples: list[TrainingSample]
 
 
-Request = GetBatch | GetBatchPart | Published | Coming | GetProbe
-Reply = BatchReady | BatchPart | NotReady | RunEnded | Acknowledged | Probe
+Request = GetBatch | Published | PrepareHint | GetProbe
+Reply = BatchReady | NotReady | RunEnded | Acknowledged | Probe

@@ -1,4 +1,4 @@
-"""What environments make: a turn, a rollout, a group. Internal to orchestrator and workers: nothing of it reaches the trainer."""
+"""The results of environments: rollouts and groups. Internal to orchestrator and workers; the trainer never sees them."""
 
 from typing import Any, Literal
 
@@ -9,54 +9,55 @@ from rl.wire.turns import Turn, Turns
 Split = Literal["train", "eval"]
 
 MAX_NUMBER = 1e18
-"""The largest reward, or metric of a rollout: the square of a larger one is no float32, and a mean of several no number."""
+"""Largest absolute value of a reward or metric: the squares of larger ones overflow float32, and means of them may not be finite."""
 
 MAX_NAME = 200
-"""Characters in the name of a metric or an agent, which become part of names in metrics.jsonl and of the heads of tables."""
+"""Maximum length of the name of a metric or an agent; it becomes part of names in metrics.jsonl and of table headers."""
 
 Cause = Literal["environment", "reward", "inference", "timeout", "worker", "not_append_only", "teacher", "logprobs"]
-"""Why a rollout failed: the environment's code raised; a reward function raised or gave no finite number (a judge that is down, too);
-the model could not be asked; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it;
-the sampler gave a log-probability that is not finite."""
+"""Why a rollout failed, in order: the environment's code raised; a reward function raised or returned no finite number (or its judge is
+down); inference did not answer; a deadline passed; the worker process died; enforce_monotonicity refused it; the teacher did not score it;
+the sampler returned a log-probability that is not finite."""
 
 
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One play of a task by one agent, scored. `error` set: it failed, and its reward says nothing."""
+    """One scored play of a task by one agent. If `error` is set, the rollout failed and its reward is meaningless."""
 
-    turns: Turns | list[Turn] = []
-    """Always Turns; a list becomes that, also in what older versions of rl wrote."""
+    turns: Turns = msgspec.field(default_factory=Turns)
+    """A list of `Turn`s is converted."""
     messages: list[dict[str, Any]] = []
     num_prompt_messages: int | None = None
-    """So many messages at the beginning are the prompt: the policy wrote none of them, worked examples included. None: not known."""
+    """Number of leading messages that are the prompt, including worked examples; the policy wrote none of them. None: unknown."""
     reward: float = 0.0
     metrics: dict[str, float] = {}
     stop: str = ""
     """Why it ended, in the environment's words."""
     truncated: bool = False
-    """An answer hit max_tokens or the context's end."""
+    """Whether an answer hit max_tokens or the end of the context."""
     overlong: bool = False
-    """A prompt left no room for an answer in the context."""
+    """Whether a prompt left no room for an answer in the context."""
     error: str | None = None
     cause: Cause | None = None
     """Set with `error`."""
     episode: int = 0
-    """Place in the group. The agents of one episode are rollouts of their own."""
+    """Index in the group. Each agent of an episode has its own rollout."""
     agent: str = "agent"
     trainable: bool = True
     completion_tokens: int = 0
-    """Counted by an endpoint that gives no token ids."""
+    """As counted by an endpoint that returns no token ids."""
     retries: int = 0
-    """How often this episode was played before, and failed."""
+    """Number of earlier, failed attempts at this episode."""
     filtered: bool = False
-    """orchestrator.filter dropped it."""
+    """Whether orchestrator.filter dropped it."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.turns, list):
-            self.turns = Turns.of(self.turns)
+        given: Turns | list[Turn] = self.turns
+        if isinstance(given, list):
+            self.turns = Turns.of(given)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that can be trained: those whose ids and log-probabilities are known."""
+        """Number of trainable tokens: those whose ids and log-probabilities are known."""
         return sum(answer.num_tokens for answer in self.turns.answers)
 
     @property
@@ -65,7 +66,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def outcome(self) -> str:
-        """finished, truncated, overlong, empty, timeout or failed."""
+        """One of finished, truncated, overlong, empty, timeout and failed."""
         if self.error:
             return "timeout" if self.cause == "timeout" else "failed"
         if self.overlong:
@@ -76,11 +77,11 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def versions(self) -> list[int]:
-        """The policy versions that sampled a token, oldest first."""
+        """The policy versions that sampled any token, oldest first."""
         return sorted({span.policy_version for answer in self.turns.answers for span in answer.policy_versions})
 
     def as_record(self) -> dict[str, Any]:
-        """The fields of a rollout that every JSONL file of rollouts has, beside its place there."""
+        """Returns the fields of a rollout that are common to all JSONL files of rollouts."""
         return {
             "agent": self.agent,
             "messages": self.messages,
@@ -98,25 +99,32 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def unfit(rollout: Rollout) -> str:
-    """What of a rollout's numbers and names cannot be computed with, or recorded; empty if all can."""
+    """Describes the first number or name of a rollout that cannot be used or recorded; empty if there is none."""
     for name, value in {
         "the reward": rollout.reward,
         **{f"metric {name!r:.100}": value for name, value in rollout.metrics.items()},
     }.items():
-        if not abs(value) <= MAX_NUMBER:  # nan is not, either
-            return f"{name} is {value}, no number of at most {MAX_NUMBER:g}"
+        if not abs(value) <= MAX_NUMBER:  # also true for nan
+            return f"{name} is {value}, not a number of at most {MAX_NUMBER:g}"
     for name in (rollout.agent, *rollout.metrics):
         if not name or len(name) > MAX_NAME or not name.isprintable():
-            return f"{name!r:.100} is no name: printable characters, 1 to {MAX_NAME}"
+            return f"{name!r:.100} is not a valid name: 1 to {MAX_NAME} printable characters"
     return ""
 
 
 Episode = list[Rollout]
-"""One play of a task: a rollout for each agent's part, one for most environments."""
+"""One play of a task: one rollout per agent, so a single one for most environments."""
+
+
+Untrained = Literal["error", "truncated", "overlong", "empty", "filtered", "no_signal", "stale", "surplus"]
+"""The reason why a group is not trained. The first six are set when it is judged: a rollout failed; all answers were truncated, or all
+prompts overlong, or no token was sampled; the user's filter dropped it; its rewards are equal. The last two are set when a batch is formed:
+its tokens are older than `max_off_policy_steps`, or the batch is full without it. A rollout's `why` in rollouts/*.jsonl is one of these or
+more exact: the Cause of its failure, for instance. rl/view/explain.py has a sentence for each value."""
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """The finished rollouts of one task, and what becomes of them."""
+    """The finished rollouts of one task, with their credit."""
 
     group_id: int
     env: str
@@ -124,13 +132,13 @@ class Group(msgspec.Struct, kw_only=True):
     rollouts: list[Rollout]
     advantages: list[float] = []
     penalties: list[float] = []
-    """By how much the length penalty lowered each reward before credit."""
+    """The length penalty subtracted from each reward before credit."""
     signal: bool | None = None
-    """Whether there is something to learn from it; None: only its batch can tell."""
-    why: str | None = None
-    """Why it is not trained (no_signal, error, stale, empty, filtered); None: it is, or will be."""
+    """Whether there is something to learn from the group; None: only its batch can tell."""
+    why: Untrained | None = None
+    """The reason why the group is not trained; None if it is, or will be."""
     temperature: float = 1.0
-    """At which its rollouts were sampled."""
+    """Sampling temperature of its rollouts."""
 
     @property
     def num_episodes(self) -> int:
@@ -138,17 +146,17 @@ class Group(msgspec.Struct, kw_only=True):
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the rollouts that did not fail, of agents that are trained."""
+        """Rewards of the rollouts that did not fail and whose agent is trained."""
         return [rollout.reward for rollout in self.rollouts if rollout.error is None and rollout.trainable]
 
     @property
     def versions(self) -> list[int]:
-        """The policy versions that sampled a token, oldest first."""
+        """The policy versions that sampled any token, oldest first."""
         return sorted({version for rollout in self.rollouts for version in rollout.versions})
 
 
 class Members(msgspec.Struct, kw_only=True):
-    """Finished rollouts of a group that is still played, of whole episodes, before the user's metrics are added."""
+    """Finished rollouts of a group in flight, as whole episodes, before the user's metrics are added."""
 
     group_id: int
     env: str

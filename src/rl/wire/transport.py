@@ -1,9 +1,9 @@
-"""The live path between trainer and orchestrator: ZeroMQ DEALER to ROUTER, typed msgpack. The only file that knows the wire.
+"""The live path between trainer and orchestrator: ZeroMQ DEALER to ROUTER, typed msgpack. Only this file knows the wire protocol.
 
 The orchestrator's address is in its status file and is read again before every attempt, so either side may die and come back.
-It answers only processes that have the run's token (see run_dir/token.py), and all is encrypted: its address begins with `curve://`.
-What arrives is typed and bounded in size; bytes that are no message are counted and dropped, by either side. What is large does not cross
-it: a batch is read from its file in the run directory, and comes in parts only where that is not seen.
+It answers only processes that have the run's token (see run_dir/access_token.py), and all traffic is encrypted: its address begins with `curve://`.
+Messages are typed and bounded in size; each side counts and drops invalid ones. Large data is not sent: a batch is read from its file
+in the run directory, which all nodes share.
 """
 
 import contextlib
@@ -21,23 +21,21 @@ import zmq.asyncio
 import zmq.auth.asyncio
 import zmq.utils.z85
 
+from rl.run_dir.access_token import read_token
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, describe, last_seen, reachable, read_address
-from rl.run_dir.token import read_token
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
 from rl.wire.batch_file import is_batch
 from rl.wire.messages import (
     UNREADABLE,
     Acknowledged,
-    BatchPart,
     BatchReady,
-    Coming,
     GetBatch,
-    GetBatchPart,
     GetProbe,
     NotReady,
+    PrepareHint,
     Probe,
     Published,
     Reply,
@@ -48,21 +46,22 @@ from rl.wire.messages import (
 )
 
 ATTEMPT_S = 20.0
-"""One request waits this long for an answer before it is sent again; the orchestrator answers NotReady well before."""
+"""One request waits this long for an answer before it is sent again; the orchestrator answers NotReady well before that."""
 ADDRESS_CHECK_S = 0.5
-"""So often the client checks, while it waits, whether the orchestrator has another address now."""
+"""Interval at which a waiting client checks whether the orchestrator has a new address."""
 COMING_S = 1.0
 ANSWER_WITHIN_S = 5.0
-"""The orchestrator answers within this time, if only by NotReady."""
+"""The orchestrator answers within this time, if only with NotReady."""
 MAX_REQUEST_BYTES = 1 << 16
 MAX_REPLY_BYTES = 1 << 26
-"""The largest are a probe's, four contexts, and parts of a batch. ZeroMQ closes the connection of a larger message."""
+"""The largest replies are probes, up to four contexts. ZeroMQ closes the connection if a message is larger."""
 MAX_REPLIES_QUEUED = 8
-"""For one client, which asks again when a reply is dropped."""
+"""Per client; a client whose reply is dropped asks again."""
 SEEN_WITHIN_S = 5.0
-"""A file on a shared disk that another node wrote may come into view later than the word of it: NFS keeps what it knew of a directory."""
+"""A file that another node wrote may become visible later than the message about it, because NFS caches directories. After this time the
+batch is asked for again; a file of the right size with another checksum is damaged."""
 WARN_EVERY_S = 60.0
-"""Rejected messages are logged at most this often."""
+"""Shortest interval between log lines about rejected messages."""
 PLAIN, ENCRYPTED = "tcp://", "curve://"
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 SAME_TOKEN = "set RL_TOKEN to the same value everywhere, or nowhere and share the run directory"
@@ -75,11 +74,11 @@ REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
 class NoAnswerError(Exception):
-    """One attempt to ask failed; the message says why. Another one follows."""
+    """One attempt at a request failed; the message says why. The caller retries."""
 
 
 class Rejected:
-    """Counts what arrived and was no message, and logs a warning at most every WARN_EVERY_S seconds."""
+    """Counts invalid messages, and logs a warning at most every WARN_EVERY_S seconds."""
 
     def __init__(self, what: str):
         self.what = what
@@ -95,17 +94,17 @@ class Rejected:
 
 
 def curve_keys(token: str, role: str) -> tuple[bytes, bytes]:
-    """(public, secret) key of the `server` or the `client`, the same for everyone who has the token."""
+    """Returns the (public, secret) key of the role `server` or `client`, derived from the token."""
     seed = hashlib.blake2b(token.encode(), digest_size=32, person=f"rl {role}".encode()).digest()
     secret = zmq.utils.z85.encode(seed)
     return zmq.curve_public(secret), secret
 
 
 class Wait:
-    """A wait for answers, with a deadline and a text for the status, both only inside `with wait:`.
+    """A wait for answers, with a deadline and a status text that apply only inside `with wait:`.
 
-    A thread asks ahead for what is not needed yet, for as long as it takes; once its owner is held up, the deadline of `timeout_s` counts
-    and `on_wait` (as `Status.enter`) is called with the phase, its step and a detail for people.
+    A prefetching thread may take as long as it needs; once its owner blocks on the result, the deadline of `timeout_s` starts, and
+    `on_wait` (such as `Status.enter`) is called with the phase, its step and a detail for people.
     """
 
     def __init__(self, timeout_s: float, on_wait: Callable[[Phase, int, str], None]):
@@ -122,102 +121,81 @@ class Wait:
         self.since = None
 
     def about(self, phase: Phase, step: int, detail: str = "") -> None:
-        """Sets what is waited for."""
+        """Sets and reports what is waited for."""
         self.what = phase, step, detail
         self._report()
 
     def over(self) -> None:
-        """Nothing is waited for at the moment."""
+        """Marks that nothing is waited for at the moment."""
         self.what = None
 
     def _report(self) -> None:
         if self.since is not None and self.what:
             self.on_wait(*self.what)
 
-    def renew(self) -> None:
-        """Begins the deadline anew: something has come."""
-        if self.since is not None:
-            self.since = time.monotonic()
-
     def left_s(self) -> float:
-        """Seconds until the deadline."""
+        """Returns the seconds until the deadline; inf outside of `with wait:`."""
         since = self.since  # the owner may stop waiting at any time
         return math.inf if since is None else self.timeout_s - (time.monotonic() - since)
 
 
 class OrchestratorClient:
-    """The trainer's side; used by rank 0 alone. Blocking; several threads may call it at once."""
+    """The trainer's side; used only by rank 0. Blocking and thread-safe."""
 
     def __init__(self, run_dir: RunDir):
         self.run_dir, self.status_path = run_dir, run_dir.status("orchestrator")
-        self.sees_files = True
-        """Whether the last batch was read from its file: if not, it is not waited for the next one to come into view."""
         self.rejected = Rejected("answers of the orchestrator")
 
     def get_batch(self, step: int, wait: Wait) -> bytes | RunEnded:
-        """Waits for the batch of `step`: the bytes of its file, or why the run is over.
+        """Waits for the batch of `step`. Returns the bytes of its file, or RunEnded if the run is over.
 
-        Raises CorruptFileError when the orchestrator's own file is not what was written, RunError at the deadline.
+        Raises CorruptFileError if the file is damaged, RunError at the deadline.
         """
-        damaged = None
         while True:
             reply = self._ask_until(GetBatch(step), (BatchReady, RunEnded), f"batch {step}", Phase.WAITING_FOR_BATCH, step, wait)
             if isinstance(reply, RunEnded):
                 return reply
-            data = self._read_batch(step, reply, wait)
-            if data is None:
-                data = self._receive_batch(step, reply, wait)
-                if not is_batch(data, reply):
-                    if reply == damaged:
-                        raise CorruptFileError(f"{self.run_dir.batch(step)}: damaged, its checksum does not fit")
-                    damaged = reply  # or another one by now, after a repair
-                    continue
-            wait.over()
-            return data
+            if data := self._read_batch(step, reply, wait):
+                wait.over()
+                return data
 
-    def _read_batch(self, step: int, ready: BatchReady, wait: Wait) -> bytes | None:
-        """The bytes of the file in the run directory; None if what is seen there is not what the orchestrator wrote."""
-        path, deadline = self.run_dir.batch(step), time.monotonic() + SEEN_WITHIN_S
+    def _read_batch(self, step: int, ready: BatchReady, wait: Wait) -> bytes:
+        """Reads a batch's file; returns b"" if it does not become visible in time: a repair may have replaced it.
+
+        Raises CorruptFileError if the file is damaged, RunError at the deadline.
+        """
+        path, seen_by = self.run_dir.batch(step), time.monotonic() + SEEN_WITHIN_S
         while True:
+            is_whole = False
             with contextlib.suppress(OSError):
-                if path.stat().st_size == ready.size and is_batch(data := path.read_bytes(), ready):
-                    self.sees_files = True
+                is_whole = path.stat().st_size == ready.size
+                if is_whole and is_batch(data := path.read_bytes(), ready):
                     return data
-            if not (self.sees_files and path.parent.is_dir()) or time.monotonic() >= deadline:
+            if time.monotonic() >= seen_by:
                 break
-            wait.about(Phase.WAITING_FOR_BATCH, step, f"{path} to come into view")
+            if wait.left_s() <= 0:
+                waited = f"waited {wait.timeout_s:.0f} s for {path}, which the orchestrator wrote, to become visible"
+                raise RunError(f"{waited}: output_dir must be on a file system that all nodes share, under the same path", RESTART)
+            wait.about(Phase.WAITING_FOR_BATCH, step, f"{path} to become visible")
             time.sleep(0.2)
-        if self.sees_files:
-            log.warning("%s is not what the orchestrator wrote, as seen from here: batches come through the network", path)
-        self.sees_files = False
-        return None
-
-    def _receive_batch(self, step: int, ready: BatchReady, wait: Wait) -> bytes:
-        """The bytes of the file in parts, as many as come. The deadline counts from part to part."""
-        data = bytearray()
-        while len(data) < ready.size:
-            what = f"batch {step} in parts, {len(data) >> 20} of {ready.size >> 20} MiB received"
-            part = self._ask_until(GetBatchPart(step, len(data)), (BatchPart,), what, Phase.WAITING_FOR_BATCH, step, wait).data
-            if not part:
-                break
-            data += part
-            wait.renew()
-        return bytes(data)
+        if is_whole:
+            raise CorruptFileError(f"{path}: damaged, its checksum does not match")
+        return b""
 
     def published(self, version: WeightVersion, wait: Wait) -> Acknowledged:
-        """Announces a version. Returns which versions something still waits for."""
+        """Announces a version. Returns which versions are still needed."""
         number = version.policy_version
         what = f"the acknowledgement of version {number}"
         return self._ask_until(Published(version), (Acknowledged,), what, Phase.ANNOUNCING_VERSION, number, wait)
 
     def coming(self, version: WeightVersion) -> None:
-        """Tells of a version that servers may prepare while it is hashed. Nothing depends on it: one attempt, of a second at most."""
+        """Announces a version that servers may prepare while it is hashed. Optional, so there is only one attempt of COMING_S seconds."""
         with contextlib.suppress(NoAnswerError):
             if address := read_address(self.status_path):
-                self._ask(address, Coming(version), COMING_S)
+                self._ask(address, PrepareHint(version), COMING_S)
 
     def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
-        """A few completions by exactly this version; none when inference holds a later one, or does not load it within `timeout_s`."""
+        """Returns completions by exactly this version; none if inference holds a later one, or fails to load it within `timeout_s`."""
         since = time.monotonic()
         while (left := timeout_s - (time.monotonic() - since)) > 0:
             address = read_address(self.status_path)
@@ -229,16 +207,16 @@ class OrchestratorClient:
         return []
 
     def _ask_until(self, request: Request, accepted: tuple[type, ...], what: str, phase: Phase, step: int, wait: Wait) -> Any:
-        """Asks until an answer of an accepted kind comes. The error at the deadline names `what`, the status meanwhile phase and step."""
-        detail = "the orchestrator to come up" if not isinstance(request, GetBatchPart) else what
+        """Asks until an answer of an accepted type comes. The RunError at the deadline names `what`; the status shows phase and step."""
+        detail = "the orchestrator to come up"
         since = time.strftime("%H:%M:%S")
         while (left := wait.left_s()) > 0:
             wait.about(phase, step, detail)
             address = read_address(self.status_path)
             try:
                 reply = self._ask(address, request, min(ATTEMPT_S, left)) if address else None
-                if reply and not isinstance(reply, (NotReady, *accepted)):
-                    raise self._reject(address, f"a {type(reply).__name__} to a {type(request).__name__}")
+                if address and reply and not isinstance(reply, (NotReady, *accepted)):
+                    raise self._reject(address, f"a {type(reply).__name__} in reply to a {type(request).__name__}")
             except NoAnswerError as error:
                 reply, detail = None, str(error)
             if isinstance(reply, NotReady):
@@ -249,14 +227,14 @@ class OrchestratorClient:
             else:
                 time.sleep(0.2)
         raise RunError(
-            f"waited {wait.timeout_s:.0f} s for {what} ({detail}), asked first at {since}. "
+            f"waited {wait.timeout_s:.0f} s for {what} ({detail}), first asked at {since}. "
             f"The orchestrator: {last_seen(self.status_path)}\n"
             "See logs/orchestrator*.log; if the environment is just slow, raise trainer.batch_timeout_s",
             RESTART,
         )
 
     def _ask(self, address: str, request: Request, timeout_s: float) -> Reply | None:
-        """One attempt on a fresh socket, so that an answer to an older request is never taken for this one's. Raises NoAnswerError."""
+        """Makes one attempt on a fresh socket, so that a late answer to an older request cannot be mistaken. Raises NoAnswerError."""
         with zmq.Context.instance().socket(zmq.DEALER) as socket, contextlib.ExitStack() as on_exit:
             socket.linger = 0
             socket.ipv6 = True
@@ -269,14 +247,14 @@ class OrchestratorClient:
             try:
                 socket.connect(address.replace(ENCRYPTED, PLAIN, 1))
             except zmq.ZMQError as error:
-                raise NoAnswerError(f"the address {address} in {self.status_path} is none: {error.strerror}") from None
+                raise NoAnswerError(f"the address {address} in {self.status_path} is invalid: {error.strerror}") from None
             faults.point(f"ask.{type(request).__name__}")
             socket.send(ENCODER.encode(request))
             faults.point(f"asked.{type(request).__name__}")
             ready = self._poll(poller, address, timeout_s)
             frames = socket.recv_multipart() if socket in ready else []
         if ready and not frames:
-            raise NoAnswerError(f"{address} refuses the token that this process has: {SAME_TOKEN}")
+            raise NoAnswerError(f"{address} rejects this process's token: {SAME_TOKEN}")
         if len(frames) > 1:
             raise self._reject(address, f"{len(frames)} frames")
         try:
@@ -285,10 +263,10 @@ class OrchestratorClient:
             raise self._reject(address, error) from None
 
     def _poll(self, poller: zmq.Poller, address: str, timeout_s: float) -> dict[Any, int]:
-        """The sockets that are ready; none after `timeout_s`, or soon after the orchestrator came back at another address."""
+        """Returns the sockets that are ready; empty after `timeout_s`, or soon after the orchestrator came back at another address."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            if ready := dict(poller.poll(min(left, ADDRESS_CHECK_S) * 1000)):
+            if ready := dict(poller.poll(int(min(left, ADDRESS_CHECK_S) * 1000))):
                 return ready
             if read_address(self.status_path) not in (None, address):
                 break
@@ -300,23 +278,23 @@ class OrchestratorClient:
         except (RunError, OSError) as error:
             raise NoAnswerError(str(error)) from None
         if token is None:
-            raise NoAnswerError(f"{address} wants the run's token and this process has none: {SAME_TOKEN}")
+            raise NoAnswerError(f"{address} requires the run's token, but this process has none: {SAME_TOKEN}")
         socket.curve_publickey, socket.curve_secretkey = curve_keys(token, "client")
         socket.curve_serverkey, _ = curve_keys(token, "server")
 
     def _reject(self, address: str, why: object) -> NoAnswerError:
         self.rejected.note(address, why)
-        return NoAnswerError(f"{address} answers what is no answer ({why}): is it this run's orchestrator, of the same version of rl?")
+        return NoAnswerError(f"{address} sent an invalid answer ({why}): is it this run's orchestrator, of the same version of rl?")
 
 
 class TrainerServer:
-    """The orchestrator's side. A message that is no request is counted and dropped.
+    """The orchestrator's side. Invalid requests are counted and dropped.
 
-    It answers only clients that have the token, too. Constructed inside a running event loop.
+    It answers only clients that have the token. Must be constructed inside a running event loop.
     """
 
     def __init__(self, host: str, port: int, token: str):
-        self.context = zmq.asyncio.Context()  # of its own: an authenticator is its context's
+        self.context = zmq.asyncio.Context()  # its own, because an authenticator applies to a whole context
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.ipv6 = ":" in host
@@ -337,7 +315,7 @@ class TrainerServer:
         self.address = f"{ENCRYPTED}{f'[{name}]' if ':' in name else name}:{bound_port}"
 
     def _authenticator(self, token: str) -> zmq.auth.asyncio.AsyncioAuthenticator:
-        """Admits clients that have the keys derived from the token. The server's public key alone admits nobody."""
+        """Admits clients with the keys derived from the token. Knowing the server's public key is not enough."""
         known, _ = curve_keys(token, "client")
         self.socket.curve_server = True
         _, self.socket.curve_secretkey = curve_keys(token, "server")
@@ -349,7 +327,7 @@ class TrainerServer:
         return authenticator
 
     async def receive(self) -> tuple[bytes, Request]:
-        """Waits for the next request. Returns it behind its sender, to whom `reply` goes."""
+        """Waits for the next request. Returns (sender, request); pass the sender to `reply`."""
         while True:
             peer, *frames = await self.socket.recv_multipart(copy=False)
             try:

@@ -1,8 +1,8 @@
-"""The turns of a rollout, linear in its tokens: what each turn adds, not the prompt that it repeats.
+"""The turns of a rollout in memory linear in its tokens: only what each turn adds is stored, not the prompt that it repeats.
 
-Tokens stand in chains. A turn whose prompt begins with the whole of a chain extends it, the first such chain if there are several; any
-other turn starts a new chain, which refers to the tokens that it shares with an earlier one. So each chain is what one training sample is
-made of: every sampled token in it follows exactly the ids that it was sampled after, and nothing has to be compared again.
+Tokens are stored in chains. A turn whose prompt begins with a whole chain extends it (the first one, if there are several); any other
+turn starts a new chain, which refers to the tokens that it shares with an earlier one. So each chain makes one training sample: every
+sampled token in it follows exactly the ids that it was sampled after, and nothing has to be compared again.
 """
 
 from array import array
@@ -18,17 +18,17 @@ LOGPROB_BYTES = array("d").itemsize
 
 
 class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One answer of the policy: exactly the ids that were sent and the ids that were sampled."""
+    """One answer of the policy, with exactly the ids that were sent and sampled."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """Of the completion's tokens, nats."""
+    """Log-probabilities of the completion's tokens, nats."""
     policy_versions: list[VersionSpan]
-    """Runs over the completion's tokens."""
+    """Spans of one version over the completion's tokens."""
     finish_reason: str
     teacher_logprobs: list[float] | None = None
-    """Of the completion's tokens under the teacher, nats."""
+    """Log-probabilities of the completion's tokens under the teacher, nats."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.logprobs), sum(span.num_tokens for span in self.policy_versions)}
@@ -37,21 +37,21 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.completion_ids and not self.prompt_ids:
             raise ValueError("an answer to an empty prompt cannot be trained")
         if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.completion_ids):
-            raise ValueError("a teacher's logprobs are as many as the tokens of the answer")
+            raise ValueError("an answer's tokens and teacher logprobs differ in number")
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and completion."""
+        """The ids of prompt and completion."""
         return self.prompt_ids + self.completion_ids
 
 
 class Chain(msgspec.Struct, array_like=True, gc=False):
-    """A token sequence: the first `shared` tokens of the chain `base`, and those in `tail`."""
+    """A token sequence: the first `shared` tokens of chain `base`, followed by those in `tail`."""
 
     tail: bytes
-    """int32 each."""
+    """Token ids, int32."""
     base: int = -1
-    """Index of an earlier chain; -1: it shares nothing."""
+    """Index of an earlier chain; -1 if nothing is shared."""
     shared: int = 0
 
     @property
@@ -60,16 +60,16 @@ class Chain(msgspec.Struct, array_like=True, gc=False):
 
 
 class Answer(msgspec.Struct, array_like=True, gc=False):
-    """A turn, by its place in a chain: its prompt are the tokens before `start`."""
+    """A turn as a position in a chain: the tokens before `start` are its prompt."""
 
     chain: int
     start: int
     logprobs: bytes
-    """Of the completion's tokens, nats, float64 each."""
+    """Log-probabilities of the completion's tokens, nats, float64."""
     policy_versions: list[VersionSpan]
     finish_reason: str
     teacher_logprobs: bytes | None = None
-    """Of the completion's tokens under the teacher, nats, float64 each."""
+    """Log-probabilities of the completion's tokens under the teacher, nats, float64."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +82,7 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
 
 
 class Turns(msgspec.Struct, omit_defaults=True, gc=False):
-    """A sequence of `Turn`s in the order in which they were played, equal to a list of them. A turn that is taken out of it is a copy."""
+    """A sequence of `Turn`s in playing order; compares equal to a list of them. Turns read from it are copies."""
 
     chains: list[Chain] = []
     answers: list[Answer] = []
@@ -90,22 +90,22 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
     def __post_init__(self) -> None:
         for number, chain in enumerate(self.chains):
             if len(chain.tail) % ID_BYTES or not -1 <= chain.base < number:
-                raise ValueError("a chain of tokens is cut, or continues none before it")
+                raise ValueError("a chain of tokens is cut short, or does not continue an earlier one")
             if not 0 <= chain.shared <= (self.chains[chain.base].num_tokens if chain.base >= 0 else 0):
-                raise ValueError("a chain shares more tokens than there are")
+                raise ValueError("a chain shares more tokens than its base has")
         for answer in self.answers:
             if len(answer.logprobs) % LOGPROB_BYTES or not 0 <= answer.chain < len(self.chains):
-                raise ValueError("an answer is cut, or stands in no chain")
+                raise ValueError("an answer is cut short, or is not in a chain")
             if answer.end > self.chains[answer.chain].num_tokens or answer.start < bool(answer.num_tokens):
-                raise ValueError("an answer stands outside of its chain, or has no prompt")
+                raise ValueError("an answer is outside of its chain, or has no prompt")
             if sum(span.num_tokens for span in answer.policy_versions) != answer.num_tokens:
                 raise ValueError("an answer's tokens and policy versions differ in number")
             if answer.teacher_logprobs is not None and len(answer.teacher_logprobs) != len(answer.logprobs):
-                raise ValueError("a teacher's logprobs are as many as the tokens of the answer")
+                raise ValueError("an answer's tokens and teacher logprobs differ in number")
 
     @staticmethod
     def of(turns: Iterable[Turn]) -> "Turns":
-        """The same turns in chains."""
+        """Makes chains from turns."""
         found = Turns([], [])
         for turn in turns:
             found.add(turn)
@@ -128,7 +128,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         self.answers.append(Answer(number, len(turn.prompt_ids), logprobs, turn.policy_versions, turn.finish_reason, teacher))
 
     def _common(self, prompt: bytes) -> list[int]:
-        """How many tokens each chain has in common with a prompt at the beginning. Looks at each stored token once."""
+        """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at each stored token once."""
         common: list[int] = []
         for chain in self.chains:
             with_base = common[chain.base] if chain.base >= 0 else 0
@@ -139,7 +139,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         return common
 
     def ids(self, number: int, end: int | None = None) -> array:
-        """The first `end` token ids of a chain, or all."""
+        """Returns the first `end` token ids of a chain (default: all)."""
         chain = self.chains[number]
         end, parts = chain.num_tokens if end is None else end, []
         while end:
@@ -150,9 +150,9 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         return array("i", b"".join(reversed(parts)))
 
     def first_rewritten(self) -> int | None:
-        """The index of the first turn whose prompt does not begin with prompt and completion of any earlier turn; None without one.
+        """Returns the index of the first turn whose prompt does not begin with prompt and completion of any earlier turn; None if none.
 
-        Only a turn that begins a chain can be one: those that extend it continue what stands there.
+        Only turns that begin a chain need checking: those that extend one continue its tokens.
         """
         begun = set[int]()
         for index, answer in enumerate(self.answers):
@@ -164,14 +164,14 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         return None
 
     def by_chain(self) -> list[list[Answer]]:
-        """The answers in each chain."""
+        """Returns the answers in each chain."""
         found: list[list[Answer]] = [[] for _ in self.chains]
         for answer in self.answers:
             found[answer.chain].append(answer)
         return found
 
     def token_ids(self, index: int) -> list[int]:
-        """Prompt and completion of a turn."""
+        """Returns the ids of prompt and completion of a turn."""
         answer = self.answers[index]
         return self.ids(answer.chain, answer.end).tolist()
 
@@ -215,7 +215,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
-    """Log-probabilities as float64; nan for None, which is what JSON has for one that is not finite."""
+    """Packs log-probabilities as float64; None becomes nan, because JSON has null for values that are not finite."""
     return array("d", [float("nan") if value is None else value for value in logprobs] if None in logprobs else logprobs).tobytes()
 
 
@@ -224,7 +224,7 @@ def unpack_logprobs(data: bytes) -> list[float]:
 
 
 def num_common(tail: bytes, prompt: bytes, offset: int) -> int:
-    """The number of tokens at the beginning of `tail` that `prompt` has from byte `offset` on."""
+    """Returns the number of leading tokens of `tail` that `prompt` also has from byte `offset` on."""
     if prompt.startswith(tail, offset):
         return len(tail) // ID_BYTES
     low, high = 0, min(len(tail), len(prompt) - offset) // ID_BYTES

@@ -1,5 +1,6 @@
-"""What the orchestrator sends to an environment worker, and what the worker answers."""
+"""The messages between the orchestrator and environment workers."""
 
+from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +14,7 @@ class EnvSpec(msgspec.Struct, kw_only=True):
     name: str
     id: str | None = None
     kind: Literal["classic", "v1"] | None = None
-    """The API that a package is played by; None: the one that it has."""
+    """The API through which a package is played; None: the one it has."""
     dataset: str | None = None
     eval_dataset: str | None = None
     reward: str | None = None
@@ -21,16 +22,16 @@ class EnvSpec(msgspec.Struct, kw_only=True):
     head_server: str | None = None
     args: dict[str, Any] = {}
     set_kwargs: dict[str, Any] = {}
-    """Attributes set on a classic environment after it is loaded, by `env.set_kwargs`."""
+    """Attributes set on a classic environment after loading, with `env.set_kwargs`."""
     max_generating: int = -1
-    """Rollouts of this worker that are generated at once; -1: no limit."""
+    """Maximum number of rollouts that this worker generates at once; -1: no limit."""
     max_scoring: int = -1
     timeout_s: float = 600.0
-    """For generating one rollout, and again for scoring it."""
+    """Time limit for generating one rollout, and again for scoring it."""
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
-    """Any OpenAI-compatible server. It gives no token ids, so its rollouts are evaluated or collected, never trained."""
+    """Any OpenAI-compatible server. It returns no token ids, so its rollouts are evaluated or collected, never trained."""
 
     base_url: str
     model: str
@@ -39,53 +40,58 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
 
 class PolicySpec(msgspec.Struct, kw_only=True):
-    """What environments sample from: our servers, token ids in and out, or `endpoint`."""
+    """The policy that environments sample from: the run's servers, with token ids in and out, or `endpoint`."""
 
     model_path: str = ""
-    tokenizer: str = ""
-    """Folder of the model's tokenizer for workers without transformers; empty: transformers loads it."""
     max_model_len: int = 2048
     vocab_size: int = 0
-    """Of the model; 0: unknown."""
+    """0 if unknown."""
     trust_remote_code: bool = False
     renderer: dict[str, Any] = {}
     """A RendererConfig."""
     inference_urls: list[str] = []
     inference_status: str = ""
-    """Status file of the run's own inference server. It is read, and those beside it, when no URLs are given and no Fleet has come."""
-    relay: str = ""
-    """Unix socket over which the servers are asked; empty: over the network."""
+    """Status file of the run's own inference server. It and those next to it are read if there are no URLs, until a ServerSet comes."""
+    inference_proxy: str = ""
+    """Unix socket for requests to the servers; empty: they go over the network."""
     enforce_monotonicity: bool = False
-    """Fail a rollout whose next prompt does not continue the ids of an earlier turn."""
+    """Whether to fail a rollout whose next prompt does not continue the ids of an earlier turn."""
     endpoint: Endpoint | None = None
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
-    """Everything that a worker needs; given to it as JSON in a file."""
+    """Everything that a worker needs, passed to it as JSON in a file."""
 
     env: EnvSpec
     policy: PolicySpec
     orchestrator: str
-    """ZeroMQ address of the orchestrator's pool."""
+    """Unix socket of the orchestrator's pool."""
     worker_id: str
     max_tokens: int
-    """New tokens a turn that prompts must leave room for."""
+    """New tokens per turn for which prompts must leave room."""
     retries: int
-    """How often a failed episode is played again with fresh state."""
+    """How often a failed episode is retried with fresh state."""
     python: str = ""
-    """Interpreter of a virtual environment of its own; empty: ours."""
+    """Interpreter of the worker's own virtual environment; empty: the orchestrator's."""
     sandbox: bool = False
-    """Whether it runs in a sandbox, with this machine's `network` or without, and the environment variables `keys`."""
+    """Whether it runs in a sandbox, with or without this machine's `network`, and with the environment variables `keys`."""
     network: bool = False
     keys: list[str] = []
+    read: list[str] = []
+    """Files and directories visible in the sandbox in addition to the environment's own."""
     most: int = 0
-    """So many workers like this one the pool may have, as their load demands; 0: those that it is told to start."""
+    """Maximum number of such workers, of which the pool starts as many as the load demands; 0: the number is fixed."""
     spans: str = ""
-    """Folder for its spans, see rl.run_dir.spans; empty: it notes none."""
+    """Folder for its spans, see rl.run_dir.spans; empty: none are recorded."""
+
+
+def derived_seed(*parts: int | str) -> int:
+    """Derives a seed from 0 to 2^63 - 1 from numbers and names, the same on every machine."""
+    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()) >> 1
 
 
 class PlayGroup(msgspec.Struct, tag=True):
-    """Play the `num_episodes` episodes of one task, but for those that are `done`."""
+    """Play the `num_episodes` episodes of one task, except those in `done`."""
 
     play_id: int
     split: Split
@@ -93,50 +99,57 @@ class PlayGroup(msgspec.Struct, tag=True):
     num_episodes: int
     sampling: dict[str, Any]
     server: int
-    """The session of all rollouts of the group: as long as that is good, one inference server answers them, for its prefix cache."""
+    """The session of all the group's rollouts: one inference server answers them while that is efficient, for its prefix cache."""
     done: list[int] = []
-    """Episodes that are finished already; none where the episodes of a group are scored together."""
+    """Episodes that are already finished; empty if the episodes of a group are scored together."""
+    seed: int | None = None
+    """From which the seeds of all requests to the run's servers are derived; None: requests have no seed, and every draw differs."""
+
+    def seeded(self, *parts: int | str) -> "PlayGroup":
+        """Returns the order for a part of this one, with independent draws."""
+        return self if self.seed is None else msgspec.structs.replace(self, seed=derived_seed(self.seed, *parts))
 
 
-class Fleet(msgspec.Struct, tag=True):
-    """The inference servers from now on. Nothing is asked of any other one; what was is asked of another one again."""
+class ServerSet(msgspec.Struct, tag=True):
+    """The inference servers to use from now on. Requests in flight at any other server are repeated at one of these."""
 
     urls: list[str]
-    """Those that take requests."""
+    """Servers that take requests."""
     closed: list[str]
-    """Those that only finish the ones that they have: they hold another version than is wanted."""
+    """Servers that only finish the requests they have, because they hold another version than is wanted."""
     oldest: int
     """The oldest policy version that may answer a new request."""
     newest: int
-    """The newest one that there is."""
+    """The newest policy version that exists."""
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Forget a group; no answer is wanted."""
+    """Cancel a group; no answer is expected."""
 
     play_id: int
 
 
 class Describe(msgspec.Struct, tag=True):
-    """Describe the environment and the first `num_tasks` tasks of a split."""
+    """Describe the environment and `num_tasks` tasks of a split (-1: all) from task `first`. The answer has as many tasks as fit."""
 
     split: Split
     num_tasks: int
+    first: int = 0
 
 
 class Close(msgspec.Struct, tag=True):
-    """End: take down what the environment has started, then exit."""
+    """Shut down what the environment has started, then exit."""
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The environment is loaded. Sizes in tasks; None: endless."""
+    """The environment is loaded. Sizes are in tasks; None: endless."""
 
     num_train: int | None
     num_eval: int | None
     scores_groups: bool = False
     """Whether the episodes of a task are scored together, and so finish together."""
     notice: str = ""
-    """What the user is to know about how the environment is played."""
+    """A notice to the user about how the environment is played."""
 
 
 class LoadFailed(msgspec.Struct, tag=True):
@@ -146,28 +159,28 @@ class LoadFailed(msgspec.Struct, tag=True):
 
 
 class Played(msgspec.Struct, tag=True):
-    """Episodes of a group that are finished; failed rollouts are among them with their error."""
+    """Finished episodes of a group, including failed rollouts with their error."""
 
     play_id: int
     rollouts: list[Rollout]
     unfinished: int = 0
-    """Episodes of the group that are still played."""
+    """Number of episodes of the group that are still being played."""
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """The worker's event loop runs: without heartbeats the environment's code blocks it."""
+    """Shows that the worker's event loop runs; without heartbeats the environment's code is blocking it."""
 
     busy: float = 0.0
-    """Share of the time since the last one in which the worker computed, or its event loop was blocked."""
+    """Share of the time since the last heartbeat in which the worker computed, or its event loop was blocked."""
 
 
 class Description(msgspec.Struct, tag=True):
     """The description of an environment, for `rl env`."""
 
     about: dict[str, Any]
-    """kind, arguments with values and defaults, reward functions, tools, ... in the order in which they are shown."""
+    """kind, arguments with values and defaults, reward functions, tools, ... in display order."""
     tasks: list[dict[str, Any]]
 
 
-ToWorker = Fleet | PlayGroup | Cancel | Describe | Close
+ToWorker = ServerSet | PlayGroup | Cancel | Describe | Close
 FromWorker = Ready | LoadFailed | Played | Heartbeat | Description

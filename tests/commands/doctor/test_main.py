@@ -11,19 +11,19 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from rl.commands.arena import Arena
 from rl.commands.doctor import configuration, smoke
-from rl.commands.doctor.agreement import report
 from rl.commands.doctor.main import main
+from rl.commands.doctor.parity import report
+from rl.commands.play_session import PlaySession
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
 from rl.run_dir.status import RunEnd
-from rl.wire.agreement import Scored
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from rl.wire.parity import Scored
 from rl.wire.worker_messages import Ready
 from tests.commands.driver import ENVIRONMENTS
 from tests.families import UNTIED
@@ -47,10 +47,10 @@ def test_a_configuration_and_the_smoke(tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
     lines = {line[6:18].strip(): line[19:] for line in found.stdout.splitlines() if line.startswith(("ok  ", "warn"))}
     assert lines["run"] == f"{tmp_path}/outputs/x is free" and lines["model"] == f"{model}: {model}"
-    assert lines["memory"].startswith("0M weights take about ") and lines["disk"].startswith("up to ")
+    assert lines["memory"].startswith("0M weights need about ") and lines["disk"].startswith("up to ")
     assert lines["environment"] == "say-digit: 4 training examples, 2 for evaluation"
-    assert re.fullmatch(r"3 steps on 1 CPU rank, \d+ ms a step; [\d.]+ s with the start", lines["FSDP"])
-    sampled = re.fullmatch(r"8 answers, (\d+) tokens a second; [\d.]+ s with the start", lines["vLLM"])
+    assert re.fullmatch(r"3 steps on 1 CPU rank, \d+ ms per step; [\d.]+ s including startup", lines["FSDP"])
+    sampled = re.fullmatch(r"8 answers, (\d+) tokens per second; [\d.]+ s including startup", lines["vLLM"])
     assert sampled and int(sampled[1]) > 0
     assert not (tmp_path / "outputs").exists()
 
@@ -74,8 +74,8 @@ def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
     config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "say-digit"}, {"id": "ada/hello@1.0"}]}})
     found = [check.text for check in configuration.environments(config, None, tmp_path, children) if check.level == "warn"]
     assert found == [
-        "environment say-digit: its home is not there; a start makes it, with verifiers>=0.3.1,<0.4",
-        "environment hello: its home is not there; a start makes it, with ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
+        "environment say-digit: its home does not exist yet; a start makes it, with verifiers>=0.3.1,<0.4",
+        "environment hello: its home does not exist yet; a start makes it, with ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
     ]
     assert not (tmp_path / "homes").exists()
 
@@ -93,9 +93,9 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
 
     @asynccontextmanager
     async def loaded(*_args, **_options):
-        yield Arena(None, {"say-digit": Ready(4, 0)}, config, None)
+        yield PlaySession(None, {"say-digit": Ready(4, 0)}, config, None)
 
-    monkeypatch.setattr(configuration, "arena", loaded)
+    monkeypatch.setattr(configuration, "play_session", loaded)
     found = [(check.level, check.name) for check in configuration.environments(config, None, tmp_path / "work", children)]
     assert found == [("ok", "environment"), ("FAIL", "tasks"), ("warn", "prompts")]
 
@@ -169,7 +169,7 @@ def test_a_parity_that_passes_above_its_limit_says_why(capsys):
     assert report("bfloat16", [Scored(0, 1.0, 0.1), Scored(1, 0.7, 0.0)], None) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[4].split() == ["both", "2", "0.05", "0.1", "0.00259", "±", "0.003"]
-    assert said[5].startswith("  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard errors, which so few tokens")
+    assert said[5].startswith("  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard errors, which may be chance")
     assert report("bfloat16", [Scored(0, 1.0, 0.05), Scored(1, 0.7, 0.0)], None) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "  trainer and inference agree"
     assert report("bfloat16", [Scored(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from rl.config.loss import PolicyGradientConfig
-from rl.trainer.balance import Layout
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.minibatches import sample_weights
+from rl.trainer.data.packing import pack
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
-from rl.trainer.minibatches import sample_weights
-from rl.trainer.packing import pack
 from tests.trainer.samples import make_sample
 
 LLAMA = {

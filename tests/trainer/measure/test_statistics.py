@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import rl.wire.agreement
-from rl.trainer.loss import LossTerms
+import rl.wire.parity
+from rl.trainer.loss.common import LossTerms
 from rl.trainer.measure.statistics import Statistics, quantile, to_bin
-from rl.trainer.model import Scores
+from rl.trainer.model.policy import Scores
 
 
 def terms(log_ratios, masked, reference=None, teacher=None):
@@ -46,8 +46,8 @@ def test_two_environments_in_two_micro_batches(world):
         "teacher_kl/sort/mean": 1.0,
         "ratio/mean": log_ratios.exp().mean().item(),
     }
-    agreement = statistics.agreement.total(world)  # of the three fresh tokens: log r = 0.1, -0.2, 2
-    expected_agreement = rl.wire.agreement.agreement([0.1, -0.2, 2.0])
+    agreement = statistics.parity.total(world)  # of the three fresh tokens: log r = 0.1, -0.2, 2
+    expected_agreement = rl.wire.parity.parity_of([0.1, -0.2, 2.0])
     for name, value in vars(expected_agreement).items():
         assert getattr(agreement, name) == pytest.approx(value, rel=1e-6), name
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rl.config.run import ModelConfig
 from rl.config.trainer import LoraConfig, TrainerConfig
 from rl.system.errors import RunError
-from rl.trainer.lora import add_adapters
-from rl.trainer.model import DTYPES, load_policy
+from rl.trainer.model.lora import add_adapters
+from rl.trainer.model.policy import DTYPES, load_policy
+from rl.trainer.model.rope import freeze_rope
+from rl.trainer.model.selftest import ModeChoice
 from rl.trainer.parallel.world import World, start_world
-from rl.trainer.rope import freeze_rope
-from rl.trainer.selftest import Choice
 
 RANKS = 3
 MAX_LEN = 128
@@ -27,7 +27,7 @@ MAX_LEN = 128
 
 def load(folder: str, world: World, dtype: str = "float32", frozen: bool = False, **settings: object) -> PreTrainedModel:
     """The policy, without the test of its attention."""
-    with patch("rl.trainer.model.choose_mode", lambda *_: Choice("eager", "eager")):
+    with patch("rl.trainer.model.policy.choose_mode", lambda *_: ModeChoice("eager", "eager")):
         config = ModelConfig(name=folder, dtype=dtype, max_model_len=MAX_LEN, trust_remote_code=True)
         return load_policy(folder, config, TrainerConfig(**settings), world, frozen)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.sharding import parts_of_row, slots_of_row
+from tests.bounds import OPERATIONS, rounding
 from tests.families import SIZES
 from tests.trainer.layouts import LAYOUTS
 from tests.zygote import trainer_zygote
@@ -72,19 +73,20 @@ def results(tmp_path_factory):
 def test_every_layout_computes_the_same(results, name):
     reference = LAYOUTS[name].reference
     expected, actual = (json.loads((results / f"{which}.json").read_text()) for which in (reference, name))
+    bound = rounding(OPERATIONS * len(expected))  # a step's roundings are in the weights of the next
     assert len(actual) == len(expected)
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-4), step
+        assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=bound), step
         assert ours.keys() == theirs.keys() and ("mismatch_kl/max" in ours) == (step == 0)  # later ones lag behind
         for key in ("loss/mean", "entropy/mean", "lag_kl/mean" if step else "mismatch_kl/max", "masked_fraction", "optim/steps"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), (step, key)
+            assert ours[key] == pytest.approx(theirs[key], rel=bound, abs=bound), (step, key)
     expected, actual = (load_file(results / f"{which}.safetensors") for which in (reference, name))
     assert actual.keys() == expected.keys() and any(key.startswith("moment.") for key in actual) and "tokens.3.flags" in actual
     for key, tensor in expected.items():
-        # Some biases have no gradient but rounding (softmax ignores the keys'), which AdamW scales up: those are held to 1e-5, not to 1e-5
-        # of their own small norm.
+        # Some biases have no gradient but rounding (softmax ignores the keys'), which AdamW scales up: those are held to the bound, not to
+        # that part of their own small norm.
         floor = 1e-6 if key.startswith("moment.") else 1.0
-        assert (actual[key] - tensor).norm() <= 1e-5 * tensor.norm().clamp(min=floor), key
+        assert (actual[key] - tensor).norm() <= bound * tensor.norm().clamp(min=floor), key
 
 
 def test_a_checkpoint_passes_from_layout_to_layout(results):
@@ -99,7 +101,7 @@ def test_every_rank_says_how_the_nodes_differ(results):
     for rank in range(2):
         said = json.loads((results / f"nodes-{rank}.json").read_text())
         assert said[0] == ""
-        assert said[1] == "ranks [1] have another configuration than rank 0; start every node with the same file and flags"
+        assert said[1] == "ranks [1] have a different configuration from rank 0; start every node with the same file and flags"
         assert said[2].startswith("ranks [1] do not see rank 0's run directory") and "a file system that all nodes share" in said[2]
     assert not list(results.glob("run*/.ranks-*"))
 

@@ -18,7 +18,7 @@ from rl.trainer.parallel.world import check_division, start_world
 @pytest.mark.parametrize(("settings", "divisors"), [((3, 1), "1, 2, 4"), ((1, 8), "1, 2, 4")])
 def test_settings_that_do_not_divide_the_ranks(settings, divisors):
     check_division(4, 2, 4)
-    with pytest.raises(RunError, match=rf"does not divide 4 ranks; give one of {divisors}, or start"):
+    with pytest.raises(RunError, match=rf"does not divide 4 ranks; set one of {divisors}, or start"):
         check_division(4, *settings)
 
 
@@ -34,14 +34,16 @@ def environment(monkeypatch):
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
     since = time.monotonic()
-    with pytest.raises(RunError, match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not come. Is torchrun running on every"):
+    with pytest.raises(
+        RunError, match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not appear. Is torchrun running on every"
+    ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
     assert time.monotonic() - since < 10
 
 
 def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RunError, match=r"rank 1 on .* cannot reach the ranks' meeting point 127.0.0.1:\d+ within 2 s .*--rdzv-endpoint"):
+    with pytest.raises(RunError, match=r"rank 1 on .* cannot reach the ranks' rendezvous 127.0.0.1:\d+ within 2 s .*--rdzv-endpoint"):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
 
 
@@ -54,7 +56,7 @@ def outer_address() -> tuple[str, str]:
 
 
 def test_the_interface_is_the_one_towards_the_others(monkeypatch):
-    """Also on the node of the meeting point, which sees itself over loopback."""
+    """Also on the node of the rendezvous, which sees itself over loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     name, address = outer_address()
     assert own_address(address) == address
@@ -78,7 +80,7 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
 
     thread = threading.Thread(target=neighbour)
     thread.start()
-    with pytest.raises(RunError, match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open them to each other"):
+    with pytest.raises(RunError, match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open all ports between them"):
         check_neighbour(store, 0, 2, "127.0.0.1", deadline)
     thread.join()
 

@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,14 +22,14 @@ from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
-from rl.trainer.balance import Layout
-from rl.trainer.loss import compute_loss
-from rl.trainer.losses import cross_entropy
-from rl.trainer.minibatches import sample_weights
-from rl.trainer.model import load_policy, score
-from rl.trainer.packing import pack
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.minibatches import sample_weights
+from rl.trainer.data.packing import pack
+from rl.trainer.loss.common import compute_loss
+from rl.trainer.loss.losses import cross_entropy
+from rl.trainer.model.policy import load_policy, score
 from rl.trainer.sft.source import FromExamples, make_batch, meaningful, shuffled, split, validate
-from rl.trainer.sft.tokens import Examples, prepare_data, write_examples
+from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
 from tests.trainer.test_main import run_trainer
 
@@ -94,9 +95,9 @@ def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
     assert len(held_out) == 7 and trained | held_out == set(range(37)) and not trained & held_out
     assert [len(batch.samples) for batch in source.validation(0)] == [7] and source.validation(1) == []
     assert list(source.validation(source.num_steps)) and source.num_steps == 4  # 30 examples
-    tasks = SimpleNamespace(groups=np.arange(40) // 4, __len__=lambda: 40)
-    left, right = split(tasks, 0.3, seed=0)
-    assert set(tasks.groups[left]) & set(tasks.groups[right]) == set() and len(right) == 12
+    groups = np.arange(40) // 4
+    left, right = split(tasks := pa.table({"group": groups}), 0.3, seed=0)
+    assert set(groups[left]) & set(groups[right]) == set() and len(right) == 12
     with pytest.raises(RunError, match="leaves none of 10 tasks"):
         split(tasks, 0.99, seed=0)
 
@@ -104,11 +105,7 @@ def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
 def test_samples_fit_the_loss_and_share_prompts(tmp_path):
     sizes = write_examples(tmp_path / "e", iter([(([5, 6, 7], [False, False, True]), 0), (([5, 6, 8, 9], [False, False, True, True]), 1)]))
     assert sizes == {"examples": 2, "tokens": 7, "trained_tokens": 3}
-    examples = Examples(
-        np.fromfile(tmp_path / "e/tokens.bin", np.int32), np.fromfile(tmp_path / "e/trained.bin", np.uint8),
-        np.load(tmp_path / "e/ends.npy"), np.load(tmp_path / "e/groups.npy"),
-    )  # fmt: skip
-    batch = make_batch(3, examples, [1, 0, 1])
+    batch = make_batch(3, open_examples(tmp_path / "e"), [1, 0, 1])
     assert [sample.token_ids for sample in batch.samples] == [[5, 6, 8, 9], [5, 6, 7], [5, 6, 8, 9]]
     assert batch.samples[0].advantages == [0.0, 0.0, 1.0, 1.0] and batch.samples[0].logprobs == [0.0] * 4
     assert len({sample.group_id for sample in batch.samples}) == 1 and batch.num_loss_tokens == 5
@@ -125,13 +122,13 @@ def test_shuffling_is_the_same_everywhere():
 def test_damaged_data_is_refused(tied_folder, tmp_path):
     config = make_config(tmp_path, tied_folder)
     prepare_data(config, str(tied_folder), lambda *_: None)
-    file = config.run_dir.data / "train" / "tokens.bin"
+    file = config.run_dir.data / "train.arrow"
     whole = file.read_bytes()
     file.write_bytes(whole[:-4])
-    with pytest.raises(CorruptFileError, match=r"damaged: its files differ in length; delete .*data to have it made anew"):
+    with pytest.raises(CorruptFileError, match=r"train.arrow: missing or damaged .*; delete .*data to have it made again"):
         FromExamples(config)
-    file.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
-    with pytest.raises(CorruptFileError, match=r"train/tokens.bin: damaged; delete .*data to have it made anew"):
+    file.write_bytes(whole[:900] + bytes([whole[900] ^ 1]) + whole[901:])
+    with pytest.raises(CorruptFileError, match=r"train.arrow: damaged; delete .*data to have it made again"):
         prepare_data(config, str(tied_folder), lambda *_: None)
 
 

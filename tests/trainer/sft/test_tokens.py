@@ -3,7 +3,7 @@
 import json
 
 import datasets
-import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
@@ -69,8 +69,8 @@ def prepared(tmp_path, folder, *rows, renderer=None, max_model_len=1024, **sft):
     config = make_config(tmp_path, renderer, max_model_len, **sft)
     prepare_data(config, str(folder), lambda *_: None)
     manifest = read_manifest(config.run_dir.data)
-    examples = open_examples(config.run_dir.data / "train", manifest["train"])
-    return [examples[i] for i in range(len(examples))], manifest
+    examples = open_examples(config.run_dir.data / "train.arrow").to_pylist()
+    return [(example["tokens"], example["trained"]) for example in examples], manifest
 
 
 def as_text(renderer, sample):
@@ -179,8 +179,13 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
     [
         ("chatml", THINKS, {}, r"data.jsonl:1: the chat template leaves out the reasoning_content .* sft.drop_reasoning = true"),
         ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}], {}, "leaves out the thinking"),
-        ("thinks", THINKS, {"renderer": {"enable_thinking": False, "name": "template"}}, "behind the prompt .* renderer.enable_thinking"),
-        ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}], {}, "the template's own special tokens"),
+        (
+            "thinks",
+            THINKS,
+            {"renderer": {"enable_thinking": False, "name": "template"}},
+            "directly after its prompt.* renderer.enable_thinking",
+        ),
+        ("chatml", [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}], {}, "the template's special tokens"),
         ("base", TWO_TURNS, {}, "needs a chat template, .* --model.chat_template chatml, or a file"),
     ],
 )
@@ -214,7 +219,7 @@ def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkey
     settings = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     (tmp_path / "chatml.jinja").write_text(CHAT_TEMPLATE)
-    with pytest.raises(RunError, match=r"no chat template; name one: --model.chat_template chatml"):
+    with pytest.raises(RunError, match=r"no chat template; set --model.chat_template to chatml"):
         resolve_model(ModelConfig(name=str(base)))
     assert resolve_model(ModelConfig(name=str(base)), needs_template=False) == str(base)
     folder = resolve_model(ModelConfig(name=str(base), chat_template=str(tmp_path / "chatml.jinja")))
@@ -249,9 +254,9 @@ def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
         ('{"question": "q"}', "data.jsonl:2: has neither messages nor prompt and completion, but question; name the columns with"),
         ('{"messages": "hello"}', "data.jsonl:2: messages: str; give text or a list"),
         ('{"messages": []}', "data.jsonl:2: messages: an empty list"),
-        ('{"messages": [{"from": "human", "value": "x"}]}', r"data.jsonl:2: messages\[0\]: no chat message: it needs a role"),
+        ('{"messages": [{"from": "human", "value": "x"}]}', r"data.jsonl:2: messages\[0\]: not a chat message: it needs a role"),
         ('{"messages": [{"role": "user", "content": 5}]}', r"messages\[0\]: its content is int"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', r"messages\[0\]: a tool call is"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', r"messages\[0\]: a tool call must be"),
         ('{"prompt": "a", "completion": "b", "tools": "x"}', "data.jsonl:2: tools: text that is not JSON"),
     ],
 )  # fmt: skip
@@ -321,16 +326,14 @@ def test_worked_examples_of_a_rollouts_prompt_are_never_trained(folders, tmp_pat
     own = ("2<|im_end|>Yes, 2.<|im_end|>", [])
     assert trained(num_prompt_messages=3) == trained(num_prompt_messages=3, num_turns=0) == own
     assert trained(num_prompt_messages=2) == own, "the messages before the policy's first are no answers"
-    assert trained(num_turns=3) == ("2<|im_end|>" + own[0], []), "an old line of which every answer was sampled"
-    with pytest.raises(RunError, match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the line does not say which.*last"):
+    assert trained(num_turns=3) == ("2<|im_end|>" + own[0], []), "every answer was sampled"
+    with pytest.raises(RunError, match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the others.*last"):
         trained()
     with pytest.raises(RunError, match="the policy sampled 1 of its 2 answers, and the environment wrote the others"):
         trained(num_prompt_messages=3, num_turns=1)
-    with pytest.raises(RunError, match="num_prompt_messages is 7; of 6 messages"):
+    with pytest.raises(RunError, match="num_prompt_messages is 7; it must be a number from 0 to 6"):
         trained(num_prompt_messages=7)
     assert trained({"train": "last"}) == ("Yes, 2.<|im_end|>", [])
-    [warning] = trained(num_turns=0)[1]
-    assert warning.startswith("all answers of rollouts are trained, worked examples in their prompts, too: earlier versions")
 
 
 def test_hugging_face_datasets(folders, tmp_path):
@@ -343,7 +346,11 @@ def test_hugging_face_datasets(folders, tmp_path):
     datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(tmp_path / "x.parquet")
     columns = {"prompt": "question", "completion": "answer"}
     assert len(prepared(tmp_path / "c", folders / "chatml", dataset=str(tmp_path / "x.parquet"), columns=columns)[0]) == 1
-    for settings, said in (({"split": "train"}, "'train'.*check name, sft.split"), ({"dataset": str(tmp_path / "a")}, "sft.dataset = ")):
+    (tmp_path / "empty").mkdir()
+    for settings, said in (
+        ({"split": "train"}, "'train'.*check name, sft.split"),
+        ({"dataset": str(tmp_path / "empty")}, "sft.dataset = "),
+    ):
         with pytest.raises(RunError, match=said):
             prepared(tmp_path / "d", folders / "chatml", **({"dataset": str(tmp_path / "saved")} | settings))
 
@@ -359,9 +366,10 @@ def test_tools_that_are_called_but_not_defined_are_a_warning(folders, tmp_path):
     assert manifest_lines(manifest)[-1].startswith("warning: examples call tools, but have no tool definitions")
 
 
-def test_tokens_are_kept_as_arrays(folders, tmp_path):
+def test_examples_are_mapped_from_their_file(folders, tmp_path):
     prepared(tmp_path, folders / "base", {"prompt": "a", "completion": "b"}, {"prompt": "cd", "completion": "e"})
     config = make_config(tmp_path)
-    examples = open_examples(config.run_dir.data / "train", read_manifest(config.run_dir.data)["train"])
-    assert isinstance(examples.tokens, np.memmap) and examples.tokens.dtype == np.int32 and examples.ends.tolist() == [3, 7]
-    assert examples.groups.tolist() == [0, 1]
+    before = pa.total_allocated_bytes()
+    examples = open_examples(config.run_dir.data / "train.arrow")
+    assert pa.total_allocated_bytes() == before
+    assert [len(ids) for ids in examples["tokens"]] == [3, 4] and examples["group"].to_pylist() == [0, 1]

@@ -1,3 +1,6 @@
+import json
+import os
+import pickle
 import shutil
 import threading
 import time
@@ -7,16 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir import files
-from rl.run_dir.checksums import newest_sound_checkpoint
+from rl.run_dir.checksums import checksum, newest_sound_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
-from rl.trainer.model import load_policy
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.start import newest_checkpoint
 from rl.trainer.store import checkpoint
@@ -97,6 +101,37 @@ def hurt(path, damage):
         path.unlink()
 
 
+class RunsACommand:
+    def __init__(self, mark):
+        self.content_id = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.content_id}",)
+
+
+@pytest.mark.parametrize("kind", ["command", "bytes", "outside"])
+def test_a_strangers_checkpoint_runs_nothing(trained, world, tmp_path, kind):
+    """Whoever writes the pickle writes the manifest with its hash, too. What DCP keeps as bytes, torch would unpickle."""
+    save_checkpoint(path := tmp_path / "000007", 7, *trained, world)
+    content = pickle.loads((path / ".metadata").read_bytes())
+    if kind == "command":
+        content = RunsACommand(tmp_path / "mark")
+    elif kind == "bytes":
+        content.state_dict_metadata[next(iter(content.state_dict_metadata))] = BytesStorageMetadata()
+    else:
+        next(iter(content.storage_data.values())).relative_path = "../000006/__0_0.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][".metadata"] = checksum(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    found, manifest = checkpoint.newest_sound(tmp_path, world)
+    with pytest.raises(RunError, match=r"nothing of it was run.*move .*000007 away"):
+        checkpoint.load(found, manifest, *trained, world)
+    with pytest.raises(RunError, match="nothing of it was run"):
+        checkpoint.load_weights(found, manifest, trained[0])
+    assert not (tmp_path / "mark").exists()
+
+
 def test_another_model_is_refused(trained, world, tmp_path):
     save_checkpoint(tmp_path / "c" / "000001", 1, *trained, world)
     other = fresh(make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world)
@@ -118,7 +153,7 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(trained, tied_folder,
     expected = state(*trained)
     saver.save(1, *trained)
     step(*trained)
-    saver.background.raise_errors()
+    saver.thread.raise_errors()
     assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
     assert saver.step == 0 and saver.began == 1 and not run_dir.checkpoint(1).exists()
     release.set()
@@ -141,7 +176,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
     saver.deadline_s = 0.1
     saver.save(1, *trained)
-    with pytest.raises(TimeoutError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
+    with pytest.raises(RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
 
 
@@ -187,7 +222,7 @@ class Simulation:
         monkeypatch.setattr(checkpoint, "fingerprint", str)
         monkeypatch.setattr(checkpoint, "write", lambda path, *_: self.written.append(int(path.name)))
         self.saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig.model_validate({"checkpoint": settings}), world, 0)
-        self.saver.background = self
+        self.saver.thread = self
 
     def spend(self, seconds):
         """Time passes, in which the thread writes what it has."""

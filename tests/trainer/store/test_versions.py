@@ -28,8 +28,8 @@ def test_weights_are_cast_before_they_leave_a_gpu(monkeypatch):
     with FakeTensorMode(), Copies() as copies:
         model = torch.nn.Linear(3, 5, device="cuda")
         model.register_buffer("count", torch.zeros(2, dtype=torch.int64, device="cuda"))
-        room = {name: torch.empty(value.shape, dtype=torch.bfloat16) for name, value in model.named_parameters()}
-        room["count"] = torch.empty(2, dtype=torch.int64)
-        monkeypatch.setattr(versions, "Arena", lambda like: SimpleNamespace(tensors=room))
+        allocate = {name: torch.empty(value.shape, dtype=torch.bfloat16) for name, value in model.named_parameters()}
+        allocate["count"] = torch.empty(2, dtype=torch.int64)
+        monkeypatch.setattr(versions, "VersionBuffer", lambda like: SimpleNamespace(tensors=allocate))
         versions.snapshot(model, Path("base"), torch.bfloat16, {}, SimpleNamespace(is_main=True, size=1))
     assert copies.types == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.int64, torch.int64)]

@@ -1,4 +1,4 @@
-"""`rl doctor RUN --verify`: every byte of batches, checkpoints, versions, rollouts and examples, against the checksums made with them."""
+"""`rl doctor RUN --verify`: checks batches, checkpoints, versions, rollouts and examples against their stored checksums."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,23 +13,23 @@ from rl.wire.batch_file import check_rollouts, sound_batch
 
 
 def damaged_files(run_dir: RunDir) -> list[str]:
-    """What is damaged and what a resume does about it, a sentence each.
+    """Returns one sentence per damaged file, with what a resume does about it.
 
-    A version without any checksums (of an older rl) is not judged, and of the record of a version that is gone only whether it can be read.
+    A version without checksums is not checked. The record of a deleted version is only checked for being readable.
     """
-    moves = "`--resume` moves what is damaged away"
-    records = "a resume writes anew what it makes again; only `rl replay` needs the others: it tells which of the two is right"
+    moves = "`--resume` moves damaged files away"
+    records = "a resume rewrites the records of steps that it repeats; only `rl replay` needs the others, and shows which file is right"
     kinds: list[tuple[dict[int, Path], Callable[[int, Path], Any], str]] = [
-        (numbered(run_dir.batches, ".batch"), lambda _, path: sound_batch(path), f"{moves}: it goes on before it, if it needs it"),
-        (numbered(run_dir.checkpoints), lambda _, path: verify_checkpoint(path), f"{moves}: it starts at an older checkpoint"),
+        (numbered(run_dir.batches, ".batch"), lambda _, path: sound_batch(path), f"{moves} and continues before it if needed"),
+        (numbered(run_dir.checkpoints), lambda _, path: verify_checkpoint(path), f"{moves} and starts from an older checkpoint"),
         (
             numbered(run_dir.weights_dir),
             lambda version, path: check_version(path, run_dir.digests(version)),
-            f"{moves}: it makes newer versions than its checkpoint's again",
+            f"{moves} and remakes versions newer than its checkpoint",
         ),
         (numbered(run_dir.digests_dir, ".json"), lambda version, path: check_record(path, run_dir.weights(version)), records),
-        (run_dir.rollout_files(), lambda _, path: check_rollouts(path), "nothing but its readers needs it"),
-        ({0: run_dir.data} if run_dir.data.exists() else {}, lambda _, path: verify_data(path), "no resume goes on with it as it is"),
+        (run_dir.rollout_files(), lambda _, path: check_rollouts(path), "only readers of rollouts need it"),
+        ({0: run_dir.data} if run_dir.data.exists() else {}, lambda _, path: verify_data(path), "a resume refuses damaged examples"),
     ]
     found = []
     for files, check, remedy in kinds:
@@ -38,7 +38,7 @@ def damaged_files(run_dir: RunDir) -> list[str]:
                 check(number, path)
             except (CorruptFileError, OSError) as error:
                 found.append(f"{error}; {remedy}")
-            except RunError as error:  # of a newer rl, which no resume of this one moves away
+            except RunError as error:  # written by a newer rl; a resume does not move it away
                 if str(error) not in found:
                     found.append(str(error))
     return found

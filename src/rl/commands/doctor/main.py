@@ -1,4 +1,4 @@
-"""`rl doctor`: checks a machine, a configuration or a run, and whether trainer and inference compute the same for a model."""
+"""`rl doctor`: checks a machine, a configuration or a run, and that trainer and inference agree on a model."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from itertools import chain
 from rl.commands.doctor.machine import machine_checks
 from rl.commands.options import load, usage
 from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail, load_config
+from rl.config.command_line import fail, load_config_or_exit
 from rl.config.options import Option, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
@@ -16,48 +16,48 @@ from rl.launch.children import Children
 from rl.run_dir.status import RunEnd, read_json
 
 OPTIONS = (
-    Option("no-smoke", "", "leave out the two real processes: a vLLM server and a training step on a tiny random model"),
+    Option("no-smoke", "", "skip the two real processes: a vLLM server and a training step on a tiny random model"),
     Option("json", "", "print the result as JSON"),
-    Option("verify", "", "of a run: read every byte of its batches, checkpoints, weights and examples and check it"),
+    Option("verify", "", "with RUN: verify every byte of its batches, checkpoints, weights and examples"),
     Option("parity", "MODEL", "compare trainer and inference on this model (a folder, or an id on the hub)"),
     Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
-    Option("dtype", "float32|bfloat16", "with --parity: this one alone; default: first the one, then the other"),
+    Option("dtype", "float32|bfloat16", "with --parity: check only this dtype; default: both"),
 )
 HELP = usage(
     "usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...\n\n"
     "  rl doctor                   checks this machine before a run: versions, cores, memory, disk, ports, locks, GPUs, and a five-second\n"
     "                              vLLM server and training step (with their start: a minute)\n"
     "  rl doctor @ run.toml        the same, and this configuration: model, environments, engine arguments, devices, disk\n"
-    "  rl doctor RUN               what a run, alive or dead, is doing, what everything waits for, and why its reward does not rise;\n"
+    "  rl doctor RUN               diagnoses a run, alive or dead: what each process waits for, and why its reward does not rise;\n"
     "                              RUN is its directory, or its name under outputs/\n"
-    "  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores the same tokens as the trainer\n"
-    "                              does, prints how far apart they are, and what a difference points to\n\n"
-    "Exit code 0: all is well; 1: something is wrong, and the output says what to do.",
+    "  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores the same tokens with the\n"
+    "                              trainer's code, prints how much they differ, and the likely cause\n\n"
+    "Exit code 0: no problems; 1: a problem was found, and the output has the remedy.",
     OPTIONS,
 )
 NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")
-"""Keys that may be missing, or not fit the others, without a configuration: then nothing is played."""
+"""Keys that may be missing or conflict with others if there is no configuration, as nothing is played then."""
 
 
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl doctor", args, OPTIONS)
     if {"-h", "--help", "--schema"} & set(rest):
-        load_config(rest, "rl doctor", usage=HELP)
+        load_config_or_exit(rest, "rl doctor", usage=HELP)
     if values["parity"]:
         return parity(args, children)
     if rest and not rest[0].startswith(("-", "@")):
         if len(rest) > 1:
-            fail("rl doctor", f"{rest[1]}: a run has its own configuration; give RUN alone, with --json or --verify")
+            fail("rl doctor", f"{rest[1]}: a run has its own configuration; give only RUN, --json and --verify")
         return run(rest[0], verify=bool(values["verify"]), as_json=bool(values["json"]))
-    config, _ = load_config(rest, "rl doctor", variables=os.environ, usage=HELP, optional=() if rest else NOT_PLAYED)
+    config, _ = load_config_or_exit(rest, "rl doctor", variables=os.environ, usage=HELP, optional=() if rest else NOT_PLAYED)
     return examine(config, children, with_config=bool(rest), smoke=not values["no_smoke"], as_json=bool(values["json"]))
 
 
 def parity(args: list[str], children: Children) -> int:
-    """The comparison of trainer and inference."""
+    """Runs the comparison of trainer and inference."""
     config, _, values = load("rl doctor", args, OPTIONS, HELP, optional=NOT_PLAYED)
-    from rl.commands.arena import run as play
-    from rl.commands.doctor.agreement import examine
+    from rl.commands.doctor.parity import examine
+    from rl.commands.play_session import run as play
 
     return play("rl doctor", children, examine(config, values, children))
 
@@ -65,7 +65,7 @@ def parity(args: list[str], children: Children) -> int:
 def run(name: str, *, verify: bool, as_json: bool) -> int:
     """Prints the diagnosis of a run."""
     if name.endswith(".toml"):
-        fail("rl doctor", f"{name}: a file is given as `@ FILE`: rl doctor @ {name}")
+        fail("rl doctor", f"{name}: write files as `@ FILE`: rl doctor @ {name}")
     root = named_run(name).absolute()
     config = stored_config(root)
     from rl.diagnosis.waits import diagnose
@@ -86,12 +86,12 @@ def run(name: str, *, verify: bool, as_json: bool) -> int:
         level = "warn" if found.state == "ended" and end and end.kind == "doubtful" else "ok"
         print("\n".join(f"FAIL  {problem}" for problem in problems) if problems else f"{level:<5} {found.bottleneck}")
         if verify and not problems:
-            print("ok    every file holds what was written")
+            print("ok    all files match their checksums")
     return 1 if problems else 0
 
 
 def examine(config: RLConfig, children: Children, *, with_config: bool, smoke: bool, as_json: bool) -> int:
-    """All checks, each printed when it is known. Returns 1 if one failed."""
+    """Runs all checks and prints each result at once. Returns 1 if any check failed."""
     from rl.commands.doctor.configuration import config_checks
     from rl.commands.doctor.smoke import smoke_checks
 

@@ -1,4 +1,4 @@
-"""`rl doctor`: a training step and a vLLM server for real, on a tiny random model, in processes of their own."""
+"""`rl doctor`: runs a real training step and a real vLLM server on a tiny random model, in separate processes."""
 
 import asyncio
 import os
@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rl.commands.arena import start_server
 from rl.commands.doctor.check import Check, fault_of, output, start_module
+from rl.commands.play_session import start_server
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.launch import devices, roles
@@ -25,7 +25,7 @@ STEPS, REQUESTS, TOKENS = 3, 8, 64
 
 
 def smoke_checks(config: RLConfig, children: Children) -> Iterable[Check]:
-    """Real processes on a tiny model, each with its seconds."""
+    """Yields checks of real processes on a tiny model, with their times."""
     with tempfile.TemporaryDirectory(prefix="rl-doctor-") as folder:
         work = Path(folder)
         model = make_tiny_model(work / "tiny")
@@ -36,7 +36,7 @@ def smoke_checks(config: RLConfig, children: Children) -> Iterable[Check]:
 
 
 def torch_gpus(work: Path, children: Children) -> Check:
-    """Whether torch sees what the driver shows."""
+    """Checks that torch sees all GPUs of the driver."""
     wanted = len(visible_gpus(dict(os.environ)))
     child = start_module(children, work, "torch", "rl.trainer.gpus")
     if fault := fault_of(child, SMOKE_TIMEOUT_S):
@@ -49,7 +49,7 @@ def torch_gpus(work: Path, children: Children) -> Check:
 
 
 def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children) -> Check:
-    """A few steps of the real trainer, on as many ranks as the configuration would take."""
+    """Runs a few steps of the real trainer, on as many ranks as the configuration would use."""
     settings = {
         "name": "trainer",
         "output_dir": str(work),
@@ -74,12 +74,12 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
         return Check("FAIL", "FSDP", f"a training step on a tiny model {fault}")
     step = read_metrics(smoke.run_dir.metrics)[STEPS, "trainer"]["time/step"]
     place = "GPU" if division.trainer.gpus else "CPU"
-    text = f"{STEPS} steps on {division.ranks} {place} rank{'s' if division.ranks > 1 else ''}, {1000 * step:.0f} ms a step"
-    return Check("ok", "FSDP", f"{text}; {time.monotonic() - start:.1f} s with the start")
+    text = f"{STEPS} steps on {division.ranks} {place} rank{'s' if division.ranks > 1 else ''}, {1000 * step:.0f} ms per step"
+    return Check("ok", "FSDP", f"{text}; {time.monotonic() - start:.1f} s including startup")
 
 
 def vllm_smoke(model: Path, work: Path, children: Children) -> Check:
-    """A real server and a few answers."""
+    """Runs a real server and samples a few answers."""
     start = time.monotonic()
     try:
         sampled_s, tokens = asyncio.run(answers(model, work, children))
@@ -87,12 +87,12 @@ def vllm_smoke(model: Path, work: Path, children: Children) -> Check:
         return Check("FAIL", "vLLM", f"no answer within {SMOKE_TIMEOUT_S:.0f} s; is the machine overloaded, or its disk slow?")
     except (RunError, ValueError) as error:
         return Check("FAIL", "vLLM", str(error))
-    rate = f"{REQUESTS} answers, {tokens / sampled_s:.0f} tokens a second"
-    return Check("ok", "vLLM", f"{rate}; {time.monotonic() - start:.1f} s with the start")
+    rate = f"{REQUESTS} answers, {tokens / sampled_s:.0f} tokens per second"
+    return Check("ok", "vLLM", f"{rate}; {time.monotonic() - start:.1f} s including startup")
 
 
 async def answers(model: Path, work: Path, children: Children) -> tuple[float, int]:
-    """Returns (seconds, tokens that were sampled in them)."""
+    """Returns (seconds, number of tokens sampled in that time)."""
     gpus = 1 if visible_gpus(dict(os.environ)) and not is_cpu_vllm() else 0
     settings = {
         "model": {"name": str(model), "dtype": "float32", "max_model_len": MAX_LEN},
@@ -106,7 +106,7 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
             await server.ready()
             sampling = {"max_tokens": TOKENS, "temperature": 1.0}
             prompts = [[3 + (7 * i + j) % 250 for j in range(16)] for i in range(REQUESTS)]
-            await servers.generate(0, prompts[0], sampling)  # the first one warms it up
+            await servers.generate(0, prompts[0], sampling)  # the first request warms up the server
             start = time.monotonic()
             found = await asyncio.gather(*(servers.generate(0, prompt, sampling) for prompt in prompts))
             return time.monotonic() - start, sum(len(answer.token_ids) for answer in found)

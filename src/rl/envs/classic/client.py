@@ -1,4 +1,4 @@
-"""How a classic environment asks the policy: verifiers' client interface on top of our conversations, or of an endpoint."""
+"""Lets classic environments query the policy: verifiers' client interface on top of our conversations, or of an endpoint."""
 
 import json
 import os
@@ -10,20 +10,20 @@ from openai import AsyncOpenAI
 from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
-from rl.envs.policy import Conversation, Past, Policy, RolloutError
+from rl.envs.policy import Conversation, Past, Policy, RolloutError, seed_of_turn
 from rl.models.chat import Answer, Message, Tool
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PlayGroup
 
 NativeResponse = tuple[int, Turn, Answer]
-"""An answer, behind its index in the client's turns."""
+"""An answer, preceded by its index in the client's turns."""
 ENDPOINT_RETRIES = 4
-"""How often a request to an endpoint is repeated: such servers limit rates."""
+"""Retries of a request to an endpoint: such servers have rate limits."""
 
 
 def chat_message(message: Any) -> Message:
-    """A message of verifiers, an object or a dict, in the form of chat APIs and without empty fields. Plain text is the user's."""
+    """Converts a verifiers message (object or dict) to chat API form, without empty fields. Plain text gets the role `user`."""
     get = message.get
     role, content = get("role"), get("content")
     if isinstance(content, list):
@@ -38,7 +38,7 @@ def chat_message(message: Any) -> Message:
 
 
 def chat_call(call: Any) -> dict[str, Any]:
-    """A tool call of verifiers (an object, a dict of either form, or its JSON text) in the form of chat APIs."""
+    """Converts a verifiers tool call (an object, a dict of either form, or JSON text) to chat API form."""
     call = json.loads(call) if isinstance(call, str) else call
     function = call.get("function") or call
     arguments = function.get("arguments")
@@ -47,14 +47,14 @@ def chat_call(call: Any) -> dict[str, Any]:
 
 
 def chat_tool(tool: Any) -> Tool:
-    """A tool of verifiers, an object or a dict, in the form of chat APIs."""
+    """Converts a verifiers tool (object or dict) to chat API form."""
     function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
 def completion_prompt(messages: list[Any]) -> str:
-    """Messages as one text, for completion style. What follows an answer follows it directly, so that its ids can be kept; verifiers' own
-    client puts an empty line there as between other messages."""
+    """Joins messages into one text, for completion style. Unlike verifiers' own client, puts no empty line after an answer, so that
+    the answer's ids can be kept."""
     text, after_answer = "", True
     for message in messages:
         plain = chat_message(message)
@@ -67,7 +67,7 @@ def completion_prompt(messages: list[Any]) -> str:
 
 
 class LazyList(Sequence[int]):
-    """A list that is made whenever it is looked at: verifiers keeps every turn's whole prompt until the rollout is scored."""
+    """A list that is rebuilt at every access, to save memory: verifiers keeps every turn's whole prompt until scoring."""
 
     def __init__(self, length: int, make: Callable[[], list[int]]):
         self.length, self.make = length, make
@@ -94,13 +94,13 @@ class LazyList(Sequence[int]):
 class TextConversation:
     """A conversation in completion style: text in, text out. A prompt that begins with an earlier turn's text continues its ids."""
 
-    def __init__(self, policy: Policy, server: int, sampling: dict[str, Any], turns: Turns):
-        self.policy, self.server, self.sampling, self.turns = policy, server, sampling, turns
+    def __init__(self, policy: Policy, server: int, sampling: dict[str, Any], turns: Turns, seed: int | None = None):
+        self.policy, self.server, self.sampling, self.turns, self.seed = policy, server, sampling, turns, seed
         self.history: list[Past] = []
-        """In the order in which the completions came."""
+        """In order of the completions."""
 
     async def answer(self, text: str, tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
-        """The policy's continuation of a text, without tools. Raises what `Policy.sample` raises."""
+        """The policy's continuation of a text; tools are ignored. Raises the errors of `Policy.sample`."""
         renderer = self.policy.renderer
         for before in reversed(self.history):
             if text.startswith(known := "".join(before.whole())):
@@ -110,7 +110,8 @@ class TextConversation:
         else:
             self.policy.check_append_only(len(self.history))
             before, new, ids = None, text, renderer.encode(text)
-        turn = await self.policy.sample(self.server, ids, self.sampling, overrides)
+        sampling = self.sampling | seed_of_turn(self.seed, len(self.turns))
+        turn = await self.policy.sample(self.server, ids, sampling, overrides)
         completion = renderer.decode(turn.completion_ids)
         self.history.append(Past(len(self.turns), before, [new, completion]))
         self.turns.add(turn)
@@ -118,7 +119,7 @@ class TextConversation:
 
 
 class PolicyClient(Client):
-    """The policy as one rollout's environment calls it. `turns` has every answer; a response's id is its answer's index there."""
+    """A verifiers client for one rollout. `turns` holds every answer; a response's id is the index of its answer there."""
 
     def __init__(self, policy: Policy, order: PlayGroup, completion: bool):
         super().__init__(policy)  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ class PolicyClient(Client):
         self.turns = Turns()
         self.overlong = False
         self.failure: RolloutError | None = None
-        """Why a call failed. Kept here, because an environment's code may swallow the exception and score what it has."""
+        """The first failed call. Kept because an environment's code may swallow the exception and score an incomplete rollout."""
         self.offered_tools = False
         self.bad_tool_calls = 0
 
@@ -163,22 +164,23 @@ class PolicyClient(Client):
         return conversation.history[-1].index, turn, answer
 
     def _conversation(self, state: Any) -> Conversation | TextConversation:
-        """The conversation of a trajectory, of which an environment can play several in one rollout."""
+        """The conversation of a trajectory. An environment can play several of them in one rollout."""
         key = state["trajectory_id"] if state else ""
         if key not in self.conversations:
             kind = TextConversation if self.completion else Conversation
-            self.conversations[key] = kind(self.policy, self.order.server, self.order.sampling, self.turns)
+            seed = self.order.seeded("conversation", len(self.conversations)).seed
+            self.conversations[key] = kind(self.policy, self.order.server, self.order.sampling, self.turns, seed=seed)
         return self.conversations[key]
 
     async def raise_from_native_response(self, response: NativeResponse) -> None:
-        """Raises nothing: an immediate end of turn is a legal answer, and can be trained on."""
+        """Raises nothing: an immediate end of turn is a valid answer and can be trained on."""
 
     async def from_native_response(self, response: NativeResponse) -> Response:
         index, turn, answer = response
         num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
         calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in answer.tool_calls]
         truncated = turn.finish_reason == "length"
-        tokens = ResponseTokens.model_construct(  # unchecked: they are long, and ours
+        tokens = ResponseTokens.model_construct(  # not validated: they are long, and our own
             prompt_ids=LazyList(num_prompt, lambda: self.turns.prompt_ids(index)),
             prompt_mask=LazyList(num_prompt, lambda: [0] * num_prompt),
             completion_ids=turn.completion_ids,
@@ -197,13 +199,13 @@ class PolicyClient(Client):
         return Response.model_construct(id=str(index), created=0, model="policy", usage=usage, message=message)
 
     def kept_turns(self, trajectory: list[Any]) -> Turns:
-        """The turns that are steps of the environment's trajectory; all turns if none of them is."""
+        """The turns that appear in the environment's trajectory; all turns if none does."""
         ids = [step["response"].id for step in trajectory if step.get("response")]
         kept = [int(id) for id in ids if id.isdecimal() and int(id) < len(self.turns)]
         return Turns.of(self.turns[i] for i in kept) if kept and kept != list(range(len(self.turns))) else self.turns
 
     def messages(self) -> tuple[list[Message], list[Message]]:
-        """The newest chat as far as it came, for a rollout whose environment gave no messages: its first prompt, and what followed."""
+        """The newest chat so far, for a rollout without messages of its environment: its first prompt, and the messages after it."""
         chats = [conversation for conversation in self.conversations.values() if isinstance(conversation, Conversation)]
         turns = [turn for chat in chats for turn in chat.history]
         whole = turns[-1].whole() if turns else []
@@ -212,13 +214,13 @@ class PolicyClient(Client):
 
 
 def endpoint_clients(endpoint: Endpoint) -> dict[bool, Client]:
-    """Clients of an endpoint for chat (False) and completion style (True), which share their connections."""
+    """Clients of an endpoint for chat (False) and completion style (True), with shared connections."""
     key = os.environ.get(endpoint.api_key_var) or "EMPTY"
     shared = AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=ENDPOINT_RETRIES)
     return {False: OpenAIChatCompletionsClient(shared), True: OpenAICompletionsClient(shared)}
 
 
 def endpoint_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters as OpenAI's interface takes them: its own by name, others in the body."""
+    """Converts sampling parameters to OpenAI's interface: its own by name, others in `extra_body`."""
     extra = {key: sampling[key] for key in ("top_k", "min_p") if key in sampling}
     return {key: value for key, value in sampling.items() if key not in extra} | ({"extra_body": extra} if extra else {})

@@ -42,18 +42,18 @@ from rl.wire.rollouts import Episode, Rollout, Split
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 
 CACHED_TASKS = 256
-"""Tasks that are kept in memory: the episodes of a group ask for the same one, each for itself."""
+"""Number of tasks kept in memory: each episode of a group asks for the same task again."""
 
 
 class Row(dict[str, Any]):
-    """A task's row. verifiers deep-copies it for every rollout: for JSON-like data that is several times faster without a memo."""
+    """A task's row. verifiers deep-copies it for every rollout, which is several times faster without a memo for JSON-like data."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {key: deep_copy(value) for key, value in self.items()}
 
 
 def deep_copy(value: Any) -> Any:
-    """A copy of JSON-like data in which no list and no dict is shared; anything else in it is copied by `copy.deepcopy`."""
+    """A copy of JSON-like data that shares no list or dict; `copy.deepcopy` copies anything else in it."""
     kind = type(value)
     if kind is str or kind is int or kind is float or value is None:
         return value
@@ -64,11 +64,11 @@ def deep_copy(value: Any) -> Any:
 
 @dataclass
 class Task:
-    """A row, and the environment that plays it: in an EnvGroup one of its members."""
+    """A row and the environment that plays it (one of the members of an EnvGroup)."""
 
     env: vf.Environment
     member: str
-    """Names of the group members that lead to it, each with a slash behind it; "" without a group."""
+    """Names of the nested group members that lead to it, each followed by a slash; "" without a group."""
     row: Row
 
     @property
@@ -77,7 +77,7 @@ class Task:
 
     @property
     def info(self) -> Any:
-        """The row's `info`, which some data sets have as JSON text."""
+        """The row's `info`, which some data sets store as JSON text."""
         info = self.row.get("info")
         return json.loads(info) if isinstance(info, str) and info else info
 
@@ -94,7 +94,7 @@ class Play:
 
     task: Task
     client: PolicyClient | None
-    """None: an endpoint plays."""
+    """None if an endpoint plays."""
     state: dict[str, Any] = field(default_factory=dict)
     failure: RolloutError | None = None
     scoring: Scoring | None = None
@@ -105,7 +105,7 @@ class Play:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the first prompt was too long already: there is nothing to score, and few reward functions take an empty completion."""
+        """Whether even the first prompt was too long. It is not scored: few reward functions handle an empty completion."""
         return self.overlong and not self.state.get("trajectory")
 
 
@@ -137,7 +137,7 @@ class ClassicEnvironment:
             self.endpoint_clients = endpoint_clients(policy.endpoint)
 
     def _load_data(self) -> dict[Split, datasets.Dataset | list[Any]]:
-        """The data sets, built where they are lazy, with rows as plain Python; a row is read when it is played."""
+        """Builds the data sets, which may be lazy. Rows are plain Python, read when they are played."""
         with Blame(f"{self.name}: its data set", "check orchestrator.environment.args and the environment itself"):
             train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
             return {"train": train.with_format(None) if train else [], "eval": held_out.with_format(None) if held_out else []}
@@ -146,7 +146,7 @@ class ClassicEnvironment:
         return len(self.splits[split])
 
     def _routed(self, env: vf.Environment, row: Row, member: str) -> Task:
-        """The member that plays a row. Not by EnvGroup itself: it knows no group rewards, and scores nested groups with 0."""
+        """Finds the member that plays a row. EnvGroup itself is not used: it has no group rewards, and scores nested groups with 0."""
         if not isinstance(env, vf.EnvGroup):
             return Task(env, member, row)
         name, inner, _ = env._route_child_input(row)
@@ -184,10 +184,10 @@ class ClassicEnvironment:
         return self.policy.renderer.prompt_ids([chat_message(message) for message in messages], task.tools)
 
     async def start(self) -> None:
-        """Does nothing: the environment itself brings up what episodes need."""
+        """Does nothing: the environment itself starts what episodes need."""
 
     async def close(self) -> None:
-        """Tears the environments down, which verifiers would do only when the interpreter exits by itself."""
+        """Tears the environments down, which verifiers does only at a regular exit of the interpreter."""
         for env in {self.env, *self.leaves.values()}:
             await env._teardown()
             env._teardown = no_teardown  # type: ignore[method-assign]  # verifiers' exit hook calls it again
@@ -196,12 +196,12 @@ class ClassicEnvironment:
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         task = self._task(order.split, order.task)
-        plays = await run_together([self._generate(task, order) for _ in range(num_episodes)])
+        plays = await run_together([self._generate(task, order.seeded("member", i)) for i in range(num_episodes)])
         await self._score(task.env, plays)
         return [[as_rollout(play)] for play in plays]
 
     async def _generate(self, task: Task, order: PlayGroup) -> Play:
-        """Plays up to where scoring begins. A failure of known cause is recorded in the result, any other raises."""
+        """Plays up to the scoring. Records a failure with a known cause in the result; raises any other."""
         play, endpoint = Play(task, None), self.policy.endpoint
         asked = task.env.sampling_args | {key: value for key, value in order.sampling.items() if value is not None}
         sampling = {key: asked[key] for key in SAMPLING_KEYS if asked.get(key) is not None}
@@ -219,7 +219,7 @@ class ClassicEnvironment:
         except vf.Error as error:
             play.failure = as_failure(error)
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            if not endpoint:  # the environment's own use of such a server
+            if not endpoint:  # then it comes from the environment's own calls to such a server
                 raise
             play.failure = RolloutError("inference", f"{endpoint.base_url}: {error}; see endpoint.api_key_var = {endpoint.api_key_var}")
         else:
@@ -233,7 +233,7 @@ class ClassicEnvironment:
         return play
 
     async def _score(self, env: vf.Environment, plays: list[Play]) -> None:
-        """Scores rollouts, together if it is a group; not if one of them failed, for then there is no group to compare with."""
+        """Scores rollouts, together if they are a group. Scores none if one failed, as the group to compare with is incomplete."""
         states = [play.state for play in plays if play.state]
         failed = next((play.failure for play in plays if play.failure), None)
         try:
@@ -264,13 +264,13 @@ class ClassicEnvironment:
         for play, state in zip(plays, states, strict=True):
             play.scoring = scoring
             if not scoring.faults and as_number(state.get("reward")) is None:
-                scoring.faults.append(f"the rubric gave the reward {repr(state.get('reward'))[:100]}, not a finite number")
+                scoring.faults.append(f"the rubric returned the reward {repr(state.get('reward'))[:100]}, not a finite number")
         if scoring.faults:
             raise RolloutError("reward", "; ".join(dict.fromkeys(scoring.faults)))
 
 
 def as_rollout(play: Play) -> Rollout:
-    """A finished or failed play as a Rollout."""
+    """Converts a finished or failed play to a Rollout."""
     client, state, failure = play.client, play.state, play.failure
     turns = client.kept_turns(state.get("trajectory") or []) if client else []
     prompt, answered = messages_of(state) if state else client.messages() if client else ([], [])
@@ -294,7 +294,7 @@ def as_rollout(play: Play) -> Rollout:
 
 
 def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
-    """The finite numbers that the rubric measured; in a group of environments under the member's name, with its reward."""
+    """The rubric's finite metrics. In an EnvGroup they have the member's name as a prefix, and include its reward."""
     member, measured = play.task.member, play.state.get("metrics") or {}
     found = {f"{member}{name}": as_number(value) for name, value in measured.items() if name not in scoring.absent}
     metrics = {name: value for name, value in found.items() if value is not None}
@@ -306,7 +306,7 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
 
 
 def messages_of(state: dict[str, Any]) -> tuple[list[Message], list[Message]]:
-    """Prompt and completion in the form of chat APIs."""
+    """Prompt and completion in chat API form."""
     prompt, completion = state.get("prompt") or [], state.get("completion") or []
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -314,25 +314,25 @@ def messages_of(state: dict[str, Any]) -> tuple[list[Message], list[Message]]:
 
 
 def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what caused it, and so on."""
+    """An error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def error_text(error: BaseException) -> str:
-    """An error and its causes. verifiers raises its own errors without a text: the reason is in the cause."""
+    """The text of an error and its causes: verifiers raises its errors without a text, and the reason is in the cause."""
     return " <- ".join(f"{type(cause).__name__}: {cause}".removesuffix(": ") for cause in cause_chain(error))
 
 
 def as_failure(error: BaseException) -> RolloutError:
-    """An error of verifiers with its cause: the model could not be asked, or the environment failed."""
+    """Converts a verifiers error: the cause is `inference` if the model did not answer, else `environment`."""
     of_model = any(isinstance(cause, vf.ModelError) for cause in cause_chain(error))
     return RolloutError("inference" if of_model else "environment", error_text(error))
 
 
 async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of coroutines that run at once. If one raises, the others are cancelled, and its exception is raised."""
+    """Runs coroutines concurrently and returns their results. If one raises, cancels the others and raises its exception."""
     if len(plays) == 1:
         return [await plays[0]]
     try:
@@ -344,4 +344,4 @@ async def run_together(plays: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 async def no_teardown() -> None:
-    """Does nothing: the environment is torn down."""
+    """Does nothing: the environment is already torn down."""

@@ -1,4 +1,4 @@
-"""Loading a classic environment, with errors that name the place and the remedy, and describing it."""
+"""Loads and describes classic environments. Errors name the place and the remedy."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ from rl.wire.worker_messages import EnvSpec
 
 @contextmanager
 def kept_signal_handlers() -> Iterator[None]:
-    """Restores the signal handlers that every environment of verifiers replaces when it is constructed."""
+    """Restores the signal handlers that every verifiers environment replaces in its constructor."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -34,7 +34,7 @@ def kept_signal_handlers() -> Iterator[None]:
 
 
 def load_package(spec: EnvSpec, what: str) -> vf.Environment:
-    """Loads an environment that `load.is_v1` has imported and found classic. Raises RunError."""
+    """Loads an environment that `load.is_v1` has imported and classified as classic. Raises RunError."""
     assert spec.id
     path = check_installed(spec.id)
     module = import_env_module(path)
@@ -43,7 +43,7 @@ def load_package(spec: EnvSpec, what: str) -> vf.Environment:
         remedy += f"; its arguments are {takes}"
     file = Path(module.__file__ or "")
     with Blame(f"{what}: its load_environment", remedy, file.parent if hasattr(module, "__path__") else file):
-        env = module.load_environment(**spec.args)  # as vf.load_environment does, which hides what was raised in an error of its own
+        env = module.load_environment(**spec.args)  # not vf.load_environment, which hides the original exception in its own
     if not isinstance(env, vf.Environment):
         raise RunError(f"{what}: its load_environment returned a {type(env).__name__}, not a vf.Environment of verifiers 0.3")
     env.env_id, env.env_args = env.env_id or path, env.env_args or spec.args
@@ -51,7 +51,7 @@ def load_package(spec: EnvSpec, what: str) -> vf.Environment:
 
 
 def load_arguments(env_id: str, given: dict[str, Any] | None = None) -> dict[str, str]:
-    """The arguments of load_environment: name to `type = default`, or, of those that are given, to `type = value (default: ...)`."""
+    """The arguments of load_environment: name -> `type = default`, or `type = value (default: ...)` for those in `given`."""
     arguments, given = {}, dict(given or {})
     for name, parameter in inspect.signature(import_env_module(check_installed(env_id)).load_environment).parameters.items():
         kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation)
@@ -59,11 +59,11 @@ def load_arguments(env_id: str, given: dict[str, Any] | None = None) -> dict[str
         if name in given:
             default = f"{given.pop(name)!r} ({default if default == 'required' else f'default: {default}'})"
         arguments[f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name] = f"{kind} = {default}" if kind else default
-    return arguments | {name: repr(value) for name, value in given.items()}  # what **kwargs took
+    return arguments | {name: repr(value) for name, value in given.items()}  # passed in **kwargs
 
 
 def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environment]]:
-    """The environments that play, with their paths: the members of an EnvGroup and of groups in it, or the environment itself."""
+    """The environments that play, with their paths: the members of an EnvGroup and its nested groups, or the environment itself."""
     if isinstance(env, vf.EnvGroup):
         for name, member in env.env_map.items():
             yield from members(member, f"{path}{name}/")
@@ -72,13 +72,13 @@ def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environmen
 
 
 def settable(env: vf.Environment) -> set[str]:
-    """The names that set_kwargs takes: those with a setter, and data attributes."""
+    """The names that set_kwargs accepts: those with a setter, and data attributes."""
     setters = {name.removeprefix("set_") for name in dir(type(env)) if name.startswith("set_") and name != "set_kwargs"}
     return setters | {name for name in vars(env) if not name.startswith("_")}
 
 
 def set_attributes(env: vf.Environment, leaves: list[vf.Environment], spec: EnvSpec) -> None:
-    """Applies `set_kwargs` to the environment and, where it is a group, to every member that knows the name. Raises RunError."""
+    """Applies `set_kwargs` to the environment and, if it is a group, to every member that has the attribute. Raises RunError."""
     targets = list(dict.fromkeys([env, *leaves]))
     for name, value in spec.set_kwargs.items():
         takers = [target for target in targets if name in settable(target)]
@@ -88,24 +88,24 @@ def set_attributes(env: vf.Environment, leaves: list[vf.Environment], spec: EnvS
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise RunError(f"environment {spec.name}: set_kwargs has {name}, but {type(env).__name__} has no such attribute; {hint}")
         for target in takers:
-            with Blame(f"environment {spec.name}: set_kwargs.{name} = {value!r}", "give a value that the environment takes"):
+            with Blame(f"environment {spec.name}: set_kwargs.{name} = {value!r}", "give a value that the environment accepts"):
                 target.set_kwargs(**{name: value})
 
 
 def check_scorable(env: vf.Environment, what: str) -> None:
-    """Checks once what verifiers' own rubric asserts in every rollout: that it has a reward function. Raises RunError."""
+    """Checks once that each rubric has a reward function, which verifiers asserts in every rollout. Raises RunError."""
     if not env.score_rollouts or env.requires_group_rollouts:
         return
     for rubric in rubrics(env.rubric):
         if type(rubric).score_rollout is vf.Rubric.score_rollout and not rubric.funcs:
             raise RunError(
                 f"{what}: a {type(rubric).__name__} of its {type(env).__name__} has no reward function; "
-                "give it one, or set_kwargs.score_rollouts = false to play without rewards"
+                "add one, or set set_kwargs.score_rollouts = false to play without rewards"
             )
 
 
 def describe_one(env: vf.Environment) -> dict[str, Any]:
-    """Describes an environment that is no group, for a reader."""
+    """A human-readable description of an environment that is not a group."""
     functions = {
         name: weight
         for rubric in rubrics(env.rubric)
@@ -127,20 +127,20 @@ def describe_one(env: vf.Environment) -> dict[str, Any]:
 
 
 def skip_overhead(env: vf.Environment) -> None:
-    """Spares verifiers two things that cost more than half of a rollout's time: inspecting the signature of every stop condition and
-    cleanup at every turn, and a thread for a few list operations a turn."""
+    """Avoids two steps of verifiers that take more than half of a rollout's time: inspecting the signature of every stop condition
+    and cleanup in every turn, and starting a thread for a few list operations per turn."""
     env._stop_conditions = [with_signature(method) for method in env._stop_conditions]
     env._cleanup_handlers = [with_signature(method) for method in env._cleanup_handlers]
     response_utils.asyncio = SimpleNamespace(to_thread=call_directly)  # type: ignore[attr-defined]
 
 
 def with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method, with its signature precomputed: a bound method has no place for it."""
+    """The same method with a precomputed signature, wrapped because a bound method takes no attributes."""
     call = functools.update_wrapper(functools.partial(method), method)
     call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     return call
 
 
 async def call_directly(function: Callable[[], Any]) -> Any:
-    """Calls a function in place of asyncio.to_thread."""
+    """Replaces asyncio.to_thread: calls the function directly."""
     return function()

@@ -1,4 +1,4 @@
-"""Watches reward functions: verifiers counts one that raises, or gives no number, as 0.0; here it is a failure of the rollout."""
+"""Watches reward functions: if one raises or returns no number, the rollout fails; verifiers would count it as 0.0."""
 
 import functools
 import inspect
@@ -16,18 +16,18 @@ from rl.system.functions import place
 from rl.system.user_function import as_number, as_numbers
 
 SHOWN = 300
-"""Characters of an error or a value that a message quotes."""
+"""Maximum number of characters of an error or a value quoted in a message."""
 
 
 @dataclass
 class Scoring:
-    """One call of a rubric, in a `with` block: how many rollouts it scores, and what went wrong in it."""
+    """One call of a rubric, in a `with` block: the number of rollouts it scores, and its failures."""
 
     num_rollouts: int
     faults: list[str] = field(default_factory=list)
     """Failures of functions that count for the reward."""
     absent: set[str] = field(default_factory=set)
-    """Metrics (functions of weight 0) that gave no number."""
+    """Metrics (functions of weight 0) that returned no number."""
 
     def __enter__(self) -> "Scoring":
         self.token = SCORING.set(self)
@@ -35,12 +35,12 @@ class Scoring:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         SCORING.reset(self.token)
-        if isinstance(error, Exception):  # of a rubric that is not verifiers' own, or of what verifiers does with its numbers
+        if isinstance(error, Exception):  # of a custom rubric, or of verifiers' arithmetic on the rewards
             raise RolloutError("reward", f"the rubric raised {error_text(error)}") from error
 
 
 SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
-"""The current call. Not an argument: a rubric of the environment's own stands between us and its functions."""
+"""The current call. A context variable, because the functions are called by rubrics, which may be the environment's own."""
 
 
 def error_text(error: BaseException) -> str:
@@ -49,7 +49,7 @@ def error_text(error: BaseException) -> str:
 
 
 def watch(rubric: vf.Rubric) -> None:
-    """Makes every function of a rubric, and of those in it, report to `SCORING`. Once: a rubric can be in several environments."""
+    """Makes every function of a rubric and its members report to `SCORING`; only once, as environments may share a rubric."""
     for inner in rubrics(rubric):
         for i, func in enumerate(inner.funcs):
             if not hasattr(func, "watched"):
@@ -57,12 +57,12 @@ def watch(rubric: vf.Rubric) -> None:
 
 
 def rubrics(rubric: vf.Rubric) -> list[vf.Rubric]:
-    """A rubric and all that are in it."""
+    """A rubric and, recursively, its members."""
     return [rubric, *(inner for member in getattr(rubric, "rubrics", []) for inner in rubrics(member))]
 
 
 def watched(func: Callable[..., Any], weight: float, is_group: bool) -> Callable[..., Awaitable[Any]]:
-    """The function, except that its failure is recorded before verifiers makes it a zero."""
+    """Wraps a function so that its failure is recorded before verifiers turns it into a zero."""
 
     @functools.wraps(func)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def watched(func: Callable[..., Any], weight: float, is_group: bool) -> Callable
             return await maybe_await(func, *args, **kwargs)
         try:
             value = await maybe_await(func, *args, **kwargs)
-        # Broad, for the caller's is as well: what is not caught here ends as a reward of 0.0 there, and an exit() ends the event loop.
+        # Broad, because the caller's is too: it would turn the error into a reward of 0.0, and an exit() would end the event loop.
         except (Exception, SystemExit) as error:
             problem = f"raised {error_text(error)}"
         else:
@@ -87,6 +87,6 @@ def watched(func: Callable[..., Any], weight: float, is_group: bool) -> Callable
         return [0.0] * scoring.num_rollouts if is_group else 0.0
 
     call.__name__ = getattr(func, "__name__", type(func).__name__)
-    call.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]  # verifiers asks for it several times a rollout
+    call.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]  # verifiers inspects it several times per rollout
     call.watched = True  # type: ignore[attr-defined]
     return call

@@ -1,4 +1,4 @@
-"""Rows with a reward function: an environment out of a JSONL file or a Hugging Face dataset, without a package."""
+"""Builds an environment from rows (a JSONL file or a Hugging Face dataset) and a reward function, without a package."""
 
 import inspect
 import json
@@ -18,10 +18,10 @@ from rl.wire.worker_messages import EnvSpec
 
 ROLES = ("system", "user", "assistant", "tool")
 PARAMETERS = {"prompt", "completion", "answer", "info", "state", "task", "parser"}
-"""Parameters of a reward function that verifiers fills, beside those named like columns."""
+"""Parameters of a reward function that verifiers passes, besides those named like columns."""
 GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos", "parser"}
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
-"""The types that Arrow distinguishes in JSON."""
+"""Names of the JSON types that Arrow distinguishes."""
 EXAMPLE = '{"prompt": "What is 2 + 2?", "answer": "4"}'
 
 
@@ -52,16 +52,16 @@ def read(source: str) -> datasets.Dataset:
     name, _, split = source.partition(":")
     with hub_or_cache(name) as unreachable:
         remedy = f"{unreachable}: check the network, or give a JSONL file" if unreachable else "check name and split (owner/name:split)"
-        with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is no file either"):
+        with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is not a file either"):
             data = datasets.load_dataset(name, split=split or "train")
     if not {"prompt", "question"} & set(data.column_names):
-        raise RunError(f"dataset {source} has no column prompt or question, but {', '.join(data.column_names)}")
+        raise RunError(f"dataset {source} has no column prompt or question; its columns are {', '.join(data.column_names)}")
     with Blame(f"dataset {source}", "prompts must be text or a list of messages"):
         return data.map(lambda row, i: {"prompt": messages_in(row, f"{source} row {i}")}, with_indices=True)
 
 
 def read_jsonl(path: Path) -> datasets.Dataset:
-    """The rows of a JSONL file. Raises RunError with the line."""
+    """The rows of a JSONL file. Raises RunError with the line number."""
     rows: list[dict[str, Any]] = []
     kinds: dict[str, tuple[str, str]] = {}
     for place, given in json_objects(path, EXAMPLE):
@@ -69,19 +69,19 @@ def read_jsonl(path: Path) -> datasets.Dataset:
         for column, kind in ((column, KINDS[type(value)]) for column, value in row.items() if value is not None):
             known, first = kinds.setdefault(column, (kind, place))
             if known != kind:
-                raise RunError(f"{place}: {column} is {kind}, but {known} in {first}; write one kind in every line")
+                raise RunError(f"{place}: {column} is {kind}, but {known} in {first}; use one type in every line")
         rows.append(row)
     if not rows:
-        raise RunError(f"dataset {path} has no rows; write one JSON object a line, like {EXAMPLE}")
-    columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes those of the first row
-    with Blame(f"dataset {path}", "write columns of one type in every line; what varies can be under info"):
+        raise RunError(f"dataset {path} has no rows; write one JSON object per line, like {EXAMPLE}")
+    columns = dict.fromkeys(column for row in rows for column in row)  # Arrow takes only those of the first row
+    with Blame(f"dataset {path}", "use one type per column in all lines; put what varies under info"):
         return datasets.Dataset.from_list([{column: row.get(column) for column in columns} for row in rows])
 
 
 def with_messages(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The row with messages as its prompt. A nested `info` becomes text, or Arrow would give every row the keys of all."""
+    """The row with messages as its prompt. A nested `info` becomes JSON text: Arrow would give every row the keys of all rows."""
     if "task" in row:
-        raise RunError(f"{place}: verifiers takes a column `task` for its own; give it another name")
+        raise RunError(f"{place}: verifiers reserves the column `task` for itself; give it another name")
     info = {"info": json.dumps(row["info"])} if isinstance(row.get("info"), dict) else {}
     return row | {"prompt": messages_in(row, place)} | info
 
@@ -90,7 +90,7 @@ def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """The messages of `prompt`, or else of `question`. Raises RunError."""
     prompt = row.get("prompt") if row.get("prompt") is not None else row.get("question")
     if prompt is None:
-        raise RunError(f"{place}: no prompt or question, but {', '.join(row) or 'nothing'}; write rows like {EXAMPLE}")
+        raise RunError(f"{place}: no prompt or question, only {', '.join(row) or 'an empty object'}; write rows like {EXAMPLE}")
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt or any(not isinstance(part, dict) or part.get("role") not in ROLES for part in prompt):
@@ -99,12 +99,12 @@ def messages_in(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
 
 
 def check_parameters(reward: str, function: Callable[..., Any], columns: set[str], source: str) -> None:
-    """Checks that every parameter of a reward function is filled by something, or every rollout would fail. Raises RunError."""
+    """Checks that every parameter of a reward function gets a value; otherwise every rollout would fail. Raises RunError."""
     given = PARAMETERS | GROUP_PARAMETERS | columns
     for parameter in inspect.signature(function).parameters.values():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and parameter.name not in given:
             raise RunError(
-                f"reward {reward} ({inspect.getsourcefile(function)}) asks for {parameter.name}, which is no column of {source}; "
+                f"reward {reward} ({inspect.getsourcefile(function)}) asks for {parameter.name}, which is not a column of {source}; "
                 f"it can ask for {', '.join(sorted(PARAMETERS | columns))}, or states, prompts, completions, ... of a whole group"
             )

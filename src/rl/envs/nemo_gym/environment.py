@@ -1,10 +1,10 @@
-"""Environments of a NeMo Gym deployment, over HTTP: an episode is one `POST {agent}/run`, generated and scored there.
+"""Environments of a NeMo Gym deployment, over HTTP: one `POST {agent}/run` generates and scores an episode.
 
-NeMo Gym runs in a virtual environment of its own (docs/nemo_gym.md) and asks our inference servers for tokens by itself, so two things
-differ from the other kinds. A token's policy version is the oldest one that the agent's own servers held when its episode began: a lower
-bound, for weights may be swapped in the middle; the logprobs are always those of the weights that sampled. And a later turn is rendered
-from text by the server's chat template: its ids are exactly what the policy saw, but need not continue the turn before, and then begin a
-new sample.
+NeMo Gym runs in its own virtual environment (docs/nemo_gym.md) and queries our inference servers itself, so two things differ from
+the other kinds. First, a token's policy version is the oldest one that the agent's servers held when the episode began: a lower bound,
+as weights may be swapped during an episode; the logprobs are always those of the weights that sampled. Second, the server's chat
+template renders later turns from text: their ids are exactly what the policy saw, but may not continue the turn before; then they
+begin a new sample.
 """
 
 import asyncio
@@ -40,23 +40,23 @@ from rl.wire.worker_messages import EnvSpec, PlayGroup
 START = "start it with `python scripts/nemo_gym.py start ...` or `ng_run`, see docs/nemo_gym.md"
 AGENTS, MODELS = "responses_api_agents", "responses_api_models"
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between tries while nothing answers: together as long as NeMo Gym needs to start again."""
+"""Pauses in seconds between tries while nothing answers; their sum is the time that NeMo Gym takes to restart."""
 MAX_FAILURES = 3
-"""Answers of 500 and above that fail an episode: the environment's own code fails, and seldom recovers."""
+"""Number of answers with status >= 500 that fail an episode: the environment's own code failed, and rarely recovers."""
 RECENT_S = 1.0
-"""Age up to which an answer about versions or addresses is used again; every episode needs one."""
+"""Seconds for which versions and addresses are cached; every episode needs them."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Row(NamedTuple):
-    """A line of a data set, decoded when it is played."""
+    """A line of a data set, decoded only when played."""
 
     agent: str | None
     line: bytes
 
 
 class Agent(NamedTuple):
-    """An agent server and the policy servers that it is configured to ask."""
+    """An agent server and the policy servers that it is configured to query."""
 
     url: str
     policy_urls: list[str]
@@ -85,7 +85,7 @@ class NemoGymEnvironment:
         self.agents: dict[str, Agent] = {}
         self.agents_at = -math.inf
         self.versions: dict[tuple[str, ...], tuple[float, int]] = {}
-        """Policy servers -> when they were asked (time.monotonic), and the oldest version that one of them held."""
+        """Policy servers -> time of the last query (time.monotonic), and the oldest version among them."""
         self.version_lock = asyncio.Lock()
 
     def num_tasks(self, split: Split) -> int:
@@ -112,8 +112,8 @@ class NemoGymEnvironment:
         return self.policy.renderer.prompt_ids(messages, tools or None)
 
     async def start(self) -> None:
-        """Finds the agents. Raises RunError if the head server is down or knows none for a row."""
-        # No cookies are kept: they carry the session of an episode, which the next one must not continue.
+        """Finds the agents. Raises RunError if the head server is down or lacks the agent of a row."""
+        # Cookies are dropped: they carry the session of an episode, which the next one must not continue.
         self.http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -147,7 +147,7 @@ class NemoGymEnvironment:
         return [rollout]
 
     async def _policy_version(self, agent: str) -> int | None:
-        """The oldest version that the agent's servers hold, at most a second old; None if an endpoint plays."""
+        """The oldest version on the agent's servers, cached for at most a second; None if an endpoint plays."""
         if self.policy.endpoint is not None:
             return None
         urls = self._own_servers(agent)
@@ -163,13 +163,13 @@ class NemoGymEnvironment:
             return version
 
     def _own_servers(self, agent: str) -> tuple[str, ...]:
-        """Those of the run's servers that the agent asks; none if it asks at an address that is not known here, as a router's."""
+        """The run's servers that the agent queries; none if it queries an address unknown here, such as a router's."""
         ours = {address(url): url for url in self.policy.servers.find()}
         asked = [ours.get(address(url)) for url in self.agents[agent].policy_urls]
         return tuple(sorted(url for url in asked if url)) if all(asked) else ()
 
     async def _run(self, agent: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The agent's answer to a row. Asks again, with growing pauses, while nobody answers or the answer is a server error."""
+        """The agent's answer to a row. Retries with growing pauses while nothing answers or the answer is a server error."""
         failures = 0
         for pause in (*PAUSES_S, None):
             url = self.agents[agent].url
@@ -200,7 +200,7 @@ class NemoGymEnvironment:
         return find_agents(config, self.head)
 
     async def _rediscover(self) -> None:
-        """After a failure: a NeMo Gym that was started again has other ports. Keeps the known ones while the head server is away."""
+        """Updates the agents after a failure: a restarted NeMo Gym has new ports. Keeps the old ones while the head server is down."""
         if time.monotonic() - self.agents_at > RECENT_S:
             self.agents_at = time.monotonic()
             with suppress(RunError):
@@ -210,12 +210,12 @@ class NemoGymEnvironment:
         return name if name is not None else next(iter(self.agents))
 
     def _check_agent(self, name: str | None) -> None:
-        """Raises RunError if the rows of `name` cannot be played, or not be trained on."""
+        """Raises RunError if the rows of agent `name` cannot be played or cannot be trained on."""
         known = ", ".join(self.agents) or "none"
         if name is None and len(self.agents) != 1:
             raise RunError(
                 f"{self.name}: rows of {self.spec.dataset} have no agent_ref, and the head server's agents are {known}; "
-                "add it with `ng_prepare_data +mode=example_validation`"
+                "add agent_ref with `ng_prepare_data +mode=example_validation`"
             )
         if name is not None and name not in self.agents:
             raise RunError(f"{self.name}: rows are for agent {name}; {self.head} has {known}: start ng_run with it")
@@ -224,7 +224,7 @@ class NemoGymEnvironment:
             raise RunError(f"{self.name}: {no_tokens(f'the model server of agent {self._agent_name(name)}')}")
 
     def _check_policy_urls(self, agent: str) -> None:
-        """Checks that NeMo Gym asks our servers: tokens of another policy would look right. Raises RolloutError."""
+        """Checks that NeMo Gym queries our servers: tokens of another policy would look valid. Raises RolloutError."""
         if self.policy.endpoint is not None:
             return
         servers = self.policy.servers
@@ -239,9 +239,9 @@ class NemoGymEnvironment:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file. Raises RunError that names the line."""
+    """The rows of a JSONL file. Raises RunError with the line number."""
     if not path.is_file():
-        raise RunError(f"no file {path}; NeMo Gym's rows are made as docs/nemo_gym.md says")
+        raise RunError(f"no file {path}; docs/nemo_gym.md says how to make NeMo Gym's rows")
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -259,7 +259,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def server_of(config: dict[str, Any], name: str, kind: str) -> dict[str, Any] | None:
-    """The settings of the server `name`, which lie two levels down: `{name: {kind: {implementation: settings}}}`."""
+    """The settings of the server `name`, nested as `{name: {kind: {implementation: settings}}}`."""
     entry = config.get(name)
     servers = entry.get(kind) if isinstance(entry, dict) else None
     return next(iter(servers.values())) if isinstance(servers, dict) and servers else None
@@ -273,7 +273,7 @@ def find_agents(config: Any, head: str) -> dict[str, Agent]:
         if not settings or not settings.get("port"):
             continue
         host = settings.get("host") or "127.0.0.1"
-        if host == "0.0.0.0":  # bound everywhere; reached where the head server is
+        if host == "0.0.0.0":  # bound to all interfaces; reachable at the head server's host
             host = urlsplit(head).hostname
         model = server_of(config, (settings.get("model_server") or {}).get("name", ""), MODELS) or {}
         urls = resolved(config, model.get("base_url")) or []
@@ -284,18 +284,18 @@ def find_agents(config: Any, head: str) -> dict[str, Agent]:
 
 
 def resolved(config: dict[str, Any], value: Any) -> Any:
-    """A setting, or the one that `${name}` refers to: the head server gives its configuration as it was written."""
+    """A setting, or the one that `${name}` refers to: the head server returns its configuration unresolved."""
     name = value.removeprefix("${").removesuffix("}") if isinstance(value, str) and value.startswith("${") else None
     return config.get(name) if name else value
 
 
 def address(url: str) -> tuple[str | None, int | None]:
-    """Host and port of an address; the host is empty for this machine."""
+    """Host and port of a URL; the host is "" for this machine."""
     parts = urlsplit(url)
     return "" if parts.hostname in LOOPBACK else parts.hostname, parts.port
 
 
 def local_port(url: str) -> int | None:
-    """The port of an address on this machine; None elsewhere."""
+    """The port of a URL on this machine; None for another machine."""
     host, port = address(url)
     return None if host else port

@@ -1,4 +1,4 @@
-"""Translates NeMo Gym's rows, requests and replies to ours. Pure functions."""
+"""Pure functions that convert between NeMo Gym's rows, requests and replies and ours."""
 
 import json
 import math
@@ -12,13 +12,13 @@ from rl.wire.rollouts import Rollout, Turn
 
 TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 SAMPLING_PARAMS = ("temperature", "top_p", "max_output_tokens")
-"""The sampling settings, as the Responses API names them."""
+"""The sampling settings under their names in the Responses API."""
 EXTRA_SAMPLING = ("top_k", "min_p", "stop", "seed")
 """Sampling settings without a field in the Responses API; NeMo Gym's vLLM client takes them from the metadata."""
 
 
 def no_tokens(server: str) -> str:
-    """The error message for a model server without token ids in its answers."""
+    """The error message for a model server whose answers have no token ids."""
     return (
         f"{server} returns no token ids; start ng_run with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml "
         "(return_token_id_information: true)"
@@ -26,7 +26,7 @@ def no_tokens(server: str) -> str:
 
 
 def request_body(row: dict[str, Any], args: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """A row as it is posted: `args` over its responses_create_params, and our sampling over both."""
+    """The request for a row: `args` override its responses_create_params, and our sampling overrides both."""
     params = {key: value for key, value in (row["responses_create_params"] | args).items() if key not in SAMPLING_PARAMS}
     params |= {"temperature": sampling["temperature"], "max_output_tokens": sampling["max_tokens"]}
     if sampling.get("top_p") is not None:
@@ -39,7 +39,7 @@ def request_body(row: dict[str, Any], args: dict[str, Any], sampling: dict[str, 
 
 
 def decode_reply(text: str) -> dict[str, Any]:
-    """A reply of `/run` with at least `response.output`. Raises RolloutError."""
+    """Decodes a reply of `/run`. Raises RolloutError if it has no valid `response.output`."""
     try:
         reply = json.loads(text)
         if all(isinstance(item, dict) for item in reply["response"]["output"]):
@@ -50,17 +50,17 @@ def decode_reply(text: str) -> dict[str, Any]:
 
 
 def to_rollout(reply: dict[str, Any], body: dict[str, Any], version: int | None) -> Rollout:
-    """A reply as a rollout; `version` None: an endpoint played, which gives no tokens. Raises RolloutError."""
+    """Converts a reply to a rollout. `version` is None if an endpoint played, which returns no tokens. Raises RolloutError."""
     response, params = reply["response"], body["responses_create_params"]
     reward = reply.get("reward")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise RolloutError("reward", f"NeMo Gym gave the reward {reward!r}, not a finite number; see the resources server's output")
+        raise RolloutError("reward", f"NeMo Gym returned the reward {reward!r}, not a finite number; see the resources server's output")
     used = response.get("temperature")
     if used is not None and used != params["temperature"]:
-        raise RolloutError("environment", f"the agent sampled at temperature {used}, not at the {params['temperature']} it was asked for")
+        raise RolloutError("environment", f"the agent sampled at temperature {used}, not at the requested {params['temperature']}")
     items, incomplete = response["output"], (response.get("incomplete_details") or {}).get("reason")
     turns = [] if version is None else to_turns(items, version)
-    # The model server answers a prompt that fills the context with an empty item, marked as incomplete.
+    # To a prompt that fills the context, the model server answers with an empty item marked as incomplete.
     unanswered = not items or not items[-1].get("generation_token_ids")
     overlong = version is not None and incomplete == "max_output_tokens" and unanswered
     if version is not None and not turns and not overlong:
@@ -88,7 +88,7 @@ def metrics_of(reply: dict[str, Any], body: dict[str, Any]) -> dict[str, float]:
 
 
 def to_turns(items: Iterable[dict[str, Any]], version: int) -> list[Turn]:
-    """The policy's turns: each has its tokens on its last item. Raises RolloutError."""
+    """The policy's turns. The last item of each turn has its tokens. Raises RolloutError."""
     turns = []
     for item in items:
         if not item.get("generation_token_ids"):
@@ -96,7 +96,7 @@ def to_turns(items: Iterable[dict[str, Any]], version: int) -> list[Turn]:
         prompt_ids, completion_ids, logprobs = (item.get(key) or [] for key in TOKEN_KEYS)
         if not prompt_ids or len(logprobs) != len(completion_ids):
             counts = f"{len(prompt_ids)} prompt ids, {len(completion_ids)} sampled ids and {len(logprobs)} logprobs"
-            raise RolloutError("inference", f"NeMo Gym gave an answer with {counts}")
+            raise RolloutError("inference", f"NeMo Gym returned an answer with {counts}")
         turns.append(
             Turn(
                 prompt_ids=prompt_ids,
@@ -115,31 +115,31 @@ def check_append_only(rollout: Rollout) -> None:
         raise RolloutError(
             "not_append_only",
             f"turn {rewritten + 1} does not continue an earlier turn's token ids: NeMo Gym renders history from text. "
-            "Unset orchestrator.enforce_monotonicity: then such a turn starts a new sample",
+            "Unset orchestrator.enforce_monotonicity so that such a turn starts a new sample",
         )
 
 
 def input_items(params: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of a request, whose input may be a plain text."""
+    """The items of a request, whose input may be plain text."""
     items = params["input"]
     return [{"role": "user", "content": items}] if isinstance(items, str) else [dict(item) for item in items]
 
 
 def joined_text(content: Any) -> Any:
-    """Content parts as one text, where all of them are text."""
+    """Joins content parts into one text if all of them are text."""
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         return "".join(part["text"] for part in content)
     return content
 
 
 def chat_prompt(params: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
-    """The messages and tools of a row's responses_create_params in the form of chat APIs."""
+    """The messages and tools of a row's responses_create_params in chat API form."""
     functions = [{key: value for key, value in tool.items() if key not in ("type", "strict")} for tool in params.get("tools") or ()]
     return to_messages(input_items(params)), [{"type": "function", "function": function} for function in functions]
 
 
 def to_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
-    """Items of the Responses API as chat messages; reasoning, text and calls of one turn become one message."""
+    """Converts items of the Responses API to chat messages; reasoning, text and calls of one turn become one message."""
     messages: list[Message] = []
     answer: Message | None = None
     for item in items:
@@ -162,7 +162,7 @@ def to_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
 
 
 def add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
-    """Adds an item of the assistant to its message."""
+    """Adds an assistant item to its message."""
     if kind == "message":
         answer["content"] += str(joined_text(item.get("content") or ""))
     elif kind == "reasoning":

@@ -1,4 +1,4 @@
-"""How the versions of verifiers v1 that we know ask our policy: their interception server gets a client that answers in this process."""
+"""Connects tested versions of verifiers v1 to the policy: their interception server gets a client that answers in this process."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from rl.wire.rollouts import Turn
 
 
 class PolicyClient(vf.Client):
-    """Answers chat completions with the policy. `active` has the traces that are being played, by trace id."""
+    """Answers chat completions with the policy. `active` maps ids to the traces in play."""
 
     def __init__(self) -> None:
         self.active: dict[str, ActiveTrace] = {}
@@ -32,20 +32,20 @@ class PolicyClient(vf.Client):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One turn; see ActiveTrace.answer."""
+        """Plays one turn; see ActiveTrace.answer."""
         active = self.active.get(session_id or "")
         if active is None or active.conversation is None:
             raise vf.ProviderError(f"trace {session_id} is not being played", status_code=409)
         if not isinstance(dialect, ChatDialect):
             raise active.fail(not_chat(type(dialect).__name__))
-        # In verifiers' own form, with tools' names at their results: a resumed conversation has it, and must continue one that has not.
+        # In verifiers' own form, where tool results name their tool: a resumed conversation has that form, and must match the one before.
         messages = [message_to_wire(message) for message in (turn.prompt if turn else dialect.parse_request(body).messages)]
         return response(*await active.answer(messages, body), body["model"])
 
     async def relay(
         self, dialect: Dialect, body: dict[str, Any], session_id: str | None = None, headers: Mapping[str, str] | None = None
     ) -> RelayReply:
-        """One turn for a harness that wants a stream: the whole answer as one event."""
+        """Plays one turn for a harness that wants a stream: the whole answer is one event."""
         answered = await self.get_response(dialect, body, session_id=session_id)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -59,7 +59,7 @@ class PolicyClient(vf.Client):
 
 
 class PolicyClientConfig(vf.EvalClientConfig):
-    """The client that a trace records. The live client is a private attribute, which is neither compared nor written down."""
+    """The client config that a trace records. The live client is a private attribute, which is neither compared nor serialized."""
 
     base_url: str = "policy"
     api_key_var: str = ""
@@ -70,13 +70,13 @@ class PolicyClientConfig(vf.EvalClientConfig):
         return self._client
 
 
-# The interception server makes its clients by this one name, from configs of two known kinds; there is no other way in, short of
-# replacing the server, that also serves harnesses which run as programs.
+# The interception server creates its clients by this name, from configs of two known kinds. Any other hook that also serves harnesses
+# running as programs would mean replacing the server.
 interception.resolve_client = lambda config: config.client if isinstance(config, PolicyClientConfig) else resolve_client(config)
 
 
 def response(turn: Turn, answer: Answer, model: str) -> Response:
-    """An answer as verifiers records it, with the chat completion that the harness gets."""
+    """An answer as verifiers records it, including the chat completion for the harness."""
     raw = completion(turn, answer, model)
     [choice], usage = raw["choices"], raw["usage"]
     return Response(
@@ -84,7 +84,7 @@ def response(turn: Turn, answer: Answer, model: str) -> Response:
         message=parse_message(choice["message"]),
         finish_reason=choice["finish_reason"],
         usage=Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"]),
-        # Without the messages' spans the graph puts a turn's new ids into one node: right for tasks that look at a branch's ids.
+        # Without spans of the messages, the graph puts a turn's new ids into one node, which is right for tasks that read a branch's ids.
         tokens=TurnTokens(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, completion_logprobs=turn.logprobs),
         raw=raw,
     )

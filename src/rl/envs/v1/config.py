@@ -1,9 +1,9 @@
-"""From `args` to a verifiers v1 environment: where each argument belongs, what runs locally by default, and the two splits.
+"""Builds the config of a verifiers v1 environment from `args`: the place of each argument, local defaults, and the two splits.
 
 An argument is a field of the taskset's config, or else of the environment's: its agents, `timeout`, `retries`,
-`max_concurrent_agents`, and its own fields. Where both have a field of a name, and for pairing, the tables `taskset` and `env` say which
-is meant: `args = {num = 100, agent = {max_turns = 4}, env = {id = "best-of-n", n = 2}}`. The table `eval` holds fields of the taskset that
-differ for evaluation: `args.eval.split = "test"`. "None" stands for no value, as everywhere in verifiers.
+`max_concurrent_agents`, and its own fields. The tables `taskset` and `env` resolve a name that both have, and pair a taskset with an
+environment: `args = {num = 100, agent = {max_turns = 4}, env = {id = "best-of-n", n = 2}}`. The table `eval` holds taskset fields
+that differ for evaluation: `args.eval.split = "test"`. "None" means no value, as everywhere in verifiers.
 """
 
 import copy
@@ -27,19 +27,19 @@ from rl.wire.worker_messages import EnvSpec
 
 TABLES = ("taskset", "env", "eval")
 EVAL_SPLITS = ("eval", "test", "validation", "valid", "val", "dev")
-"""Names that tasksets use for a split that is not trained on, the most common first."""
+"""Common names of splits that are not trained on, the most common first."""
 
 
 class V1Config:
-    """`args`, sorted: `env` is the resolved config, `taskset(split)` the taskset's for a split, `agents` the names of the agents."""
+    """The resolved `args`: `env` is the environment's config, `eval_tasksets()` those of evaluation, `agents` the agents' names."""
 
     def __init__(self, spec: EnvSpec, endpoint: bool):
         assert spec.id is not None
         self.spec = spec
-        args = copy.deepcopy(spec.args)  # verifiers writes into what it validates
+        args = copy.deepcopy(spec.args)  # verifiers modifies what it validates
         for table in TABLES:
             if not isinstance(args.setdefault(table, {}), dict):
-                raise RunError(f"environment {spec.name}: args.{table} has to be a table")
+                raise RunError(f"environment {spec.name}: args.{table} must be a table")
         taskset, env, self.for_eval = (args.pop(table) for table in TABLES)
         set_ids(spec, taskset, env)
         self.taskset_class: type[vf.TasksetConfig] = taskset_config_type(taskset["id"])
@@ -66,16 +66,16 @@ class V1Config:
             raise RunError(f"environment {self.spec.name} has no argument {key}{did_you_mean(key, known)}")
 
     def _keep_local(self, taskset_id: str, agent: str, env: dict[str, Any]) -> None:
-        """verifiers' defaults are a program per rollout in a remote sandbox. Where neither the user nor the author chose
+        """Replaces verifiers' defaults, which run a program per rollout in a remote sandbox. Unless the user or the author chose
         otherwise, the agent runs in this process, its tools on this machine, and our equivalent replaces the `null` harness."""
         author = self.env_class.model_fields[agent].default
         config = env.setdefault(agent, {})
         if not isinstance(config, dict):
-            raise RunError(f"environment {self.spec.name}: args.{agent} has to be a table; it configures an agent")
+            raise RunError(f"environment {self.spec.name}: args.{agent} must be a table; it configures an agent")
         if "runtime" not in config and "runtime" not in author.model_fields_set:
             config["runtime"] = {"type": "subprocess"}
         named = author.harness.id if author.harness else default_harness_id(taskset_id)
-        unnamed = named == "null" if author.harness else named == "bash"  # bash is the default of verifiers
+        unnamed = named == "null" if author.harness else named == "bash"  # bash is verifiers' default
         harness = config.get("harness", {})
         if isinstance(harness, dict) and "id" not in harness and (unnamed or harness):
             config["harness"] = {**harness, "id": HARNESS_ID if unnamed else named}
@@ -104,21 +104,21 @@ class V1Config:
         if config.model and config.client is None:
             raise RunError(
                 f"environment {self.spec.name}: agent {agent} asks for the model {config.model}, but the inference servers have the "
-                f'policy only; give its server as args.{agent}.client = {{base_url = "...", api_key_var = "..."}}, or let the policy '
+                f'policy only; set its server as args.{agent}.client = {{base_url = "...", api_key_var = "..."}}, or let the policy '
                 f'play it with args.{agent}.model = "None"'
             )
 
     def split_names(self) -> list[str]:
-        """The values that the taskset's field `split` may have: its literals, or, of a field for any text, what is usual."""
+        """Possible values of the taskset's field `split`: its literals, or the common names if it is a free text."""
         field = self.taskset_class.model_fields["split"]
         if get_origin(field.annotation) is Literal:
             return [name for name in get_args(field.annotation) if isinstance(name, str)]
         return ["train", *EVAL_SPLITS[:3]] if field.annotation is str else []
 
     def eval_tasksets(self) -> list[vf.TasksetConfig]:
-        """Configs to try for evaluation, the first that loads counts; empty: the tasks of training.
+        """Configs to try for evaluation, of which the first that loads is used; empty means the training tasks.
 
-        A split that the user has set holds for both, and `args.eval` says everything that is to differ.
+        A split that the user set applies to both, and `args.eval` has everything that differs.
         """
         if self.for_eval:
             return [self._taskset(self.for_eval)]
@@ -132,18 +132,18 @@ class V1Config:
         return self._validated(self.taskset_class, {**self.env.taskset.model_dump(), **changes})
 
     def arguments(self) -> dict[str, Any]:
-        """Every argument with its value, its default and what it is for."""
+        """Every argument with its value, default and description."""
         own = [name for name in self.env_class.model_fields if name not in vf.EnvConfig.model_fields and name not in self.agents]
         names = [name for name in self.taskset_class.model_fields if name != "id"]
         return describe_fields(self.env_class, own, self.env) | describe_fields(self.taskset_class, names, self.env.taskset)
 
 
 def set_ids(spec: EnvSpec, taskset: dict[str, Any], env: dict[str, Any]) -> None:
-    """Fills in the ids: the package is the taskset, with the environment it may bring, or the environment for a taskset in `args`."""
+    """Fills in the ids: the package is the taskset (and may bring its environment), or the environment for a taskset in `args`."""
     path = check_installed(spec.id or "")
     module = module_name(path)
     place = f"verifiers.v1.tasksets.{module}" if comes_with_verifiers(module) else module
-    # What verifiers brings and is no taskset is an environment.
+    # A module of verifiers that is not a taskset is an environment.
     if importlib.util.find_spec(place) and "Taskset" in v1_exports(importlib.import_module(place)):
         taskset.setdefault("id", path)
         return
@@ -159,7 +159,7 @@ def did_you_mean(name: str, known: set[str]) -> str:
 
 
 def describe_fields(config: type[BaseModel], names: list[str], values: BaseModel) -> dict[str, Any]:
-    """Fields for a reader: value, default, and the description or the string below the field, as verifiers' own help shows it."""
+    """A human-readable description of fields: value, default, and description or docstring, as in verifiers' own help."""
     docs = _extract_field_docstrings(config)
     described = {}
     for name in names:

@@ -1,7 +1,7 @@
 """Environments of the verifiers v1 API: a taskset, its agents, and the harness of each; see config.py for `args`.
 
-verifiers plays and scores an episode in one piece, so `timeout_s` and `max_generating` hold for both together, and `max_scoring` has no
-place of its own. An agent's own limits (`args.agent = {max_turns = 4, timeout = {rollout = 60}}`) are verifiers' and come on top.
+verifiers plays and scores an episode in one piece, so `timeout_s` and `max_generating` apply to both together, and `max_scoring` has
+no effect. verifiers also enforces an agent's own limits (`args.agent = {max_turns = 4, timeout = {rollout = 60}}`).
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from rl.wire.worker_messages import EnvSpec, PlayGroup
 log = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Time for the tool servers that all tasks share to come up; verifiers itself waits 180 s for one."""
+"""Deadline for the start of the tool servers that all tasks share; verifiers itself waits 180 s for one."""
 STOP_S = 30.0
 TOOL_SERVER_CHECK_S = 2.0
 KEPT_TASKS = 4096
-"""Newest tasks of an endless taskset that are kept in memory."""
+"""Number of an endless taskset's newest tasks that are kept in memory."""
 
 
 class EndlessTasks(Sequence[vf.Task]):
-    """The tasks of an endless taskset by index, drawn in order when they are asked for.
+    """The tasks of an endless taskset by index, drawn in order on demand.
 
-    The last KEPT_TASKS of them are kept. For an older one the taskset is started again and drawn up to it, as after a restart: it is the
-    same task as far as the taskset's own seed makes it so.
+    The last KEPT_TASKS of them are kept. For an older one, the taskset is iterated again from its beginning, as after a restart: the
+    task is the same if the taskset's own seed makes it so.
     """
 
     def __init__(self, taskset: vf.Taskset):
@@ -67,8 +67,8 @@ class EndlessTasks(Sequence[vf.Task]):
         while index not in self.kept:
             task = next(self.tasks, None)
             if task is None:
-                raise RolloutError("environment", f"the taskset says it is INFINITE, but it ended after {self.num_drawn} tasks")
-            self.kept.pop(self.num_drawn, None)  # now the last one to be deleted
+                raise RolloutError("environment", f"the taskset is marked INFINITE, but ended after {self.num_drawn} tasks")
+            self.kept.pop(self.num_drawn, None)  # reinserted, so that it is deleted last
             self.kept[self.num_drawn] = task
             self.num_drawn += 1
             if len(self.kept) > KEPT_TASKS:
@@ -77,13 +77,13 @@ class EndlessTasks(Sequence[vf.Task]):
 
 
 class V1Environment:
-    """A verifiers v1 taskset or environment, all agents of it."""
+    """A verifiers v1 taskset or environment with all its agents."""
 
     scores_groups = False
 
     def __init__(self, spec: EnvSpec, policy: Policy):
         if spec.set_kwargs:
-            raise RunError(f"environment {spec.name}: set_kwargs are for classic environments; this one is configured by args alone")
+            raise RunError(f"environment {spec.name}: set_kwargs is for classic environments; this one is configured by args alone")
         self.spec = spec
         self.policy = policy
         self.name = f"environment {spec.name}"
@@ -105,7 +105,7 @@ class V1Environment:
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
 
     def _choose_client(self) -> None:
-        """Our own client inside of verifiers where we know its interior, else verifiers' own client, over HTTP."""
+        """Chooses our client inside verifiers if its version was tested, else verifiers' own client over HTTP."""
         if self.policy.endpoint is not None:
             return
         if installed() in KNOWN:
@@ -122,7 +122,7 @@ class V1Environment:
         return Blame(what, f"check its args {self.spec.args} and the environment itself")
 
     def _eval_tasks(self, train: Sequence[vf.Task]) -> Sequence[vf.Task]:
-        """The tasks of the first split that there is. Where `split` is any text, a taskset refuses one by what its data set raises."""
+        """The tasks of the first split that exists. If `split` is a free text, a missing one shows as an error of the data set."""
         configs = self.config.eval_tasksets()
         for config in configs:
             try:
@@ -167,7 +167,7 @@ class V1Environment:
         }
 
     def _describe_agent(self, name: str) -> dict[str, Any]:
-        """An agent's harness, runtime, endpoint if it has one of its own, and limits."""
+        """An agent's harness, runtime, own endpoint (if any), and limits."""
         config: vf.AgentConfig = getattr(self.config.env, name)
         harness = self.config.env.agent_harnesses()[name]
         limits = config.model_dump(mode="json", exclude_none=True, include={"model", "max_turns", "max_output_tokens", "max_total_tokens"})
@@ -175,7 +175,7 @@ class V1Environment:
         return {"harness": harness.id, "runtime": config.runtime.type, **own, **limits}
 
     async def _tools(self) -> list[dict[str, Any]]:
-        """The tools that tasks are offered, as chat APIs have them; servers that run elsewhere list theirs only to the harness."""
+        """The tools offered to tasks, in chat API form; servers that run elsewhere list theirs only to the harness."""
         task = self.tasks["train"][0]
         tools = []
         for toolset in [*self.env.taskset.toolsets(self.env.taskset.config), *task.toolsets(task.config)]:
@@ -188,8 +188,8 @@ class V1Environment:
         return tools
 
     async def start(self) -> None:
-        """Brings up the interception server and the tool servers that all tasks share."""
-        exits_are_errors(asyncio.get_running_loop())  # verifiers gives reward functions tasks of their own
+        """Starts the interception server and the tool servers that all tasks share."""
+        exits_are_errors(asyncio.get_running_loop())  # verifiers runs reward functions in tasks of their own
         if self.seam:
             self.client_config = await self.seam.start()
         up, self.stop_servers = asyncio.Event(), asyncio.Event()
@@ -200,15 +200,15 @@ class V1Environment:
                 await up.wait()
         except TimeoutError as error:
             await self.close()
-            raise RunError(f"{self.name}: its servers were not up in {START_S:.0f} s; see its tool servers") from error
+            raise RunError(f"{self.name}: its servers did not start within {START_S:.0f} s; check its tool servers") from error
         if self.servers.done():
             with self._load_errors("starting its servers"):
                 self.servers.result()
 
     async def _serve(self, up: asyncio.Event) -> None:
-        """Runs verifiers' servers until `stop_servers`; enters and leaves them in one task, as cancel scopes inside demand.
+        """Runs verifiers' servers until `stop_servers`. Enters and leaves them in the same task, as their cancel scopes require.
 
-        Ends this worker when a tool server died, which verifiers does not restart; the next worker starts all of them.
+        Ends this worker when a tool server died, because verifiers does not restart it; the next worker starts all of them.
         """
         async with self.env.serving():
             tool_servers = self._tool_servers()
@@ -217,20 +217,20 @@ class V1Environment:
                 for pid, start in tool_servers.items():
                     line = process_table.entry(pid)
                     if line is None or line.start != start or line.state == "Z":
-                        print(f"{self.name}: its tool server (pid {pid}) died: the worker ends, to start anew", flush=True)
+                        print(f"{self.name}: its tool server (pid {pid}) died; the worker exits, and the next one restarts it", flush=True)
                         os._exit(1)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TOOL_SERVER_CHECK_S):
                         await self.stop_servers.wait()
 
     def _tool_servers(self) -> dict[int, str]:
-        """Pid -> start time of the processes that serve this environment's tools."""
+        """Maps the pids of the processes that serve this environment's tools to their start times."""
         modules = {type(toolset).__module__ for toolset in self.env.taskset.toolsets(self.env.taskset.config)}
         processes = process_table.table()
         return {pid: processes[pid].start for pid in process_table.trees(processes, [os.getpid()]) if modules & set(command_line(pid))}
 
     async def close(self) -> None:
-        """Ends the servers; those that do not end in time are left to die with this process."""
+        """Stops the servers; any that do not stop in time die with this process."""
         self.stop_servers.set()
         done, _ = await asyncio.wait([self.servers], timeout=STOP_S)
         if not done:
@@ -242,16 +242,16 @@ class V1Environment:
             await self.seam.close()
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
-        return [await self._episode(order) for _ in range(num_episodes)]
+        return [await self._episode(order.seeded("member", i)) for i in range(num_episodes)]
 
     async def _episode(self, order: PlayGroup) -> Episode:
-        """One episode: generated, judged, and turned into rollouts."""
+        """Plays and scores one episode and converts it to rollouts."""
         task = self.tasks[order.split][order.task]
         context = self._context(order)
         active: dict[str, ActiveTrace] = {}
 
         def start_trace(trace: vf.Trace) -> None:
-            active[trace.id] = self.active[trace.id] = self._active_trace(trace, order)
+            active[trace.id] = self.active[trace.id] = self._active_trace(trace, order.seeded("conversation", len(active)))
 
         try:
             async with limited(self.generating, self.spec.timeout_s, "an episode (generation and scoring)"):
@@ -265,7 +265,7 @@ class V1Environment:
         return as_episode(self.env, episode, active)
 
     def _context(self, order: PlayGroup) -> ModelContext:
-        """The model of agents without an endpoint of their own. Our client has the run's sampling; an endpoint is sent it."""
+        """The model of agents without their own endpoint. Our client knows the run's sampling; an endpoint gets it here."""
         if self.policy.endpoint is None:
             return ModelContext(model="policy", client=self.client_config)
         endpoint = self.policy.endpoint
@@ -273,17 +273,17 @@ class V1Environment:
         return ModelContext(model=endpoint.model, client=client, sampling=vf.SamplingConfig(**order.sampling))
 
     def _active_trace(self, trace: vf.Trace, order: PlayGroup) -> ActiveTrace:
-        """A trace with its conversation. Of a trained agent's own sampling, only what keeps the distribution has an effect."""
+        """A trace with its conversation. A trained agent's own sampling parameters apply only if they are OVERRIDABLE."""
         if self.policy.endpoint is not None:
             return ActiveTrace(trace, None)
         pinned = own_sampling(trace.agent.config.sampling)
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
-        return ActiveTrace(trace, Conversation(self.policy, order.server, order.sampling | pinned))
+        return ActiveTrace(trace, Conversation(self.policy, order.server, order.sampling | pinned, seed=order.seed))
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process's command; [] when it is gone."""
+    """The arguments of a process's command; [] if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

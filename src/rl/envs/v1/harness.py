@@ -1,8 +1,8 @@
 """A verifiers v1 harness that runs in our own process: no program, no virtual environment and no subprocess per rollout.
 
-It is the library's `null` harness in what the model sees (system prompt, prompt, tools named `<server>_<tool>`, their results as text),
-and plays every task which that one plays: single turns, tool loops over MCP, and conversations that a user resumes. The interception
-server has the limits and stop conditions: it refuses the next call, and the loop ends.
+The model sees the same as with the library's `null` harness (system prompt, prompt, tools named `<server>_<tool>`, their results as
+text), and the same tasks work: single turns, tool loops over MCP, and conversations that a user resumes. The interception server
+enforces limits and stop conditions by refusing the next call, which ends the loop.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from rl.envs.v1.versions import MIME_TYPE, REQUEST_TIMEOUT, SCHEMA, ClientSessio
 
 HARNESS_ID = "rl-in-process"
 DISCONNECTED = (httpx.HTTPError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
-"""Errors of a server that died; within a session it is a stream that ends."""
+"""Errors raised when a server died; within a session, a stream ends."""
 LIST_TOOLS_S = 60.0
 
 
 class InProcessConfig(HarnessConfig):
-    """The fields of every harness, of which `tool_timeout` and `disabled_tools` have an effect here."""
+    """The fields common to all harnesses; only `tool_timeout` and `disabled_tools` have an effect here."""
 
     id: str = HARNESS_ID
 
 
 class InProcessHarness(Harness[InProcessConfig]):
-    """The chat loop: ask the model, run its tool calls one after the other, until an answer has none."""
+    """The chat loop: queries the model and runs its tool calls one by one, until an answer has none."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -56,7 +56,7 @@ class InProcessHarness(Harness[InProcessConfig]):
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """One segment. A refused or failed call ends it with exit code 1; verifiers knows the reason."""
+        """Plays one segment. A refused or failed call ends it with exit code 1; verifiers knows the reason."""
         system, prompt = self.resolve_prompt(data)
         url = f"{endpoint.rstrip('/')}/chat/completions"
         body: dict[str, Any] = {"model": ctx.model, "messages": opening(system, prompt)}
@@ -77,13 +77,13 @@ class InProcessHarness(Harness[InProcessConfig]):
 
 
 connections: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-"""To interception servers, by event loop: a connection of its own for each rollout would be a tenth of what that costs."""
+"""Connections to interception servers, by event loop: a new one per rollout would take a tenth of the rollout's cost."""
 IDLE_S = 15.0
-"""How long a connection without a request is kept; the servers keep theirs for longer, so none is closed while a request is on its way."""
+"""Seconds that an idle connection is kept. The servers keep theirs for longer, so that none is closed under a new request."""
 
 
 def http() -> aiohttp.ClientSession:
-    """The connections of this event loop; `close_connections` ends them."""
+    """The HTTP session of this event loop; `close_connections` closes it."""
     loop = asyncio.get_running_loop()
     if loop not in connections:
         timeout = aiohttp.ClientTimeout(total=None)  # answers wait for the inference server, and episodes have a deadline
@@ -98,7 +98,7 @@ async def close_connections() -> None:
 
 
 async def ask(url: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """(the model's message, ""), or ({}, why the call failed)."""
+    """Queries the model. Returns its message and "", or {} and the reason why the call failed."""
     try:
         async with http().post(url, json=body, headers=headers) as reply:
             if reply.status >= 400:
@@ -109,7 +109,7 @@ async def ask(url: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[
 
 
 def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """The messages before the first answer; only instructions, or none, where a user opens the conversation."""
+    """The messages before the first answer; only the system prompt, or none, if a user opens the conversation."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]
@@ -117,7 +117,7 @@ def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
 
 
 def chat_tool(server: str | None, tool: Any) -> dict[str, Any]:
-    """An MCP tool in the form of chat APIs, named `<server>_<tool>`."""
+    """Converts an MCP tool to chat API form, named `<server>_<tool>`."""
     name = f"{server}_{tool.name}" if server else tool.name
     return {"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": getattr(tool, SCHEMA)}}
 
@@ -128,14 +128,14 @@ class ToolServers:
     def __init__(self, config: HarnessConfig):
         self.disabled = set(config.disabled_tools or [])
         self.tools: list[dict[str, Any]] = []
-        """In the form of chat APIs."""
+        """In chat API form."""
         self.origins: dict[str, tuple[str, ClientSession, str]] = {}
-        """Tool, as the model calls it -> server, its session, and the server's own name for the tool."""
+        """Name of the tool for the model -> server, its session, and the server's own name for the tool."""
         self.last_server = ""
-        """The server that was called last: when a connection breaks, it is this one's."""
+        """The server called last, to which a broken connection belongs."""
 
     async def add(self, server: str, session: ClientSession) -> None:
-        """Opens a server's session and lists its tools. Raises RolloutError for a name that is taken."""
+        """Opens a server's session and lists its tools. Raises RolloutError if two tools have the same name."""
         self.last_server = server
         async with asyncio.timeout(LIST_TOOLS_S):
             await session.initialize()
@@ -144,14 +144,14 @@ class ToolServers:
             description = chat_tool(server, tool)
             name = description["function"]["name"]
             if name in self.origins:
-                raise RolloutError("environment", f"two tools are named {name}; give one of their servers a TOOL_PREFIX of its own")
+                raise RolloutError("environment", f"two tools are named {name}; give one of their servers its own TOOL_PREFIX")
             if name in self.disabled or tool.name in self.disabled:
                 continue
             self.origins[name] = server, session, tool.name
             self.tools.append(description)
 
     async def result(self, call: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """The content of the tool message that answers a call; for a malformed call what is wrong, so that the model may correct it."""
+        """The content of the tool message that answers a call; for a malformed call the error, so that the model can correct it."""
         if call["name"] not in self.origins:
             return f"error: there is no tool {call['name']!r}; there are {', '.join(sorted(self.origins)) or 'none'}"
         try:
@@ -159,7 +159,7 @@ class ToolServers:
         except json.JSONDecodeError as error:
             return f"error: the arguments are not JSON: {error}"
         if not isinstance(arguments, dict):
-            return f"error: the arguments have to be a JSON object, not {type(arguments).__name__}"
+            return f"error: the arguments must be a JSON object, not {type(arguments).__name__}"
         self.last_server, session, name = self.origins[call["name"]]
         try:
             return content(await call_tool(session, name, arguments))
@@ -171,9 +171,9 @@ class ToolServers:
 
 @asynccontextmanager
 async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIterator[ToolServers]:
-    """Sessions with all servers for one segment. Raises RolloutError for one that died, or does not answer for `tool_timeout` s.
+    """Sessions with all servers for one segment. Raises RolloutError if one died, or does not answer for `tool_timeout` s.
 
-    The sessions live in task groups: what breaks one of them cancels the block, and comes out here as a group of errors.
+    The sessions live in task groups: an error in one of them cancels the block, and is raised here as an exception group.
     """
     servers = ToolServers(config)
     try:
@@ -186,7 +186,7 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
         cause = error
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
-        url = urls.get(servers.last_server, "").partition("?")[0]  # the query may have a secret
+        url = urls.get(servers.last_server, "").partition("?")[0]  # the query may contain a secret
         where = f"tool server {servers.last_server!r} at {url}"
         if isinstance(cause, McpError) and cause.error.code == REQUEST_TIMEOUT:
             slow = f"{where} took longer than {config.tool_timeout:g} s; see tool_timeout of the harness"
@@ -197,7 +197,7 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
 
 
 def content(blocks: list[Any]) -> str | list[dict[str, Any]]:
-    """An MCP result as the content of a chat message: text, or parts if there is an image."""
+    """Converts an MCP result to the content of a chat message: text, or a list of parts if it has an image."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if block.type == "image":
@@ -209,7 +209,7 @@ def content(blocks: list[Any]) -> str | list[dict[str, Any]]:
     return "\n".join(part["text"] for part in parts)
 
 
-# verifiers finds a harness by importing the top-level module of its id.
+# verifiers finds a harness by importing the top-level module named like its id.
 sys.modules.setdefault(HARNESS_ID.replace("-", "_"), sys.modules[__name__])
 
 __all__ = ["InProcessConfig", "InProcessHarness"]

@@ -1,4 +1,4 @@
-"""From a finished verifiers v1 episode to Rollouts: one for each trace, with its own reward, or with why it failed."""
+"""Converts a finished verifiers v1 episode to Rollouts: one per trace, with its own reward or the reason why it failed."""
 
 import math
 from typing import Any
@@ -17,10 +17,10 @@ MAX_TRACEBACK = 2000
 
 
 def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace]) -> Episode:
-    """A Rollout for each trace. Raises RolloutError for an episode that failed before there was one.
+    """A Rollout for each trace. Raises RolloutError for an episode that failed before its first trace.
 
-    Where the environment's `complete` rejects the episode, all rollouts carry the error, those that went well too: their rewards may
-    lack what the others decide.
+    If the environment's `complete` rejects the episode, all rollouts fail, including successful ones: their rewards may depend on
+    the others.
     """
     rollouts = [as_rollout(env, trace, active[trace.id]) for trace in episode.traces]
     if rollouts and env.complete(episode):
@@ -35,8 +35,8 @@ def as_episode(env: vf.Env, episode: vf.Episode, active: dict[str, ActiveTrace])
 
 
 def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
-    """A trace as a Rollout: its turns are those of our conversation, its messages those of verifiers' own record."""
-    is_policy = getattr(env.config, trace.agent.name).client is None  # an agent with an endpoint of its own is another model
+    """Converts a trace to a Rollout: the turns come from our conversation, the messages from verifiers' own record."""
+    is_policy = getattr(env.config, trace.agent.name).client is None  # an agent with its own endpoint is another model
     turns = active.conversation.turns if active.conversation and is_policy else Turns()
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = scores | {name: value for name, value in trace.metrics.items() if value is not None}
@@ -57,7 +57,7 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
     )
     if not trace.ok:
         fail(rollout, trace_failure(trace, active))
-    elif getattr(trace, "is_timeout", False):  # a limit since 0.4, which scores what there is: a reward for less than was asked
+    elif getattr(trace, "is_timeout", False):  # since 0.4 a limit: verifiers scores the incomplete answer
         stage = (trace.stop_condition or "").removesuffix("_timeout")
         fail(rollout, ("timeout", f"{stage} timed out; see timeout of the task and of args.{trace.agent.name}"))
     elif wrong := [name for name, value in {"the reward": trace.reward, **metrics}.items() if not math.isfinite(value)]:
@@ -66,7 +66,7 @@ def as_rollout(env: vf.Env, trace: vf.Trace, active: ActiveTrace) -> Rollout:
 
 
 def fail(rollout: Rollout, failure: Failure) -> None:
-    """Makes a rollout a failed one, with finite metrics only: they are shown, and cross the wire, like any other's."""
+    """Marks a rollout as failed and drops metrics that are not finite: the others are sent and shown like any rollout's."""
     rollout.cause, rollout.error = failure
     rollout.stop = "error"
     rollout.reward = 0.0
@@ -74,7 +74,7 @@ def fail(rollout: Rollout, failure: Failure) -> None:
 
 
 def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:
-    """The last failure of a trace. verifiers' errors are classes by where they arose, and text by what they were."""
+    """The last failure of a trace. The type of a verifiers error tells where it arose; only its text tells what it was."""
     error = trace.last_error
     if error is None:
         return "environment", "the trace failed without an error"
@@ -83,13 +83,13 @@ def trace_failure(trace: vf.Trace, active: ActiveTrace) -> Failure:
         return active.failure or "inference", text
     if timed_out(error):
         return "timeout", text
-    if trace.timing.scoring.start:  # nothing but scoring can fail a trace after this
+    if trace.timing.scoring.start:  # only scoring can fail a trace after this
         return "reward", text
     return "environment", text
 
 
 def episode_failure(env: vf.Env, episode: vf.Episode) -> Failure:
-    """The failure of the environment's own hooks. `finalize` is where agents are judged together."""
+    """A failure of the environment's own hooks. Agents are judged together in `finalize`."""
     error = episode.last_error
     if error is None and not episode.traces:
         return "environment", "the episode has no trace"
@@ -102,18 +102,18 @@ def episode_failure(env: vf.Env, episode: vf.Episode) -> Failure:
 
 
 def timed_out(error: vf.Error) -> bool:
-    """Whether an error is a deadline, which verifiers shows by these words and no class of its own."""
+    """Whether an error is a timeout, which verifiers marks by these words, not by a class of its own."""
     return error.type == "TimeoutError" or error.message.endswith(" timed out") or error.message.startswith("agent timeout: ")
 
 
 def error_text(error: vf.Error) -> str:
-    """An error's message and the end of its traceback: the place in the environment's code."""
+    """An error's message and the end of its traceback, which shows the place in the environment's code."""
     return f"{error.type}: {error.message}" + (f"\n{error.traceback[-MAX_TRACEBACK:]}" if error.traceback else "")
 
 
 def messages_of(trace: vf.Trace) -> tuple[list[dict[str, Any]], int]:
-    """The conversation's last branch, and how many of its messages come before the first that was sampled; before the first answer, the
-    task's opening messages. Where a harness rewrote what had been said, the rewritten messages are no longer what was sampled."""
+    """The messages of the conversation's last branch (the task's opening messages if nothing was answered), and the number of them
+    before the first sampled one. If a harness rewrote the history, the rewritten messages are not the sampled ones."""
     if branches := trace.branches:
         nodes = branches[-1].nodes
         num_prompt = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))

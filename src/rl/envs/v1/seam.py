@@ -1,7 +1,7 @@
-"""How versions of verifiers v1 that we do not know ask our policy: over HTTP, as they ask any endpoint.
+"""Serves the policy over HTTP to versions of verifiers v1 that we have not tested: they query it like any endpoint.
 
-The worker is that endpoint, on loopback and for who has its token. verifiers' client says with each request which trace it belongs to; ids,
-log-probabilities and versions stay here. Costs a second HTTP exchange a turn, and needs nothing of verifiers' interior.
+The worker is that endpoint, on loopback and protected by a token. verifiers' client names the trace in each request; ids,
+log-probabilities and versions stay here. Costs a second HTTP exchange per turn, and uses no internals of verifiers.
 """
 
 import hmac
@@ -18,20 +18,20 @@ from rl.envs.v1.active import ActiveTrace, completion, not_chat
 SESSION = "X-Session-ID"
 """The header in which verifiers' client names the trace."""
 TOKEN = "RL_POLICY_TOKEN"
-"""Environment variable from which verifiers' client reads the key of the endpoint."""
+"""Environment variable from which verifiers' client reads the endpoint's key."""
 MAX_REQUEST_BYTES = 1 << 24
-"""As inference bounds bodies."""
+"""The limit of the inference server, too."""
 
 
 class HttpSeam:
-    """An OpenAI-compatible server of the policy. `active` has the traces that are being played, by trace id."""
+    """An OpenAI-compatible server of the policy. `active` maps ids to the traces in play."""
 
     def __init__(self, active: dict[str, ActiveTrace]):
         self.active = active
         self.token = secrets.token_urlsafe(32)
 
     async def start(self) -> vf.EvalClientConfig:
-        """Serves on a free port. Returns the config of a client."""
+        """Starts serving on a free port. Returns the config of a client."""
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_route("*", "/{path:.*}", self.other)
@@ -45,7 +45,7 @@ class HttpSeam:
         await self.runner.cleanup()
 
     def trace_of(self, request: web.Request) -> ActiveTrace:
-        """The trace that a request is for. Raises vf.ProviderError."""
+        """The trace that a request belongs to. Raises vf.ProviderError."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise vf.ProviderError("this server is for verifiers in its own process", status_code=401)
@@ -56,7 +56,7 @@ class HttpSeam:
         return active
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """One turn; see ActiveTrace.answer."""
+        """Plays one turn; see ActiveTrace.answer."""
         try:
             active, body = self.trace_of(request), await request.json()
             answered = completion(*await active.answer(body["messages"], body), body.get("model", "policy"))
@@ -67,7 +67,7 @@ class HttpSeam:
         return web.json_response(answered)
 
     async def other(self, request: web.Request) -> web.Response:
-        """Refuses what is no chat completion, as the fault of the harness that sent it."""
+        """Refuses any request other than a chat completion, and blames the harness that sent it."""
         try:
             raise self.trace_of(request).fail(not_chat(request.path))
         except vf.ProviderError as error:
@@ -79,7 +79,7 @@ def refusal(error: vf.ProviderError) -> web.Response:
 
 
 def events(answered: dict[str, Any]) -> list[bytes]:
-    """A chat completion as server-sent events: the whole answer in one, its usage in another."""
+    """A chat completion as server-sent events: one with the whole answer, one with its usage."""
     [choice] = answered["choices"]
     calls = [{**call, "index": i} for i, call in enumerate(choice["message"].get("tool_calls", []))]
     delta = choice["message"] | ({"tool_calls": calls} if calls else {})

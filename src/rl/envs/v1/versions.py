@@ -1,4 +1,4 @@
-"""What differs between the versions of verifiers that we know, and between mcp 1 and mcp 2, which 0.3 and 0.4 of it need."""
+"""Differences between the tested versions of verifiers, and between mcp 1 and mcp 2, which verifiers 0.3 and 0.4 need."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -9,7 +9,7 @@ from typing import Any
 import verifiers.v1 as vf
 
 KNOWN = ((0, 3), (0, 4))
-"""Versions of verifiers with whose interception server the adapter was tested."""
+"""Versions of verifiers whose interception server the adapter was tested with."""
 CONNECT_S = 5.0
 
 if int(version("mcp").split(".")[0]) >= 2:
@@ -49,16 +49,16 @@ __all__ = ["KNOWN", "MIME_TYPE", "REQUEST_TIMEOUT", "SCHEMA", "ClientSession", "
 
 
 def installed() -> tuple[int, int]:
-    """The version of verifiers in this interpreter, without its last part."""
+    """Major and minor version of verifiers in this interpreter."""
     major, minor = version("verifiers").split(".")[:2]
     return int(major), int(minor)
 
 
 @asynccontextmanager
 async def mcp_session(url: str, timeout_s: float) -> AsyncIterator[ClientSession]:
-    """A session with a tool server over streamable HTTP. Raises within `timeout_s` of silence."""
+    """A session with a tool server over streamable HTTP. Raises if the server is silent for `timeout_s`."""
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-    # A TLS context costs 24 ms of CPU to build; a server on this machine needs none.
+    # A TLS context takes 24 ms of CPU to build; a server on this machine needs none.
     async with (
         httpx.AsyncClient(timeout=timeout, verify=url.startswith("https"), follow_redirects=True) as http,
         streamable_http_client(url, http_client=http) as (read, write, *_),
@@ -70,14 +70,14 @@ async def mcp_session(url: str, timeout_s: float) -> AsyncIterator[ClientSession
 async def call_tool(session: ClientSession, name: str, arguments: dict[str, Any]) -> list[Any]:
     """The content of a tool's answer. Raises McpError.
 
-    Not session.call_tool, which checks the result against the tool's schema: that costs as much as the call, and we show the text.
+    Bypasses session.call_tool, which checks the result against the tool's schema: that costs as much as the call, and we show the text.
     """
     request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
     return (await session.send_request(whole_request(request), CallToolResult)).content
 
 
 def own_sampling(config: vf.SamplingConfig | None) -> dict[str, Any]:
-    """The sampling parameters that an agent's config sets itself."""
+    """The sampling parameters set in an agent's config."""
     if config is None:
         return {}
     return config.wire_args() if hasattr(config, "wire_args") else config.model_dump(exclude_none=True)

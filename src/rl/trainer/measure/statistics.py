@@ -1,4 +1,4 @@
-"""Metrics of a step's tokens over all ranks and by environment, from sums, maxima and a histogram: no token is gathered."""
+"""Computes metrics of a step's tokens over all ranks and by environment, from sums, maxima and a histogram: no tokens are gathered."""
 
 import math
 
@@ -6,20 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.trainer.kl import MAX_LOG_RATIO
-from rl.trainer.loss import LossTerms
-from rl.trainer.measure.agreement import AgreementSums
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.loss.common import LossTerms
+from rl.trainer.loss.kl import MAX_LOG_RATIO
+from rl.trainer.measure.parity import ParitySums
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model import Scores
-from rl.trainer.packing import MicroBatch
+from rl.trainer.model.policy import Scores
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
 
 FINEST = 1e-4
-"""Up to about this |log r| the bins are equally wide, beyond it their width grows with |log r|."""
+"""Up to about this |log r| bins have equal widths; beyond it their width grows with |log r|."""
 SCALE = math.asinh(MAX_LOG_RATIO / FINEST)
 BINS = 1025
-"""Odd: log r = 0 is the middle of a bin."""
+"""An odd number, so that log r = 0 is the middle of a bin."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 MEANS = (
     "entropy/{}mean",
@@ -30,14 +30,14 @@ MEANS = (
     "teacher_kl/{}mean",
     "update_kl/{}mean",
 )
-"""Metrics that are means over the tokens which have the value; `{}` is an environment with a slash, or nothing."""
+"""Metrics that are means over the tokens that have the value; `{}` is an environment's name with a slash, or empty."""
 
 
 class Statistics:
-    """Sums over the loss tokens of this rank's micro batches, a row for each of the batch's E environments."""
+    """Sums over the loss tokens of this rank's micro batches, one row for each of the batch's E environments."""
 
     def __init__(self, batch: TrainBatch, device: torch.device, tokens: TokenColumns | None = None) -> None:
-        """tokens: where each token's own values are noted; None: nowhere."""
+        """`tokens`: collects the values of each token; None if they are not kept."""
         self.envs, self.tokens = batch.envs, tokens
         size = len(self.envs)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -48,15 +48,15 @@ class Statistics:
         self.log_ratios = torch.zeros(size, BINS, dtype=torch.float64, device=device)
         """[E, BINS]: number of tokens by the bin of log r."""
         self.kl_max = torch.zeros((), dtype=torch.float32, device=device)
-        self.agreement = AgreementSums(device)
-        """Over the tokens that were sampled by exactly the version that is trained."""
+        self.parity = ParitySums(device)
+        """Agreement on the tokens that were sampled by exactly the version being trained."""
 
     @torch.no_grad()
     def add(self, batch: MicroBatch, loss: Tensor, scores: Scores, terms: LossTerms, first: bool = True) -> None:
-        """Adds a micro batch: its loss, and the values of its N tokens, each in the row of its environment.
+        """Adds a micro batch: its loss, and the values of its N tokens, each to the row of its environment.
 
-        Nothing here waits for the device: sums are read once a step. `first`: the policy is still the one that the batch began with. That
-        one is compared with the sampler, so later optimizer steps add to the comparison only where its log-probabilities were kept.
+        Never waits for the device: sums are read once per step. `first`: the policy has not been updated since the batch began. That policy
+        is compared with the sampler, so later optimizer steps add to the comparison only if its log-probabilities were kept.
         """
         self.loss += loss
         if not len(terms.ratio):
@@ -75,14 +75,14 @@ class Statistics:
         self.log_ratios.view(-1).index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
         self.kl_max = torch.maximum(self.kl_max, kls[0].nan_to_num(0.0).max())
         if first:
-            self.agreement.add(terms.ratio.log(), batch.fresh)
+            self.parity.add(terms.ratio.log(), batch.fresh)
 
     def total_loss(self, world: World) -> float:
-        """The loss until now, on all ranks. Every rank calls this."""
+        """Returns the loss so far, summed over all ranks. Every rank calls this."""
         return float(world.reduce(self.loss.clone(), dist.ReduceOp.SUM))
 
     def metrics(self, world: World) -> dict[str, float]:
-        """The metrics over the tokens of all ranks. Every rank calls this."""
+        """Returns the metrics over the tokens of all ranks. Every rank calls this."""
         parts = (self.sums, self.counts, self.log_ratios)
         flat = world.reduce(torch.cat([self.loss.view(1), *(part.flatten() for part in parts)]), dist.ReduceOp.SUM).cpu()
         kl_max = float(world.reduce(self.kl_max, dist.ReduceOp.MAX))
@@ -98,7 +98,7 @@ class Statistics:
 
 
 def metrics_of(env: str, sums: Tensor, counts: Tensor, log_ratios: Tensor) -> dict[str, float]:
-    """The metrics of one environment, or with an empty name of them all; nothing for what no token has."""
+    """Returns the metrics of one environment, or with an empty name those of all; without metrics that no token has a value for."""
     inner = f"{env}/" if env else ""
     names = [*(name.format(inner) for name in MEANS), f"masked_fraction/{env}".rstrip("/")]
     found = {name: float(total / count) for name, total, count in zip(names, sums, counts, strict=True) if count}
@@ -114,7 +114,7 @@ def to_bin(log_ratio: Tensor) -> Tensor:
 
 
 def quantile(counts: Tensor, q: float) -> float:
-    """The q-quantile of log r from the number of tokens in each bin: the middle of the bin in which it falls."""
+    """Returns the q-quantile of log r from the number of tokens in each bin, as the middle of its bin."""
     cumulative = counts.cumsum(0)
     place = int(torch.searchsorted(cumulative, q * cumulative[-1]))
     return FINEST * math.sinh(((place + 0.5) / BINS * 2.0 - 1.0) * SCALE)

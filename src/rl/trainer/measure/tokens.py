@@ -1,4 +1,4 @@
-"""What a step computed at each trained token, kept on the device until its end and put in the order of the batch's samples."""
+"""The values that a step computes at each trained token, kept on the device until the step ends, in the order of the batch's samples."""
 
 import numpy as np
 import torch
@@ -6,16 +6,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.run_dir.token_log import CLIPPED, LATER, MASKED
-from rl.trainer.loss import LossTerms
-from rl.trainer.model import Scores
-from rl.trainer.packing import MicroBatch
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.loss.common import LossTerms
+from rl.trainer.model.policy import Scores
 from rl.trainer.parallel.world import World
 
 ROWS = ("seen", "trainer_logprobs", "entropies", "flags", "reference_logprobs")
 
 
 class TokenColumns:
-    """Values of the n loss tokens of a batch, [ROWS, n] float32: those of this rank's micro batches, and 0 of all others."""
+    """Values of a batch's n loss tokens, [ROWS, n] float32; 0 for tokens that are not in this rank's micro batches."""
 
     def __init__(self, num_tokens: int, device: torch.device, has_reference: bool) -> None:
         self.has_reference = has_reference
@@ -23,9 +23,9 @@ class TokenColumns:
 
     @torch.no_grad()
     def add(self, batch: MicroBatch, scores: Scores, terms: LossTerms) -> None:
-        """Notes the tokens of a micro batch. Of one that was noted before, in an earlier epoch, only that it was left without gradient.
+        """Records the tokens of a micro batch. For tokens recorded in an earlier epoch, records only whether they now have no gradient.
 
-        Nothing here waits for the device.
+        Never waits for the device.
         """
         assert terms.clipped is not None and terms.outside is not None
         flags = CLIPPED * terms.clipped + MASKED * terms.outside
@@ -36,7 +36,7 @@ class TokenColumns:
         self.values.index_copy_(1, batch.places, torch.where(old[0] > 0, old, new))
 
     def columns(self, world: World) -> dict[str, np.ndarray] | None:
-        """The columns of rl.run_dir.token_log on rank 0, None on the others. Every rank calls this: each has some of the tokens."""
+        """Returns the columns of rl.run_dir.token_log on rank 0, None on the others. Every rank calls this: each has some tokens."""
         values = world.reduce(self.values, dist.ReduceOp.SUM)
         if not world.is_main:
             return None
@@ -50,5 +50,5 @@ class TokenColumns:
 
 
 def array(values: Tensor, dtype: torch.dtype) -> np.ndarray:
-    """A copy for another thread."""
+    """Returns a copy that another thread can use."""
     return values.to(dtype, copy=True).numpy()

@@ -1,9 +1,9 @@
-"""A model's files, read by each rank as far as it holds them: transformers loads, and a matrix is only this rank's rows from the start.
+"""Loads a model with transformers such that each rank reads and holds only its own rows of every matrix.
 
-What stands in a file as the model has it (by name, after transformers' renamings, and shape), or expert by expert, is read row by row.
-What transformers makes of its files in another way (fused projections, another order of dimensions) is made whole, one parameter after the
-other, and all but the rows is dropped at once. Everything else - buffers, what follows from the config, tied weights - is as
-`from_pretrained` makes it, for it does.
+Matrices that a file stores as the model has them (same name, after transformers' renamings, and shape), or expert by expert, are read row
+by row. Matrices that transformers converts in another way (fused projections, another order of dimensions) are made whole, one parameter
+after the other, and all but this rank's rows are dropped at once. `from_pretrained` itself makes everything else: buffers, values derived
+from the config, tied weights.
 """
 
 import copy
@@ -36,12 +36,12 @@ from rl.trainer.parallel.world import World
 GIB = 1024**3
 
 
-class Rows:
-    """This rank's rows of the matrices of a model that is about to be sharded; in it stand tensors of their shapes, without memory."""
+class LocalShards:
+    """This rank's rows of the matrices of a model that is about to be sharded; the model holds placeholders without memory instead."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.of: dict[nn.Parameter, Tensor] = {}
-        """The rows by the parameter that stands for the matrix."""
+        """The rows by the matrix's placeholder."""
         self.by_name: dict[str, Tensor] = {}
         """The rows by the parameter's name, while FSDP shards the model."""
         replace_parameters(model, self._take)
@@ -49,14 +49,14 @@ class Rows:
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
         if not isinstance(parameter, DTensor):
             return parameter
-        # Not yet on meta: peft moves adapters to where the layer's weight is.
+        # Not on the meta device yet: peft moves adapters to the device of the layer's weight.
         stand_in = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
         new = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
         self.of[new] = parameter.detach().to_local()
         return new
 
-    def leave_meta(self, model: PreTrainedModel) -> None:
-        """Puts tensors on the meta device in the place of those that stand for matrices: FSDP shards what is contiguous, or there."""
+    def to_meta(self, model: PreTrainedModel) -> None:
+        """Replaces the placeholders by tensors on the meta device: FSDP only shards parameters that are contiguous or on it."""
 
         def to_meta(parameter: nn.Parameter) -> nn.Parameter:
             if parameter not in self.of:
@@ -69,8 +69,8 @@ class Rows:
         replace_parameters(model, to_meta)
         self.by_name = {name: self.of.pop(parameter) for name, parameter in model.named_parameters() if parameter in self.of}
 
-    def put_back(self, model: PreTrainedModel) -> None:
-        """Gives the sharded model its rows. Raises RunError, naming it, for a parameter or buffer without values."""
+    def attach_shards(self, model: PreTrainedModel) -> None:
+        """Gives the sharded model its rows. Raises RunError naming the parameters and buffers that have no values."""
         names = {parameter: name for name, parameter in model.named_parameters()}
 
         def fill(parameter: nn.Parameter) -> nn.Parameter:
@@ -88,7 +88,7 @@ class Rows:
 
 
 def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Puts `new_of` each parameter in its place; one that stands in several places stays one."""
+    """Replaces each parameter by `new_of` it; a parameter that is used in several places remains a single one."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -99,42 +99,42 @@ def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Par
 
 
 def dtensor(rows: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
-    """The tensor of `shape` of which this rank has `rows`; on the device of the mesh."""
+    """Returns the tensor of `shape` of which this rank has `rows`, on the device of the mesh."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def load_rows(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, Rows]:
-    """The causal language model of `folder`, as `from_pretrained` with `arguments` makes it, and this rank's rows of its matrices.
+def load_rows(folder: str, world: World, **arguments: Any) -> tuple[PreTrainedModel, LocalShards]:
+    """Returns the causal language model of `folder`, made by `from_pretrained` with `arguments`, and this rank's rows of its matrices.
 
-    Needs the memory of these rows and of one tensor. Every rank calls this. Raises RunError for parameters and buffers that the files do
-    not have.
+    Needs memory for these rows and one tensor. Every rank calls this. Raises RunError for parameters and buffers that are missing from
+    the files.
     """
     reader = Reader(world.mesh)
     with reader.in_transformers():
         model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
     if missing := sorted(found["missing_keys"]):
         few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise RunError(f"{folder}: its files have no {few}, which {type(model).__name__} needs; are they all there, and of this model?")
-    rows = Rows(model)
+        raise RunError(f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they complete, and of this model?")
+    rows = LocalShards(model)
     if world.is_main and (note := reader.note(model)):
         print(f"{folder}: {note}", flush=True)
     return model, rows
 
 
 class Reader:
-    """What is done with the files of one model in the place of reading them whole."""
+    """Reads the files of one model row by row where possible."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.placements = mesh, (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
         self.whole = "its class has its own way of loading"
-        """Why the model is read whole; empty if it is not."""
+        """The reason why the model is read whole; empty if it is not."""
         self.converted: dict[str, int] = {}
-        """Bytes of the parameters that are made whole, by name."""
+        """Bytes of the parameters that were made whole, by name."""
 
     @contextmanager
     def in_transformers(self) -> Iterator[None]:
-        """A context in which `from_pretrained` reads by this reader."""
+        """Context in which `from_pretrained` uses this reader."""
         original = PreTrainedModel._load_pretrained_model
 
         def load(model: PreTrainedModel, state_dict: None, files: list[str], settings: Any, **more: Any) -> Any:
@@ -154,8 +154,8 @@ class Reader:
             PreTrainedModel._load_pretrained_model = staticmethod(original)
 
     def place_rows(self, model: PreTrainedModel, parts: dict[str, Any], mapping: list[Any]) -> None:
-        """Puts DTensors into the model, which is on the meta device, where a file has the matrix itself: transformers reads their rows."""
-        mapping = copy.deepcopy(mapping)  # some of them remember what they have seen
+        """Replaces matrices of the model (on the meta device) that a file stores as such by DTensors: transformers reads their rows."""
+        mapping = copy.deepcopy(mapping)  # some rules remember what they have seen
         renamings, converters = ([rule for rule in mapping if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
         stacked: dict[str, list[list[int]]] = defaultdict(list)
@@ -172,15 +172,15 @@ class Reader:
                 self.place(model, name, parameters[name])
 
     def place(self, model: PreTrainedModel, name: str, parameter: nn.Parameter) -> None:
-        """Puts a DTensor in the place of a matrix on the meta device."""
+        """Replaces a matrix on the meta device by a DTensor."""
         if parameter.ndim >= 2:
             value, (module, _, leaf) = self.rows_of(parameter), name.rpartition(".")
-            # The gradient as transformers has it: by the type, whatever the class has set.
+            # transformers decides by type whether a parameter has a gradient, whatever its class has set.
             setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
 
     def stacks_rows(self, rule: WeightConverter, parameter: nn.Parameter, shapes: list[list[int]]) -> bool:
-        """Whether tensors of `shapes` are all that a rule makes a parameter of, each for one row of it (experts), and every rank has rows:
-        then transformers reads those of this rank alone."""
+        """Whether a rule builds a parameter from exactly these tensors, one per row (experts), and every rank has rows: transformers then
+        reads only this rank's tensors."""
         kinds = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
         rows, sources, ranks = parameter.shape[0], len(rule.source_patterns), self.mesh.size(-1)
         return (
@@ -193,11 +193,11 @@ class Reader:
 
     @contextmanager
     def keeping_rows(self, model: PreTrainedModel) -> Iterator[None]:
-        """A context in which a matrix that is loaded whole is but its rows when it enters a module, and one is loaded after the other."""
+        """Context in which a matrix that is loaded whole is cut to its rows when it is set on a module, one matrix after the other."""
         names = {module: name for name, module in model.named_modules()}
 
         def keep(module: nn.Module, leaf: str, parameter: nn.Parameter) -> nn.Parameter | None:
-            loaded = getattr(parameter, "_is_hf_initialized", False)  # what no file has is initialised whole
+            loaded = getattr(parameter, "_is_hf_initialized", False)  # parameters missing from the files are initialised whole
             if not loaded or isinstance(parameter, DTensor) or parameter.ndim < 2:
                 return None
             self.converted[f"{names.get(module)}.{leaf}"] = parameter.nbytes
@@ -217,24 +217,24 @@ class Reader:
                 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
     def rows_of(self, parameter: nn.Parameter) -> DTensor:
-        """The matrix as a DTensor, for which this rank's rows are copied."""
+        """Returns the matrix as a DTensor with a copy of this rank's rows."""
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, self.mesh, self.placements)
         rows = parameter.detach()[offset[0] : offset[0] + shape[0]].clone(memory_format=torch.contiguous_format)
         return dtensor(rows, self.mesh, self.placements, parameter.shape)
 
     def note(self, model: PreTrainedModel) -> str:
-        """What was not read row by row, and the memory that it took; empty if there is nothing."""
+        """Describes what was not read row by row and its memory; empty if everything was."""
         if self.whole:
             size = sum(parameter.nbytes for parameter in model.parameters()) / GIB
             return f"each rank reads the whole model, {size:.2f} GiB, because {self.whole}"
         if self.converted:
             largest, count = max(self.converted.values()) / GIB, len(self.converted)
-            return f"each rank makes {count} matrices whole, one after the other, and keeps its rows; the largest has {largest:.2f} GiB"
+            return f"each rank loads {count} whole matrices, one after the other, and keeps its rows; the largest has {largest:.2f} GiB"
         return ""
 
 
 def why_whole(model: PreTrainedModel, settings: Any) -> str:
-    """Why a model cannot be read row by row, else an empty text."""
+    """Returns why a model cannot be read row by row; empty if it can."""
     if settings.hf_quantizer is not None:
         return "its files are quantised"
     if model.is_custom_code():
@@ -245,20 +245,20 @@ def why_whole(model: PreTrainedModel, settings: Any) -> str:
 
 
 def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
-    """Whether what initialises the parts that no file has also writes into an embedding that was loaded (Youtu's, at the padding token)."""
+    """Whether the code that initialises missing parameters also changes a loaded embedding (Youtu's does, at the padding token)."""
     loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), freeze=False, padding_idx=0)
     loaded.weight._is_hf_initialized = True  # type: ignore[assignment]
     try:
         model.base_model._init_weights(loaded)
-    except AttributeError:  # it takes every embedding for one of its own: nothing is known
+    except AttributeError:  # it expects its own class of embedding, so this cannot be tested
         return True
     return bool((loaded.weight != 1).any())
 
 
 def slices(opened: ExitStack, file: str) -> list[tuple[str, Any]]:
-    """(name, what reads any part of it) of the tensors of a safetensors file, which stays open with `opened`.
+    """Returns (name, reader of any part) for the tensors of a safetensors file, which stays open as long as `opened`.
 
-    Read, not mapped: what is mapped counts as this process's memory, once for each rank.
+    Files are read, not mapped, because mapped pages count as this process's memory, once for each rank.
     """
     handle = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
     return [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118

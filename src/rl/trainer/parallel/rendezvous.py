@@ -1,4 +1,4 @@
-"""How the ranks of several nodes find each other, and the errors when they do not."""
+"""Lets the ranks of several nodes find each other, and reports those that do not."""
 
 import json
 import os
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from rl.system.errors import RunError
 
 START_TIMEOUT_S = 900.0
-"""Seconds that ranks wait for each other at the start: a node may have a large model to download first."""
+"""Seconds that ranks wait for each other at the start: a node may have to download a large model first."""
 CONNECT_TIMEOUT_S = 20.0
 
 
 def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """The store of all ranks, after each has announced itself in it. Also sets the interface over which gloo reaches the others.
+    """Returns the store of all ranks, after each has announced itself in it. Also sets the interface over which gloo reaches the others.
 
-    Waits for: all other ranks, up to `timeout_s` from now. Raises RunError naming those that do not come or cannot
-    be reached.
+    Waits for: all other ranks, up to `timeout_s` from now. Raises RunError naming the ranks that do not appear or
+    cannot be reached.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts_it = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
@@ -29,7 +29,7 @@ def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         store = dist.TCPStore(host, port, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         raise RunError(
-            f"rank {rank} on {socket.gethostname()} cannot reach the ranks' meeting point {host}:{port} within {timeout_s:.0f} s "
+            f"rank {rank} on {socket.gethostname()} cannot reach the ranks' rendezvous {host}:{port} within {timeout_s:.0f} s "
             f"({str(error).splitlines()[0]}); give torchrun --rdzv-endpoint and --local-addr addresses that every node can reach"
         ) from None
     addresses = exchange(store, "address", rank, size, own_address(host), deadline)
@@ -41,7 +41,7 @@ def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def exchange(store: dist.Store, what: str, rank: int, size: int, value: str, deadline: float) -> list[str]:
-    """Every rank's value, by rank. Raises RunError at the deadline."""
+    """Returns every rank's value, by rank. Raises RunError at the deadline."""
     store.set(f"{what}/{rank}", value)
     keys = [f"{what}/{other}" for other in range(size)]
     began = time.monotonic()
@@ -51,13 +51,13 @@ def exchange(store: dist.Store, what: str, rank: int, size: int, value: str, dea
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise RunError(
             f"rank {rank} on {socket.gethostname()} waited {time.monotonic() - began:.0f} s for the other {size - 1}; ranks {missing} did "
-            "not come. Is torchrun running on every node, with the same --nnodes, --rdzv-id and --rdzv-endpoint? Its own log says more"
+            "not appear. Is torchrun running on every node, with the same --nnodes, --rdzv-id and --rdzv-endpoint? See its log"
         ) from None
     return [store.get(key).decode() for key in keys]
 
 
 def own_address(target: str) -> str:
-    """This machine's address on the way to `target`; nothing is sent."""
+    """Returns this machine's address on the route to `target`; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -69,10 +69,10 @@ def is_loopback(address: str) -> bool:
 
 
 def network(rank: int, addresses: list[str]) -> tuple[str, str]:
-    """Name and address of the interface over which the other nodes see this one: GLOO_SOCKET_IFNAME if that is set.
+    """Returns name and address of the interface over which other nodes reach this one: GLOO_SOCKET_IFNAME if it is set.
 
-    `addresses`: each rank's own, on its way to the meeting point. gloo by itself would take the address that this machine's name stands
-    for, which on many machines is a loopback one. The meeting point's node sees itself over loopback, too: it takes the way to another.
+    `addresses`: each rank's own address on its route to the rendezvous. gloo would use the address that this machine's name resolves to,
+    often a loopback address. The rendezvous's own node reaches it over loopback too, so it uses the route to another node.
     """
     asked, interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], psutil.net_if_addrs()
     if asked:
@@ -87,7 +87,7 @@ def network(rank: int, addresses: list[str]) -> tuple[str, str]:
 
 
 def check_neighbour(store: dist.Store, rank: int, size: int, address: str, deadline: float) -> None:
-    """Connects to the next rank as gloo and nccl will. Raises RunError, within seconds, where they would hang."""
+    """Connects to the next rank as gloo and nccl will. Raises RunError within seconds if it fails, where they would hang."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         ports = exchange(store, "port", rank, size, json.dumps(listener.getsockname()[:2]), deadline)
@@ -98,8 +98,8 @@ def check_neighbour(store: dist.Store, rank: int, size: int, address: str, deadl
         except OSError as refused:
             error = (
                 f"rank {rank} on {socket.gethostname()} cannot connect to rank {neighbour} at {host}:{port} ({refused}); nodes connect "
-                "on any port: open them to each other, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to a network that is"
+                "on any port: open all ports between them, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an open network"
             )
-        errors = exchange(store, "error", rank, size, error, deadline)  # nobody stops listening before all have tried
+        errors = exchange(store, "error", rank, size, error, deadline)  # keeps everybody listening until all have tried
     if any(errors):
         raise RunError(next(filter(None, [error, *errors])))

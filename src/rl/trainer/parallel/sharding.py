@@ -1,15 +1,14 @@
-"""The model over the ranks (FSDP2, HSDP) and one row of tokens over several ranks (context parallelism).
+"""Shards the model over the ranks (FSDP2, HSDP), and one row of tokens over several ranks (context parallelism).
 
-Context parallelism: the ranks of a context group hold the same row of T tokens, and each computes its part of the positions, its
-queries. Attention alone looks across: it gathers the keys and values of the whole row, one layer at a time; everything else that a layer
-keeps is of a rank's own part. Causal attention costs a token as much as it sees, so each rank takes one chunk from the front of the
-row and one from its end (the zigzag of https://arxiv.org/abs/2407.21783, section 3.3.2).
+Context parallelism: the ranks of a context group hold the same row of T tokens, and each computes its own part of the positions, its
+queries. Only attention crosses ranks: it gathers the keys and values of the whole row, one layer at a time; all other activations stay
+local. With causal attention later tokens cost more, so each rank takes one chunk from the front of the row and one from its end (the
+zigzag of https://arxiv.org/abs/2407.21783, section 3.3.2).
 
-Each rank weighs its own loss tokens, and FSDP sums gradients over all ranks: those of one row, and those of other rows.
+Each rank weights its own loss tokens, and FSDP sums the gradients over all ranks, whether they share a row or not.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -22,36 +21,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from rl.trainer.packing import MicroBatch
+from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.parallel.world import World
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
     """Shards the model over the ranks, in place: it computes in `dtype` and reduces gradients in float32.
 
-    With a mesh of (replicate, shard) each replica is sharded over its own ranks, and gradients are summed over both. Gradients are summed
-    over ranks (each token's loss is weighted by its part in the whole batch's), not averaged as is FSDP's default.
+    With a mesh of (replicate, shard) each replica is sharded over its own ranks, and gradients are summed over both dimensions. They are
+    summed, not averaged as is FSDP's default, because each token's loss is already weighted by its share of the whole batch.
     """
-    # A single rank adds nothing: its gradients go through FSDP's buffer as they are, half as many bytes, and become float32 behind it.
+    # A single rank reduces nothing: its gradients pass FSDP's buffer in `dtype`, half as many bytes, and become float32 afterwards.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if world.size > 1 else None)
-    # Where the weights are not sharded there is nothing to save by freeing the gathered ones between forward and backward.
+    # If the weights are not sharded, freeing the gathered ones between forward and backward would save nothing.
     reshard = world.mesh.size(-1) > 1
-    for block in reversed(untied_blocks(model)):  # the inner ones first, where blocks hold blocks (Falcon-Mamba)
+    for block in reversed(untied_blocks(model)):  # inner blocks first, where blocks are nested (Falcon-Mamba)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.size > 1:
-            # Neither setting recurses, and a factor without the other needs nccl's PREMUL_SUM.
+            # Neither setting recurses, and the factor without the other setting needs nccl's PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        elif isinstance(module, FSDPModule):  # a factor would cost a copy
-            module.set_custom_all_gather(GatherInPlace())
-            module.set_custom_reduce_scatter(ReduceInPlace())
 
 
 def untied_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that are gathered one by one: those that transformers would not split, but for those with a tensor that the model has
-    elsewhere too (BERT's embedding, tied to the head): sharded apart, it would be two."""
+    """Returns the modules to gather one by one: those that transformers would not split, except modules with a tensor that the model also
+    uses elsewhere (BERT's embedding, tied to the head), because sharding these separately would make two tensors of it."""
 
     def places(module: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
@@ -61,53 +57,26 @@ def untied_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in blocks if all(everywhere[parameter] == count for parameter, count in places(block).items())]
 
 
-class GatherInPlace:
-    """FSDP's all-gather for a single rank: its part, which FSDP has put into the output, is the whole."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
-        pass
-
-
-class ReduceInPlace(GatherInPlace):
-    """FSDP's reduce-scatter for a single rank: nothing is added, so the output is the input, and copying it onto itself costs nothing."""
-
-    def __init__(self) -> None:
-        self.input: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input, fills it, and asks for the output of the same size."""
-        if self.input is None:
-            self.input = super().allocate(size, dtype=dtype, device=device)
-            return self.input
-        output, self.input = self.input, None
-        if output.is_cuda:  # FSDP adds it to the gradient on this stream, and frees it on another
-            output.record_stream(torch.cuda.current_stream())
-        return output
-
-
 def reshard(model: PreTrainedModel) -> None:
-    """Frees what a forward pass gathered. The backward pass does it, too; after a forward pass alone, the model's parameters would go on
-    being the whole tensors in the dtype of computation, and be published or saved as such."""
+    """Frees the weights that a forward pass gathered. A backward pass does this too; after a forward pass alone the model's parameters
+    would remain the unsharded tensors in the compute dtype, and would be published or saved as such."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def reduce_replicas(model: PreTrainedModel, last: bool, world: World) -> None:
-    """Called before a backward pass: gradients are summed over the replicas only in the step's last one."""
+    """Makes the next backward pass sum gradients over the replicas only if it is the `last` one before an optimizer step."""
     if world.num_replicas > 1:
         assert isinstance(model, FSDPModule)
         model.set_requires_all_reduce(last)
 
 
 def parts_of_row(length: int, ranks: int) -> list[Tensor]:
-    """The positions that each of `ranks` ranks computes of a row of `length` tokens: [T'] int64, ascending, never empty.
+    """Returns the positions that each of `ranks` ranks computes in a row of `length` tokens: [T'] int64, ascending, never empty.
 
-    2 * ranks chunks of equal length (to one token), to rank r the chunks r and 2 * ranks - 1 - r. In a row with too few tokens the ranks
-    that would have nothing compute the first token once more.
+    The row is cut into 2 * ranks chunks of equal length (to one token); rank r gets chunks r and 2 * ranks - 1 - r. If a row has too few
+    tokens, ranks that would get none compute the first token again.
     """
     bounds = [length * chunk // (2 * ranks) for chunk in range(2 * ranks + 1)]
     chunks = [torch.arange(start, end) for start, end in pairwise(bounds)]
@@ -116,18 +85,18 @@ def parts_of_row(length: int, ranks: int) -> list[Tensor]:
 
 
 def slots_of_row(parts: list[Tensor]) -> Tensor:
-    """[T] int64: where each position stands when the parts, padded to the longest, lie one behind the other."""
+    """Returns [T] int64: the index of each position in the concatenation of the parts, each padded to the longest part."""
     slots = torch.full((max(int(part[-1]) for part in parts) + 1,), -1)
     longest = max(map(len, parts))
-    for rank, part in reversed(list(enumerate(parts))):  # a token that several compute is the first one's
+    for rank, part in reversed(list(enumerate(parts))):  # a token that several ranks compute belongs to the first
         slots[part] = rank * longest + torch.arange(len(part))
     return slots
 
 
 def localise(batch: MicroBatch, world: World) -> MicroBatch:
-    """This rank's part of a row that it shares with the ranks of its context group, see MicroBatch; without such a group, the row itself.
+    """Returns this rank's part of a row shared by its context group, see MicroBatch; without such a group, the row itself.
 
-    Every loss token falls on exactly one rank: that of the position which predicts it.
+    Every loss token belongs to exactly one rank, the one with the position that predicts it.
     """
     if world.context_size == 1:
         return batch
@@ -136,7 +105,7 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
     mine = slots // longest == world.context_rank
     kept, tokens = mine[batch.predictors], mine[batch.predictors][batch.rows]
     predictors, temperatures = (slots % longest)[batch.predictors[kept]], batch.temperatures[kept]
-    if not len(predictors):  # one position's logits all the same: every rank takes part in every collective
+    if not len(predictors):  # computes logits of one position anyway: every rank takes part in every collective
         predictors, temperatures = torch.zeros(1, dtype=torch.int64), torch.ones(1)
     names = ("targets", "logprobs", "advantages", "weights", "sequences", "places", "envs", "teacher_logprobs", "fresh")
     values = {name: None if getattr(batch, name) is None else getattr(batch, name)[tokens] for name in names}
@@ -146,7 +115,7 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
 
 
 class RowGather:
-    """Puts the parts of a row of `length` tokens together, on every rank that shares it. Gradients go back to the parts."""
+    """Assembles a row of `length` tokens from its parts, on every rank that shares it. Gradients flow back to the parts."""
 
     def __init__(self, length: int, world: World) -> None:
         parts = parts_of_row(length, world.context_size)
@@ -154,10 +123,10 @@ class RowGather:
         self.own, self.longest = len(parts[world.context_rank]), max(map(len, parts))
         self.slots = slots_of_row(parts).to(world.device)
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
-        """The whole and the part of the last two calls: keys and values of one layer."""
+        """(whole, part) of the last two calls, which are the keys and values of one layer."""
 
     def __call__(self, part: Tensor, dim: int = -2) -> Tensor:
-        """[..., T', ...] of this rank's queries -> [..., T, ...] of the whole row, along `dim`. Every rank of the group calls this."""
+        """[..., T', ...] at this rank's queries -> [..., T, ...] of the whole row, along `dim`. Every rank of the group calls this."""
         part = part.movedim(dim, 0)
         whole = GatherRow.apply(part, self)
         self.recent.append((whole.detach(), part.detach()))
@@ -172,7 +141,7 @@ class RowGather:
         return whole[self.slots]
 
     def saved_as_parts(self) -> AbstractContextManager:
-        """A context in which autograd saves only this rank's part of a gathered tensor, and gathers it again in the backward pass."""
+        """Context in which autograd saves only this rank's part of a gathered tensor, and gathers it again in the backward pass."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.Size, tuple[int, ...], int]:
@@ -208,7 +177,7 @@ class GatherRow(torch.autograd.Function):
 
 
 class ContextSum(torch.autograd.Function):
-    """Sum over the ranks of a group, on each of them; so each one's gradient is the sum of all of theirs."""
+    """Sums values over the ranks of a group, on each of them; backward therefore sums the gradients of all of them."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -224,5 +193,5 @@ class ContextSum(torch.autograd.Function):
 
 
 def sum_over_context(values: Tensor, world: World) -> Tensor:
-    """`values` summed over the ranks that share this rank's rows, with gradient. Every rank of the group calls this."""
+    """Sums `values` over the ranks that share this rank's rows, with gradient. Every rank of the group calls this."""
     return values if world.context_size == 1 else ContextSum.apply(values, world.context_group)

@@ -1,4 +1,4 @@
-"""Rows of a data set as examples for supervised fine-tuning: JSONL, Hugging Face data sets, and rollouts that were played."""
+"""Reads examples for supervised fine-tuning from the rows of JSONL files, Hugging Face data sets, and a run's rollouts."""
 
 import glob
 import json
@@ -21,10 +21,9 @@ from rl.wire.batch_file import check_rollouts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"prompt": "What is 2 + 2?", "completion": "4"} or {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}'
 ROLLOUT = {"messages", "reward", "outcome"}
-"""Columns of rollouts/*.jsonl and of what `rl collect` writes."""
-OLD_LINE = "earlier versions of rl did not record where a prompt ends (num_prompt_messages)"
+"""Columns that mark a row as a rollout, from rollouts/*.jsonl or `rl collect`."""
 UNUSED_OUTCOMES = ("failed", "timeout", "truncated", "overlong", "empty")
-"""A rollout that failed says nothing; the others end where the policy did not mean to end."""
+"""Outcomes that are not trained: failed rollouts show nothing, and the others did not end where the policy wanted."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Source:
     dataset: str
     split: str
     key: str
-    """The setting that names it, for messages."""
+    """The setting that names the data set, for messages."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row that can be rendered."""
+    """A row that is ready to be rendered."""
 
     place: str
     """File and line, or data set and row."""
@@ -48,15 +47,13 @@ class Example:
     """Number of messages at the beginning that are never trained."""
     tools: list[Tool] | None
     text: tuple[str, str] | None
-    """Prompt and completion, if the row has them as text; `messages` then says the same as a chat."""
+    """Prompt and completion, if the row has them as text; `messages` then holds the same as a chat."""
     task: str
-    """Examples of one task are never split between training and validation."""
-    doubt: str = ""
-    """What cannot be told of it, for a warning."""
+    """Name of the task. Examples of one task are never split between training and validation."""
 
 
 def sources(config: SftConfig) -> dict[str, Source]:
-    """The data sets of a configuration: `train`, and `validation` if there is one of its own."""
+    """Returns the data sets of a configuration: `train`, and `validation` if it is a separate one."""
     found = {"train": Source(config.dataset, config.split, "sft.dataset")}
     if config.validation or config.validation_split:
         key = "sft.validation" if config.validation else "sft.validation_split"
@@ -65,12 +62,12 @@ def sources(config: SftConfig) -> dict[str, Source]:
 
 
 def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> Iterator[Example]:
-    """The examples of a data set, in its order. Counts rows, and what is left out by why. Raises RunError."""
+    """Yields the examples of a data set, in its order. Counts rows, and rows left out by reason. Raises RunError."""
     files = files_of(source)
     if files is None:
         for number, row in enumerate(hub_rows(source, config)):
             counts["rows"] += 1
-            # Arrow gives every object the keys of all objects of its column; those that were not there are None.
+            # Arrow gives every object the keys of all objects in its column, with None for keys it did not have.
             yield example_of(without_none(row), f"{source.dataset} row {number}", config)
         return
     chosen = best_rollouts(files, config) if config.max_per_task else None
@@ -78,8 +75,8 @@ def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> It
         counts["rows"] += 1
         if not set(row) >= ROLLOUT:
             if source.key == "sft.dataset" and (chosen is not None or config.min_reward is not None):
-                which = f"this row is none: it lacks {', '.join(sorted(ROLLOUT - set(row)))}"
-                raise RunError(f"{place}: sft.min_reward and sft.max_per_task choose among rollouts, and {which}")
+                which = f"this row is not one: it lacks {', '.join(sorted(ROLLOUT - set(row)))}"
+                raise RunError(f"{place}: sft.min_reward and sft.max_per_task choose among rollouts, but {which}")
             yield example_of(row, place, config)
         elif why := why_unused(row, place, config):
             counts[why] += 1
@@ -90,7 +87,7 @@ def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> It
 
 
 def files_of(source: Source) -> list[Path] | None:
-    """The JSONL files that are meant, in order; None: it is a Hugging Face data set. Raises RunError."""
+    """Returns the JSONL files that a source names, in order; None for a Hugging Face data set. Raises RunError."""
     path = Path(source.dataset).expanduser()
     if path.is_file():
         return [path] if path.suffix in (".jsonl", ".json") or is_compressed(path) else None
@@ -112,12 +109,12 @@ def files_of(source: Source) -> list[Path] | None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether it is a file of rollouts that the run has compressed, for it is old."""
+    """Whether the path is an old rollouts file, which the run has compressed."""
     return path.parent.name == "rollouts" and path.name.endswith(".jsonl.gz")
 
 
 def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, row) of every line that is not blank. Raises RunError."""
+    """Yields (file:line, row) of every line that is not blank. Raises RunError."""
     for listed in files:
         path = listed if listed.exists() else listed.with_name(f"{listed.name}.gz")  # compressed since then
         try:
@@ -129,7 +126,7 @@ def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def hub_rows(source: Source, config: SftConfig) -> Any:
-    """The rows of a Hugging Face data set: on the hub, saved in a folder, or files of a kind that `datasets` reads. Raises RunError."""
+    """Returns the rows of a Hugging Face data set: on the hub, saved in a folder, or a file that `datasets` can read. Raises RunError."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -138,7 +135,7 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
         if path.is_file():
             kind = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(path.suffix)
             if kind is None:
-                raise RunError(f"{source.key} = {source.dataset!r}: what kind of file is it? Known are .jsonl, .parquet, .csv and .arrow")
+                raise RunError(f"{source.key} = {source.dataset!r}: unknown kind of file; give .jsonl, .parquet, .csv or .arrow")
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
@@ -146,7 +143,7 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
         with hub_or_cache(source.dataset) as unreachable:
             return datasets.load_dataset(source.dataset, config.subset, split=source.split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetGenerationError) as error:
-        where = "" if path.exists() else f"; {path.absolute()} is no file or folder either"
+        where = "" if path.exists() else f"; {path.absolute()} is not a file or folder either"
         reason = str(error).strip().splitlines()[0]
         remedy = "check name, sft.split and sft.subset"
         if unreachable:
@@ -155,20 +152,20 @@ def hub_rows(source: Source, config: SftConfig) -> Any:
 
 
 def why_unused(row: dict[str, Any], place: str, config: SftConfig) -> str | None:
-    """Why a rollout is not trained on; None if it is."""
+    """Returns why a rollout is not trained on; None if it is."""
     if row.get("error") or row["outcome"] in UNUSED_OUTCOMES:
         return f"{row['outcome']} rollouts"
     if row.get("why") == "not_trainable":
         return "rollouts of agents that are not trained"
     if not isinstance(row["reward"], (int, float)):
-        raise RunError(f"{place}: the reward is {row['reward']!r}; a rollout's is a number")
+        raise RunError(f"{place}: the reward is {row['reward']!r}, but a rollout's reward must be a number")
     if config.min_reward is not None and row["reward"] < config.min_reward:
         return f"rollouts with a reward below {config.min_reward:g}"
     return None
 
 
 def best_rollouts(files: list[Path], config: SftConfig) -> set[str]:
-    """The places (file:line) of the `max_per_task` best rollouts of each task."""
+    """Returns the places (file:line) of the `max_per_task` best rollouts of each task."""
     tasks: dict[str, list[tuple[float, int, str]]] = {}
     for number, (place, row) in enumerate(json_rows(files)):
         if set(row) >= ROLLOUT and why_unused(row, place, config) is None:
@@ -177,19 +174,19 @@ def best_rollouts(files: list[Path], config: SftConfig) -> set[str]:
 
 
 def task_of(row: dict[str, Any], place: str) -> str:
-    """A name that tells tasks apart. A row that names no task is one of its own."""
+    """Returns a unique name of a row's task. A row that names no task is a task of its own."""
     return f"{row.get('env')} {row['task']}" if "task" in row and set(row) >= ROLLOUT else place
 
 
 def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
-    """A row by its columns. Raises RunError with its place for one of another shape."""
+    """Makes an example from a row's columns. Raises RunError with the row's place if its shape is wrong."""
     columns = config.columns
     tools = tools_in(row.get(columns.tools), f"{place}: {columns.tools}")
     task = task_of(row, place)
     if columns.messages in row:
         messages = messages_in(row[columns.messages], f"{place}: {columns.messages}")
-        num_prompt, doubt = prompt_of(row, messages, place, config) if set(row) >= ROLLOUT else (0, "")
-        return Example(place, messages, num_prompt, tools, None, task, doubt)
+        num_prompt = prompt_of(row, messages, place, config) if set(row) >= ROLLOUT else 0
+        return Example(place, messages, num_prompt, tools, None, task)
     if columns.prompt not in row or columns.completion not in row:
         wanted = f"neither {columns.messages} nor {columns.prompt} and {columns.completion}"
         there = ", ".join(row) or "nothing"
@@ -201,22 +198,17 @@ def example_of(row: dict[str, Any], place: str, config: SftConfig) -> Example:
     return Example(place, context + answer, len(context), tools, (prompt, completion) if both_text else None, task)
 
 
-def prompt_of(row: dict[str, Any], messages: list[Message], place: str, config: SftConfig) -> tuple[int, str]:
-    """How many messages at the beginning of a rollout are its prompt, and what is doubtful about it. Raises RunError where answers behind
-    the prompt cannot all be the policy's, and all would be trained."""
-    num_prompt, turns = row.get("num_prompt_messages"), row.get("num_turns")
-    if num_prompt is not None and not (isinstance(num_prompt, int) and 0 <= num_prompt <= len(messages)):
-        raise RunError(f"{place}: num_prompt_messages is {num_prompt!r}; of {len(messages)} messages so many are the prompt")
-    answers = sum(message["role"] == "assistant" for message in messages[num_prompt or 0 :])
-    if config.train == "last" or answers <= 1:
-        return num_prompt or 0, ""
-    if isinstance(turns, int) and 0 < turns < answers:
-        which = "the environment wrote the others" if num_prompt is not None else f"the line does not say which: {OLD_LINE}"
-        remedy = 'train the last answer of each alone, sft.train = "last", or play new ones with `rl collect`'
-        raise RunError(f"{place}: the policy sampled {turns} of its {answers} answers, and {which}; {remedy}")
-    if num_prompt is None and not turns:
-        return 0, f"all answers of rollouts are trained, worked examples in their prompts, too: {OLD_LINE}"
-    return num_prompt or 0, ""
+def prompt_of(row: dict[str, Any], messages: list[Message], place: str, config: SftConfig) -> int:
+    """Returns the number of messages at the beginning of a rollout that are its prompt. Raises RunError if all answers after the prompt
+    would be trained, but cannot all be the policy's."""
+    num_prompt, turns = row.get("num_prompt_messages", 0), row.get("num_turns")
+    if not (isinstance(num_prompt, int) and 0 <= num_prompt <= len(messages)):
+        raise RunError(f"{place}: num_prompt_messages is {num_prompt!r}; it must be a number from 0 to {len(messages)}")
+    answers = sum(message["role"] == "assistant" for message in messages[num_prompt:])
+    if config.train != "last" and isinstance(turns, int) and 0 < turns < answers:
+        remedy = 'train only the last answer of each rollout (sft.train = "last"), or play new ones with `rl collect`'
+        raise RunError(f"{place}: the policy sampled {turns} of its {answers} answers, and the environment wrote the others; {remedy}")
+    return num_prompt
 
 
 def as_messages(value: Any, role: str, place: str) -> list[Message]:
@@ -224,22 +216,22 @@ def as_messages(value: Any, role: str, place: str) -> list[Message]:
 
 
 def messages_in(value: Any, place: str) -> list[Message]:
-    """A list of chat messages. Raises RunError for anything else."""
+    """Returns `value` if it is a list of chat messages. Raises RunError for anything else."""
     if not isinstance(value, list) or not value:
         raise RunError(f"{place}: {'an empty list' if value == [] else type(value).__name__}; give text or a list of chat messages")
     for at, message in enumerate(value):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise RunError(f"{place}[{at}]: no chat message: it needs a role of {', '.join(ROLES)}, like {EXAMPLE}")
+            raise RunError(f"{place}[{at}]: not a chat message: it needs a role, one of {', '.join(ROLES)}, like {EXAMPLE}")
         if not isinstance(message.get("content"), (str, list, type(None))):
             raise RunError(f"{place}[{at}]: its content is {type(message['content']).__name__}; give text")
         calls = message.get("tool_calls") or []
         if not all(isinstance(call, dict) and isinstance(call.get("function"), dict) and call["function"].get("name") for call in calls):
-            raise RunError(f'{place}[{at}]: a tool call is {{"function": {{"name": ..., "arguments": ...}}}}')
+            raise RunError(f'{place}[{at}]: a tool call must be {{"function": {{"name": ..., "arguments": ...}}}}')
     return value
 
 
 def tools_in(value: Any, place: str) -> list[Tool] | None:
-    """Tool definitions; several data sets keep them as JSON text, because Arrow has no free objects."""
+    """Returns tool definitions, parsed if they are JSON text, as in data sets that store them so because Arrow has no free-form objects."""
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)

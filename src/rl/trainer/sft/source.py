@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: batches of examples instead of rollouts, and the loss of held-out ones. The rest is the trainer as it is.
+"""Supervised fine-tuning: batches of examples instead of rollouts, and the loss on held-out examples. The trainer is otherwise the same.
 
-Examples form one endless sequence, pass after pass, each pass shuffled by its own seed; batch N has the next `sft.batch_size` of it. So
-a batch depends on the data, the seed and N alone: every rank makes the same one by itself, and a resumed run goes on exactly.
+Examples form one endless sequence, pass after pass, each pass shuffled with its own seed; batch N is the N-th `sft.batch_size` of them.
+A batch thus depends only on the data, the seed and N: every rank makes the same batch by itself, and a resumed run continues exactly.
 """
 
 import math
@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -17,45 +18,46 @@ from transformers import PreTrainedModel
 from rl.config.run import RLConfig
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
-from rl.trainer.batch_sources import BatchSource
-from rl.trainer.model import score
-from rl.trainer.packing import Packed
+from rl.trainer.data.batch_sources import BatchSource
+from rl.trainer.data.packing import Packed
+from rl.trainer.model.policy import score
 from rl.trainer.parallel.world import World
-from rl.trainer.sft.tokens import Examples, open_examples, prepare_data, read_manifest
+from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
 NO_VERSION = -1
-"""No policy sampled the tokens of an example."""
+"""Policy version of an example's tokens, which no policy has sampled."""
 HELD_OUT = 1 << 32
-"""Number of the random stream that chooses what is held out; smaller numbers are passes over the data."""
+"""Number of the random stream that selects held-out examples; smaller numbers are passes over the data."""
 MEASURED = ("loss/", "entropy/", "optim/")
-"""Metrics that mean something without a sampler, by their prefixes."""
+"""Prefixes of the metrics that are meaningful without a sampler."""
 
 
 @lru_cache(maxsize=2)
 def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
-    """0..count-1 in random order, the same for the same arguments."""
+    """Returns 0..count-1 in random order, always the same for the same arguments."""
     return np.random.Generator(np.random.PCG64([seed % 2**64, stream])).permutation(count)
 
 
-def split(examples: Examples, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(trained, held out): places of the examples. All examples of a task are on one side. Raises RunError if one would be empty."""
+def split(examples: pa.Table, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the indices of trained and held-out examples, without splitting any task. Raises RunError if none is left to train."""
     if not fraction:
         return np.arange(len(examples)), np.arange(0)
-    tasks = int(examples.groups.max()) + 1
+    groups = examples["group"].to_numpy()
+    tasks = int(groups.max()) + 1
     count = max(1, round(fraction * tasks))
     if count >= tasks:
-        raise RunError(f"sft.validation_fraction = {fraction:g}: leaves none of {tasks} tasks for training; lower it or give more data")
-    held_out = np.isin(examples.groups, shuffled(tasks, seed, HELD_OUT)[:count])
+        raise RunError(f"sft.validation_fraction = {fraction:g} leaves none of {tasks} tasks for training; lower it or add data")
+    held_out = np.isin(groups, shuffled(tasks, seed, HELD_OUT)[:count])
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
-def make_batch(step: int, examples: Examples, places: Sequence[int] | np.ndarray) -> TrainBatch:
-    """A batch of examples. Those with the same prompt are a group, so that it is computed once."""
+def make_batch(step: int, examples: pa.Table, places: Sequence[int] | np.ndarray) -> TrainBatch:
+    """Makes a batch of examples. Examples with the same prompt form a group, so that the prompt is computed once."""
     samples = []
     groups: dict[tuple[int, ...], int] = {}
     for number, place in enumerate(places):
-        ids, trained = examples[int(place)]
+        ids, trained = (examples[name][int(place)].as_py() for name in ("tokens", "trained"))
         prompt = tuple(ids[: trained.index(True)])
         samples.append(
             TrainingSample(
@@ -73,23 +75,22 @@ def make_batch(step: int, examples: Examples, places: Sequence[int] | np.ndarray
 
 
 class FromExamples(BatchSource):
-    """Batches out of `data/` of the run directory."""
+    """Makes batches from `data/` of the run directory."""
 
     def __init__(self, config: RLConfig, data: Path | None = None) -> None:
-        """`data`: the folder, default the run's `data/`. Raises RunError and CorruptFileError."""
+        """`data`: the folder, by default the run's `data/`. Raises RunError and CorruptFileError."""
         assert config.sft
         self.sft, self.seed = config.sft, config.seed
         data = data or config.run_dir.data
-        manifest = read_manifest(data)
-        self.examples = open_examples(data / "train", manifest["train"])
+        self.examples = open_examples(data / "train.arrow")
         self.places, self.held_out_places = split(self.examples, self.sft.validation_fraction, config.seed)
         self.held_out = self.examples
-        if "validation" in manifest:
-            self.held_out = open_examples(data / "validation", manifest["validation"])
+        if "validation" in read_manifest(data):
+            self.held_out = open_examples(data / "validation.arrow")
             self.held_out_places = np.arange(len(self.held_out))
         passes = self.sft.epochs
         self.num_examples = max(1, round(passes * len(self.places))) if passes else config.max_steps * self.sft.batch_size
-        """Examples that the run trains on, counted as often as they come."""
+        """Number of examples that the run trains on, counting repetitions."""
         self.num_steps = math.ceil(self.num_examples / self.sft.batch_size)
 
     def receive(self, step: int) -> TrainBatch | None:
@@ -105,12 +106,12 @@ class FromExamples(BatchSource):
         return (make_batch(step + 1, self.held_out, places[start : start + size]) for start in range(0, len(places), size))
 
     def epoch(self, step: int) -> float:
-        """Passes over the data after `step`."""
+        """Returns the number of passes over the data after `step`."""
         return min(step * self.sft.batch_size, self.num_examples) / len(self.places)
 
 
 def open_source(config: RLConfig, base: str, world: World, status: Status) -> FromExamples:
-    """The run's batches. Rank 0 makes the data if no one has yet; the others wait for it, up to the process group's deadline."""
+    """Returns the run's batches. Rank 0 makes the data if it does not exist; the others wait, up to the process group's timeout."""
     if world.is_main:
         prepare_data(config, base, status.enter)
     world.barrier()
@@ -119,7 +120,7 @@ def open_source(config: RLConfig, base: str, world: World, status: Status) -> Fr
 
 @torch.no_grad()
 def validate(model: PreTrainedModel, batches: Iterable[TrainBatch], pack: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:
-    """Cross entropy of held-out batches: mean over all their trained tokens, nats. Every rank calls this with the same batches."""
+    """Returns the mean cross entropy, in nats, of all trained tokens of held-out batches. Every rank calls this with the same batches."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     count = 0
     for batch in batches:
@@ -131,7 +132,7 @@ def validate(model: PreTrainedModel, batches: Iterable[TrainBatch], pack: Callab
 
 
 def meaningful(metrics: dict[str, float], source: BatchSource, step: int) -> dict[str, float]:
-    """A step's metrics; on examples only those that mean something without a sampler, and how often all of them were seen."""
+    """Returns a step's metrics; when training on examples, only those meaningful without a sampler, and the number of passes."""
     if not isinstance(source, FromExamples):
         return metrics
     return {key: value for key, value in metrics.items() if key.startswith(MEASURED)} | {"epoch": source.epoch(step)}

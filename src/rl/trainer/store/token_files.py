@@ -1,4 +1,4 @@
-"""The thread that writes a step's token log while the next step trains, and deletes old ones."""
+"""The thread that writes a step's token log while the next step trains, and deletes old logs."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,27 +10,27 @@ from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.token_log import SUFFIX, write_token_log
-from rl.trainer.store.background import Background
+from rl.trainer.store.single_task_thread import SingleTaskThread
 
 DISK_S = 600.0
-"""For a file of some megabytes to be written."""
+"""Seconds allowed for writing a file of a few megabytes."""
 GIB = 1 << 30
 
 
 class TokenFiles:
-    """Writes at most one file at a time. Rank 0's does the work, the others' do nothing."""
+    """Writes at most one file at a time. Only rank 0's instance does any work."""
 
     def __init__(self, run_dir: RunDir, config: TokenLogConfig):
         self.run_dir, self.max_bytes = run_dir, config.max_gib * GIB
         self.sizes: dict[int, int] | None = None
-        """Bytes of the files by step, the oldest first; None: the directory was not listed yet."""
-        self.background = Background()
+        """Bytes of the files by step, oldest first; None before the directory has been listed."""
+        self.thread = SingleTaskThread()
 
     def start(self, step: int, columns: Mapping[str, np.ndarray] | None) -> None:
-        """Begins to write the log of a step; `columns` is None on all ranks but 0. Waits for the one before."""
+        """Starts to write the log of a step; `columns` is None on all ranks but 0. Waits for: the previous log."""
         self.finish()
         if columns is not None:
-            self.background.start(self._write, step, columns)
+            self.thread.start(self._write, step, columns)
 
     def _write(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
         with spans.span("write_token_log", "token_files", step):
@@ -45,4 +45,4 @@ class TokenFiles:
 
     def finish(self) -> None:
         """Waits until the file in progress is written, and raises the thread's error."""
-        self.background.result(f"a token log to be written to {self.run_dir.tokens_dir}: does that disk answer?", DISK_S)
+        self.thread.result(f"a token log to be written to {self.run_dir.tokens_dir}: does that disk answer?", DISK_S)

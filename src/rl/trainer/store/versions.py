@@ -1,9 +1,9 @@
-"""Policy versions on disk: Hugging Face folders that transformers and vLLM load as they are, or with trainer.lora peft's adapters."""
+"""Policy versions, copied and written: Hugging Face folders that transformers and vLLM can load, or with trainer.lora peft adapters."""
 
 import json
 import shutil
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,22 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir.checksums import DIGESTS
-from rl.run_dir.digests import NEWEST, digest, digest_of_file, hash_each
+from rl.run_dir.digests import HASH, digest, digest_of_file, hash_each
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
 from rl.system import faults
-from rl.trainer import lora
+from rl.trainer.model import lora
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
-from rl.trainer.store.arena import Arena
-from rl.trainer.store.space import require_space
-from rl.trainer.store.weights_file import write_weights
+from rl.trainer.store.space import require_space, write_tensors
+from rl.trainer.store.version_buffer import VersionBuffer
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
 @dataclass(frozen=True)
-class Version:
-    """A policy version in memory: whole weights, and what their files are written with. Of `model` only the architecture is read."""
+class PublishedVersion:
+    """A policy version in memory: the unsharded weights and everything needed to write its files. Only `model`'s architecture is read."""
 
     tensors: dict[str, Tensor]
     """Tensors by the names of the model's parameters."""
@@ -40,8 +39,8 @@ class Version:
     dtype: torch.dtype
     made_by: dict[str, Any] = field(default_factory=dict)
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
-    arena: Arena | None = None
-    """What holds the tensors, where others may read them."""
+    buffer: VersionBuffer | None = None
+    """The memory that holds the tensors, which other processes may be able to read."""
 
     @cached_property
     def named(self) -> dict[str, Tensor]:
@@ -52,35 +51,28 @@ class Version:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """The newest hash of each tensor's bytes by its name in the file. A core takes about a fifth of a second for each GB."""
-        return self._hashed(NEWEST)
-
-    def digests_by(self, name: str) -> dict[str, str]:
-        """The same by one of digests.HASHES, to be compared with what an older rl wrote."""
-        return self.digests if name == NEWEST else self._hashed(name)
-
-    def _hashed(self, name: str) -> dict[str, str]:
+        """The hash of each tensor's bytes by its name in the file."""
         views = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.named.values()]
-        return dict(zip(self.named, hash_each(partial(digest, name=name), views), strict=True))
+        return dict(zip(self.named, hash_each(digest, views), strict=True))
 
     @cached_property
     def in_memory(self) -> InMemory | None:
-        """The version as a file in memory, as long as this object lives; None for adapters, whose folder says what they are of, and where
-        tensors have to be converted for a file."""
-        return self.arena.seal(self.named) if self.arena and not lora.has_adapters(self.model) else None
+        """The version as a file in memory, valid while this object exists; None if tensors must be converted for a file, and for adapters,
+        whose base is only named in their folder."""
+        return self.buffer.write_header(self.named) if self.buffer and not lora.has_adapters(self.model) else None
 
     def write_record(self, record: Path, fence: Fence = None) -> None:
-        """Writes the digests. Comes before anybody hears of the version: what is trained again can be compared with it, and it stays when
-        the version is deleted. Neither is durable before `make_durable`: a version is sampled from at once, for the log can make it again.
+        """Writes the digests, before the version is announced, so that it can be compared if it is trained again. They are kept when the
+        version is deleted. Neither is durable before `make_durable`: a version is used at once, as the log suffices to train it again.
         """
-        content = {"hash": NEWEST, "tensors": self.digests, "made_by": self.made_by}
+        content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by}
         write_file(record, json.dumps(content, indent=1).encode(), fence=fence, durable=False)
 
     def write(self, path: Path, *, new: bool = False, fence: Fence = None) -> None:
         """Writes the version's folder, complete by rename.
 
-        new, fence: see write_file. Without `new` an older folder is replaced. Adapters are written as peft does, without the files of their
-        base, which they name.
+        `new`, `fence`: see write_file. Without `new` an existing folder is replaced. Adapters are written in peft's format, which names
+        the base model and does not include its files.
         """
 
         def fill(folder: Path) -> None:
@@ -88,12 +80,12 @@ class Version:
             if lora.has_adapters(self.model):
                 lora.write_adapters(folder, self.named, self.model, self.base)
             else:
-                write_weights(folder / "model.safetensors", self.named)
+                write_tensors(folder / "model.safetensors", self.named)
                 faults.point("weights.saved")
                 copy_small_files(self.base, folder)
                 write_config(self.base, folder, self.model, self.dtype)
             small = {file.name: digest_of_file(file) for file in folder.iterdir() if file.suffix != ".safetensors"}
-            content = {"hash": NEWEST, "tensors": self.digests, "made_by": self.made_by, "files": small}
+            content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by, "files": small}
             (folder / DIGESTS).write_text(json.dumps(content, indent=1))
 
         write_directory(path, fill, new=new, fence=fence, durable=False)
@@ -101,36 +93,36 @@ class Version:
 
 @torch.no_grad()
 def snapshot(
-    model: PreTrainedModel, base: Path, dtype: torch.dtype, made_by: dict[str, Any], world: World, before: Version | None = None
-) -> Version | None:
-    """A copy of the model's weights, to be written while it trains on; None on all ranks but 0. Every rank calls this.
+    model: PreTrainedModel, base: Path, dtype: torch.dtype, made_by: dict[str, Any], world: World, before: PublishedVersion | None = None
+) -> PublishedVersion | None:
+    """Copies the model's weights, so that they can be written while training continues. None on all ranks but 0. Every rank calls this.
 
-    Tensors are cast before they travel, one at a time; rank 0 keeps them whole, in a file in memory. Nothing of it is shared with
-    the model. A tied head is named once. Of a model with adapters only these are copied. `before`: a version that nobody here needs any
-    more; its memory is used again unless another process reads it.
+    Tensors are cast before they are sent, one at a time; rank 0 stores them unsharded in a file in memory, which shares nothing with the
+    model. A tied head appears once. Of a model with adapters only the adapters are copied. `before`: a version that is no longer needed in
+    this process; its memory is reused unless another process reads it.
     """
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent)]
     if lora.has_adapters(model):
         named = [*lora.trainable(model).items()]
     dtypes = {name: dtype if value.is_floating_point() else value.dtype for name, value in named}
-    like, arena = {name: (value.shape, dtypes[name]) for name, value in named}, None
+    like, buffer = {name: (value.shape, dtypes[name]) for name, value in named}, None
     if world.is_main:
-        arena = before.arena if before and before.arena and before.arena.empty(like) else Arena(like)
+        buffer = before.buffer if before and before.buffer and before.buffer.claim(like) else VersionBuffer(like)
     for name, value in named:
         value = value.detach()
-        if value.is_cuda or world.size > 1:  # a copy between devices casts behind them: twice the bytes, and once more through the memory
+        if value.is_cuda or world.size > 1:  # cast here: a copy between devices casts after the transfer, with twice the bytes
             value = value.to(dtypes[name])
         if isinstance(value, DTensor) and world.size > 1:
             value = value.full_tensor()
-        if arena:
-            arena.tensors[name].copy_(local(value))
+        if buffer:
+            buffer.tensors[name].copy_(local(value))
     faults.point("weights.cast")
-    return Version(arena.tensors, model, base, dtype, made_by, arena) if arena else None
+    return PublishedVersion(buffer.tensors, model, base, dtype, made_by, buffer) if buffer else None
 
 
 def copy_small_files(base: Path, folder: Path) -> None:
-    """Copies the tokenizer, configs and all else of a model that is no weights."""
+    """Copies the tokenizer, the configs and all other files of a model that are not weights."""
     for file in base.iterdir():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith((*WEIGHT_SUFFIXES, ".index.json", DIGESTS)):
             shutil.copyfile(file, folder / file.name)

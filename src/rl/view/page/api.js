@@ -1,11 +1,11 @@
-// Asks the server, once or again and again. An exported page has the answers within itself.
+// Queries the server, once or repeatedly. An exported page contains the answers.
 
 import { useEffect, useRef, useState } from "./core.js";
 import { recordedAnswer } from "./recorded.js";
 
 /** @typedef {import("./types").Answers} Answers */
 
-/** Asks for an answer. Throws an Error with the server's words. A null value is left out.
+/** Requests an answer. Throws an Error with the server's message. Leaves out null values.
  * @template {keyof Answers} N
  * @param {N} name @param {Record<string, any>} values @param {AbortSignal} [signal]
  * @returns {Promise<Answers[N]>} */
@@ -15,9 +15,9 @@ export async function ask(name, values, signal) {
   for (const [key, value] of Object.entries(values)) {
     for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(key, one);
   }
-  const response = await fetch(`/api/${name}?${query}`, { signal }).catch((error) => {
+  const response = await fetch(`api/${name}?${query}`, { signal }).catch((error) => {
     if (error.name === "AbortError") throw error;
-    throw new Error("rl view does not answer: it has ended, or the connection to it is broken");
+    throw new Error("rl view does not answer: it was stopped, or the connection is broken");
   });
   const content = await response.json().catch((error) => {
     if (error.name === "AbortError" || response.ok) throw error;
@@ -29,13 +29,13 @@ export async function ask(name, values, signal) {
 
 let stamp = "";
 
-/** Has every question asked anew when this text changes: what it says of the runs that are shown. @param {string} text */
+/** Repeats every request when this text changes; it describes the state of the runs shown. @param {string} text */
 export function asOf(text) {
   stamp = text;
 }
 
-/** The answer to a question, asked again whenever its values change, and every `every` ms while the page is looked at. What was answered
- * last stays until the next answer is there. `values` null: nothing is asked.
+/** The answer to a request, repeated whenever its values change, and every `every` ms while the page is visible. The last answer stays
+ * until the next one arrives. If `values` is null, requests nothing.
  * @template {keyof Answers} N
  * @param {N} name @param {Record<string, any> | null} values @param {number} [every]
  * @returns {{data: Answers[N] | null, error: string, loading: boolean}} */

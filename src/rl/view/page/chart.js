@@ -8,19 +8,19 @@ const INCREMENTS = /** @type {Record<string, number[]>} */ ({ step: [1, 2, 5, 10
   time: [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800] });
 const HEIGHT = 170, AWAY = { left: -10, top: -10 };
 
-/** What tells a run from the others: a colour, and dashes, of which there is another pattern for each eight of them. @param {number} i its place among the runs */
+/** What distinguishes a run: a colour, and a dash pattern that changes after every eight runs. @param {number} i index among the runs */
 export function markOf(i) {
   const round = Math.floor(i / COLOURS.length);
   return { colour: COLOURS[i % COLOURS.length], dash: round ? [9, 4, ...Array(round - 1).fill([2, 4]).flat()] : [] };
 }
 
-/** A piece of a run's line, to stand before its name. @param {{i: number}} props */
+/** A piece of a run's line, shown before its name. @param {{i: number}} props */
 export function Sign({ i }) {
   const { colour, dash } = markOf(i);
   return html`<svg class="sign" viewBox="0 0 26 10" aria-hidden="true"><line x1="1" x2="25" y1="5" y2="5" stroke-dasharray=${dash.join(" ") || null} style=${{ stroke: `var(${colour})` }} /></svg>`;
 }
 
-/** The value of a colour of the style sheet. @param {string} name */
+/** The value of a colour variable of the style sheet. @param {string} name */
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -104,7 +104,7 @@ export function Chart(props) {
       const before = at === null ? shown.length : shown.indexOf(nearest(line, at));
       const to = shown[Math.max(0, Math.min(shown.length - 1, before + (e.key === "ArrowRight" ? 1 : -1)))], x = line.x[to] ?? 0;
       u.setCursor({ left: u.valToPos(x, "x"), top: 10 });
-      setAt(x);  // whole, where the cursor is on a pixel
+      setAt(x);  // exact, as the cursor is rounded to a pixel
       setSaid(sentence(lines, x, axis));
     } else return;
     e.preventDefault();
@@ -115,7 +115,7 @@ export function Chart(props) {
     <span class="sr" aria-live="polite">${said}</span></figure>`;
 }
 
-/** How far a curve went, from its first fifth to its last, and the part that this is of its whole range. @param {(number | null)[]} values */
+/** The change of a curve from its first fifth to its last, and its share of the curve's whole range. @param {(number | null)[]} values */
 export function moved(values) {
   const known = /** @type {number[]} */ (values.filter((value) => value !== null)), part = Math.max(1, Math.floor(known.length / 5));
   if (known.length < 2) return { by: 0, share: 0 };
@@ -127,26 +127,26 @@ export function moved(values) {
 /** A difference with its sign. @param {number} by */
 const change = (by) => `${by > 0 ? "+" : by < 0 ? "−" : "±"}${number(Math.abs(by))}`;
 
-/** The point of a line that is nearest to a place; -1 without one. @param {Line} line @param {number} at */
+/** The index of a line's point nearest to a position; -1 if it has none. @param {Line} line @param {number} at */
 function nearest(line, at) {
   let best = -1;
   line.x.forEach((x, i) => { if (x !== null && (best < 0 || Math.abs(x - at) < Math.abs(/** @type {number} */ (line.x[best]) - at))) best = i; });
   return best;
 }
 
-/** What each line has at a place, for a screen reader. @param {Line[]} lines @param {number} at @param {string} axis */
+/** The value of each line at a position, for a screen reader. @param {Line[]} lines @param {number} at @param {string} axis */
 function sentence(lines, at, axis) {
   const found = lines.map((line) => ({ line, i: nearest(line, at) })).filter(({ i }) => i >= 0);
   return found.map(({ line, i }) => `${place(line, i, axis)} ${lines.length > 1 ? line.label : ""} ${number(line.values[i])}`).join("; ");
 }
 
-/** The values at a place, or the newest; smoothed ones as the lines are, and of one run that which was measured beside it.
+/** The values at a position, or the newest, smoothed like the lines; for a single run also the measured value.
  * @param {Line[]} lines @param {number | null} at @param {string} axis @param {number} weight */
 function reading(lines, at, axis, weight) {
   const found = lines.map((line) => ({ line, i: at === null ? line.values.length - 1 : nearest(line, at) })).filter(({ i }) => i >= 0);
   const values = new Map(found.map(({ line }) => [line, smooth(line.values, weight)]));
   return html`${at !== null && found[0] && html`<span class="faint">${place(found[0].line, found[0].i, axis)} </span>`}
-    ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title=${window.recorded ? "The band has the least and the greatest" : "The band has the least and the greatest; zoom in for single steps"}>mean of ${found[0].line.each} </span>`}`}
+    ${at === null && found.length === 1 && html`<span class="faint" title="From the mean of the first fifth to that of the last">${change(moved(found[0].line.values).by)} </span>${found[0].line.each > 1 && html`<span class="faint" title=${window.recorded ? "The band shows minimum and maximum" : "The band shows minimum and maximum; zoom in for single steps"}>mean of ${found[0].line.each} </span>`}`}
     ${weight > 0 && html`<span class="faint">smoothed </span>`}
     ${found.slice(0, 4).map(({ line, i }) => html`<b style=${{ color: `var(${line.colour})` }}>${number(values.get(line)?.[i])}${weight > 0 && found.length === 1 && html`<span class="faint">, measured ${number(line.values[i])}</span>`}${line.errors[i] && (!weight || found.length === 1) ? html`<span class="faint" title="One standard error over examples"> ± ${number(line.errors[i])}</span>` : ""}</b> `)}
     ${found.length > 4 && html`<span class="faint">4 of ${found.length} runs</span>`}`;

@@ -1,4 +1,4 @@
-// Several runs side by side: what they have learned, which settings differ, their evaluations.
+// Compares runs: what they have learned, which settings differ, their evaluations.
 
 import { html, useMemo } from "./core.js";
 import { useAnswer } from "./api.js";
@@ -7,7 +7,7 @@ import { Curves } from "./curves.js";
 import { reward } from "./format.js";
 import { Fault } from "./ui.js";
 
-/** So many runs at most have each a column. */
+/** Maximum number of runs with a column each. */
 const FEW = 4;
 
 /** @param {{runs: string[], values: Record<string, string>, live: boolean}} props */
@@ -19,20 +19,20 @@ export function Compare({ runs, values, live }) {
     ${(data?.faults ?? []).map((text) => html`<${Fault} text=${text} />`)}
     <div class=${`sides compared${runs.length > FEW ? " many" : ""}`}>
       <section class="card"><h2>Settings that differ</h2>
-        ${data && (data.settings.length ? html`<${Table} runs=${runs} corner="Setting" rows=${data.settings.map((row) => ({ name: html`<code>${row.key}</code>`, cells: row.values.map((value) => html`<code>${setting(value)}</code>`) }))} />`
-          : html`<p class="faint">None but name and place.</p>`)}</section>
-      <section class="card"><h2>Reward after as many rollouts</h2>
+        ${data && (data.settings.length ? html`<${Table} runs=${runs} corner="Setting" rows=${data.settings.map((row) => ({ name: html`<code>${row.key}</code>`, cells: row.values.map((value) => html`<code>${value ?? "–"}</code>`) }))} />`
+          : html`<p class="faint">None except name and place.</p>`)}</section>
+      <section class="card"><h2>Reward after equal numbers of rollouts</h2>
         ${data && (data.learned.length ? html`<${Table} runs=${runs} corner="Rollouts" rows=${data.learned.map((row) => ({ name: Math.round(row.samples).toLocaleString("en"), cells: row.rewards.map(reward), best: row.rewards.map((mean) => best(mean, row.rewards)) }))} />
-          <p class="faint">Mean reward in training over the tenth before, of the newest step at least; who is ahead at the same place, in green, learned faster per sample.</p>` : html`<p class="faint">Not all of them have rewards.</p>`)}</section>
+          <p class="faint">Mean training reward over the preceding tenth, or at least the last step. Green is ahead at that point: it learned faster per sample.</p>` : html`<p class="faint">Not all runs have rewards.</p>`)}</section>
       <section class="card"><h2>Evaluations</h2>
         ${data && (evals.length ? html`<${Table} runs=${runs} corner="Evaluation" rows=${evals.map((row) => ({ name: html`${row.name} <span class="faint">version ${row.version}</span>`, best: row.means.map((_, i) => clear(row, i)),
           cells: row.means.map((mean, i) => html`${reward(mean)}${!!row.errors[i] && html`<span class="faint"> ± ${reward(row.errors[i])}</span>`}`) }))} />
-          <p class="faint">± is one standard error over examples, as in <code>rl compare</code>; none where all rewards are equal, which proves nothing of the next one. Green is ahead by more than twice the error of the difference.</p>` : html`<p class="faint">None of them has one.</p>`)}</section>
+          <p class="faint">± is one standard error over examples, as in <code>rl compare</code>; it is missing where all rewards are equal, which does not prove that the next one would be. Green is ahead by more than twice the error of the difference.</p>` : html`<p class="faint">No run has an evaluation.</p>`)}</section>
     </div>
     <${Curves} runs=${runs} values=${values} live=${live} inner=${true} />`;
 }
 
-/** Values of runs: a column for each run, or a row for each where many runs would make it the wider table.
+/** Values of runs: a column per run, or a row per run if columns would make the table wider.
  * @param {{runs: string[], corner: string, rows: {name: any, cells: any[], best?: boolean[]}[]}} props */
 function Table({ runs, corner, rows }) {
   const signs = runs.map((run, i) => html`<${Sign} i=${i} />${run}`), turned = runs.length > FEW && rows.length < runs.length;
@@ -42,26 +42,20 @@ function Table({ runs, corner, rows }) {
     <tbody>${sides.map((side, i) => html`<tr><th scope="row">${side}</th>${heads.map((_, j) => turned ? cell(j, i) : cell(i, j))}</tr>`)}</tbody></table></div>`;
 }
 
-/** A setting's value: a small number as one writes it, with all of its digits. @param {any} value */
-function setting(value) {
-  if (typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
-  return value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
-}
-
 /** Whether a value is the highest of several. @param {number | null} value @param {(number | null)[]} all */
 function best(value, all) {
   const known = all.filter((one) => one !== null);
   return value !== null && value === Math.max(.../** @type {number[]} */ (known)) && new Set(known).size > 1;
 }
 
-/** Whether a run's mean is the highest, by more than chance would have it. @param {import("./types").EvalPoint} row @param {number} i */
+/** Whether a run's mean is the highest by more than twice the error of the difference. @param {import("./types").EvalPoint} row @param {number} i */
 function clear(row, i) {
   const others = row.means.flatMap((mean, j) => j !== i && mean !== null ? [{ mean, error: row.errors[j] ?? 0 }] : []);
   const mean = row.means[i], error = row.errors[i] ?? 0;
   return mean !== null && others.length > 0 && others.every((one) => mean - one.mean > 2 * Math.hypot(error, one.error));
 }
 
-/** The evaluations of versions that several runs have, and each run's newest; sixteen at most, the newest first. @param {import("./types").EvalPoint[]} points */
+/** The evaluations of versions that several runs have, and each run's newest; at most sixteen, the newest first. @param {import("./types").EvalPoint[]} points */
 function newestCommon(points) {
   const newest = /** @type {Record<string, import("./types").EvalPoint>} */ ({});
   for (const point of points) point.means.forEach((mean, i) => { if (mean !== null) newest[`${point.name} ${i}`] = point; });

@@ -1,4 +1,4 @@
-// A conversation. What models and tools wrote is text and nothing else: it never becomes markup, an address or a script.
+// A conversation. Whatever models and tools wrote is only text: it never becomes markup, an address or a script.
 
 import { html, useState } from "./core.js";
 
@@ -6,7 +6,7 @@ import { html, useState } from "./core.js";
 
 const SHORT = 6000, PART = 4000;
 
-/** Text as it is, long text cut until it is wanted whole. @param {{text: string, className?: string}} props */
+/** Plain text; long text is cut until the user expands it. @param {{text: string, className?: string}} props */
 export function Text({ text, className = "" }) {
   const [whole, setWhole] = useState(false);
   if (text.length <= SHORT) return html`<div class=${`text ${className}`} dir="auto">${text}</div>`;
@@ -14,7 +14,7 @@ export function Text({ text, className = "" }) {
   return html`<div class=${`text ${className}`} dir="auto">${text.slice(0, SHORT)}<button class="more" onClick=${() => setWhole(true)}>… ${(text.length - SHORT).toLocaleString("en")} more characters</button></div>`;
 }
 
-/** A long text in parts, so that the browser lays out those alone that are seen; cut behind a line, or else behind a word. @param {string} text */
+/** Splits a long text, so that the browser lays out only visible parts; cuts after a line, or else after a word. @param {string} text */
 function partsOf(text) {
   const parts = [];
   for (let at = 0; at < text.length; at += parts[parts.length - 1].length) {
@@ -24,13 +24,13 @@ function partsOf(text) {
   return parts;
 }
 
-/** Where a rollout's prompt ends: before the first answer where its line does not say. @param {{messages: Message[], prompt: number}} rollout */
+/** The end of a rollout's prompt: before the first answer if its line does not have it. @param {{messages: Message[], prompt: number}} rollout */
 export function promptEnd({ messages, prompt }) {
   const first = messages.findIndex((message) => message.role === "assistant");
   return prompt || (first < 0 ? messages.length : first);
 }
 
-/** Of a prompt that has worked examples it says where it ends. @param {{messages: Message[], prompt?: number}} props */
+/** A conversation; marks the end of the prompt if that has worked examples. @param {{messages: Message[], prompt?: number}} props */
 export function Conversation({ messages, prompt = 0 }) {
   const examples = messages.slice(0, prompt).some((message) => message.role === "assistant");
   const many = messages.length > 60;
@@ -51,6 +51,6 @@ function One({ message }) {
     ${message.text && html`<${Text} text=${message.text} />`}
     ${message.calls.map((call, i) => html`<div class="call" key=${i}><span class="faint">calls</span> <b>${call.name}</b><${Text} text=${call.arguments} /></div>`)}
     ${!message.text && !message.thinking && !message.calls.length && html`<p class="faint">(empty)</p>`}
-    ${message.left_out > 0 && html`<p class="faint">${message.left_out.toLocaleString("en")} characters of it are left out here; rl show has all.</p>`}
+    ${message.left_out > 0 && html`<p class="faint">${message.left_out.toLocaleString("en")} characters are left out here; rl show prints all.</p>`}
   </article>`;
 }

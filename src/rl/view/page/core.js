@@ -1,4 +1,4 @@
-// What every part of the page uses: Preact, templates, and elements that several pages share.
+// Used by every part of the page: Preact and its templates.
 
 import { h, render, createContext } from "./vendor/preact.mjs";
 import { useCallback, useContext, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";

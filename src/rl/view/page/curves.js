@@ -18,7 +18,7 @@ const MARKS = /** @type {[string, string][]} */ ([["eval", "evaluation"], ["chec
 /** Whether a metric is one of the first to look at. @param {string} name */
 const usual = (name) => USUAL.includes(name) || /^eval\/[^/]+\/reward_mean$/.test(name) || (/^reward\/[^/]+\/mean$/.test(name));
 
-/** `inner`: they stand below the title of another page. @param {{runs: string[], values: Record<string, string>, live: boolean, inner?: boolean}} props */
+/** `inner`: shown inside another page, below its title. @param {{runs: string[], values: Record<string, string>, live: boolean, inner?: boolean}} props */
 export function Curves({ runs, values, live, inner }) {
   const metrics = useAnswer("metrics", { run: runs }, live ? 2000 : 0);
   const text = (values.q ?? "").toLowerCase();
@@ -43,12 +43,12 @@ export function Curves({ runs, values, live, inner }) {
     </div>
     <${WrongNumbers} values=${values} names=${["from", "to"]} /><${WrongNumbers} values=${values} names=${["smooth"]} low=${0} high=${0.99} />
     ${metrics.error && html`<${Fault} text=${metrics.error} />`}
-    ${metrics.data && !found.length && html`<p class="empty">${text ? `No metric is like “${values.q}”.` : "There are no numbers yet: the first step has not ended."}</p>`}
+    ${metrics.data && !found.length && html`<p class="empty">${text ? `No metric matches “${values.q}”.` : "There are no numbers yet: the first step has not ended."}</p>`}
     ${groups.map(([title, names]) => html`<${Section} key=${title} title=${title} metrics=${names} shared=${shared} open=${!!text || opened.includes(slug(title))}
       toggle=${(/** @type {boolean} */ on) => change({ sections: [...opened.filter((one) => one !== slug(title)), ...(on ? [slug(title)] : [])].join(",") || "none" }, true)} />`)}`;
 }
 
-/** A section in the address: its title may have commas. @param {string} title */
+/** The name of a section in the address, as titles may have commas. @param {string} title */
 const slug = (title) => title.toLowerCase().replace(/[^a-z]+/g, "-");
 
 /** The colours of the runs. @param {{runs: string[]}} props */
@@ -76,7 +76,7 @@ function rank(name) {
   return name.startsWith("eval/") ? 1 : name.startsWith("reward/") ? 2 : 3 + USUAL.indexOf(name);
 }
 
-/** A value that has not changed for a moment. @template T @param {T} value @returns {T} */
+/** The last value that did not change for 200 ms. @template T @param {T} value @returns {T} */
 function useSettled(value) {
   const [settled, setSettled] = useState(value);
   useEffect(() => {
@@ -86,7 +86,7 @@ function useSettled(value) {
   return settled;
 }
 
-/** One section; its curves are asked for when it is open, those of a long run again when they are zoomed. @param {any} props */
+/** One section; fetches its curves when it is open, and those of a long run again when zoomed. @param {any} props */
 function Section({ title, metrics, shared, open: shown, toggle }) {
   const { runs, axis, live, order } = shared;
   const names = metrics.map((/** @type {Metric} */ metric) => metric.name);
@@ -109,13 +109,13 @@ function Section({ title, metrics, shared, open: shown, toggle }) {
         weight=${shared.weight} zoom=${shared.zoom} span=${span} setZoom=${shared.setZoom} open=${opener(metric.name)} />`)}</div>`}</details>`;
 }
 
-/** From the first point of all curves to the last one, so that they are over each other. @param {import("./types").Curves | null} data @returns {[number, number] | null} */
+/** The range from the first point of all curves to the last, so that the charts align. @param {import("./types").Curves | null} data @returns {[number, number] | null} */
 function spanOf(data) {
   const ends = (data?.series ?? []).flatMap(({ x }) => [x[0], x[x.length - 1]]).filter((at) => at !== null);
   return ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
 }
 
-/** Where a click on a point leads: an evaluation's rollouts, or the step's. @param {string} name */
+/** The target of a click on a point: the rollouts of the evaluation or the step. @param {string} name */
 const opener = (name) => (/** @type {string} */ run, /** @type {number} */ step) =>
   go(link("rollouts", { run: [run], kind: name.startsWith("eval/") ? "eval" : null, begin: step, end: step }));
 

@@ -1,16 +1,16 @@
-// What differs between two texts, word by word.
+// Compares two texts word by word.
 
 const MOST_WORDS = 3000;
 
-/** Words with the blanks behind them. @param {string} text */
+/** Words, runs of blanks, and single other characters. @param {string} text */
 function words(text) {
   return text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 }
 
 /** @typedef {{kind: "same" | "gone" | "new", text: string}} Part */
 
-/** The parts of two texts in order: what both have, what `before` alone has, what `after` alone has. A longest common subsequence of words; of
- * texts beyond MOST_WORDS only their common beginning and end are found. @param {string} before @param {string} after @returns {Part[]} */
+/** The parts of two texts in order: those in both, only in `before`, or only in `after`. Uses a longest common subsequence of words; for
+ * texts beyond MOST_WORDS, finds only their common beginning and end. @param {string} before @param {string} after @returns {Part[]} */
 export function diff(before, after) {
   const a = words(before), b = words(after);
   let start = 0;

@@ -39,14 +39,14 @@ export function Dots({ versions, a, b }) {
       aria-label=${spoken(dot, a, b)} onFocus=${() => setHeld(identity(dot.row))} onClick=${(/** @type {MouseEvent} */ e) => choose(dot, e.shiftKey)} onKeyDown=${(/** @type {KeyboardEvent} */ e) => pressed(e, i)}><title>version ${dot.row.version}, #${dot.row.rollout}: ${reward(dot.value)}</title></circle>`)}</svg>`;
 }
 
-/** Where each version stands; one alone in the middle. @param {TaskVersion[]} versions @param {number} width */
+/** The x of each version; a single version is in the middle. @param {TaskVersion[]} versions @param {number} width */
 function placed(versions, width) {
   const [from, to] = [versions[0].version, versions[versions.length - 1].version];
   if (from === to) return [(LEFT + width - RIGHT) / 2];
   return versions.map(({ version }) => LEFT + MARGIN + ((version - from) / (to - from)) * (width - LEFT - RIGHT - 2 * MARGIN));
 }
 
-/** How far from its place a version's dots may reach: to the middle between it and the next one, and to the edge. @param {number[]} x @param {number} i @param {number} width */
+/** How far a version's dots may reach: to the middle between it and its neighbours, and to the edge. @param {number[]} x @param {number} i @param {number} width */
 function roomAt(x, i, width) {
   const gaps = [i > 0 ? (x[i] - x[i - 1]) / 2 : Infinity, i < x.length - 1 ? (x[i + 1] - x[i]) / 2 : Infinity, x[i] - LEFT, width - RIGHT - x[i]];
   return Math.max(0, Math.min(...gaps) - RADIUS - 1);

@@ -1,6 +1,6 @@
-// Numbers, times and sizes as people read them.
+// Formats numbers, times and sizes for people.
 
-/** A number with about four digits; a dash where there is none. @param {number | null | undefined} value */
+/** A number with about four digits; a dash if there is none. @param {number | null | undefined} value */
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -9,7 +9,7 @@ export function number(value) {
   return size >= 1000 ? value.toFixed(1) : String(+value.toPrecision(4));
 }
 
-/** A reward or a share: three digits behind the point. @param {number | null | undefined} value */
+/** A reward or a share: three digits after the point. @param {number | null | undefined} value */
 export function reward(value) {
   return value === null || value === undefined ? "–" : value.toFixed(3);
 }

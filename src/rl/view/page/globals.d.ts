@@ -1,4 +1,4 @@
-// What classic scripts and an exported page put beside the modules.
+// Globals set by classic scripts and by an exported page.
 
 interface Window {
   recorded?: any;

@@ -1,4 +1,4 @@
-// What is wrong with a run, each finding with a link to what shows it; and what the processes say in their logs.
+// Problems of a run, each with links to its evidence, and the logs of the processes.
 
 import { html, useEffect, useRef } from "./core.js";
 import { useAnswer } from "./api.js";
@@ -23,7 +23,7 @@ export function Health({ run, values, live }) {
 
 /** @param {{run: string, finding: import("./types").Finding}} props */
 function Finding({ run, finding }) {
-  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "wrong" : finding.metrics.length ? "may hold the reward down" : "to know"}</span> ${finding.text}
+  return html`<li class=${finding.serious ? "serious" : ""}><span class="word">${finding.serious ? "problem" : finding.metrics.length ? "may hold the reward down" : "note"}</span> ${finding.text}
     <span class="evidence">${finding.metrics.map((name) => html`<a key=${name} href=${link("curves", { run: [run], q: name })}>curve of ${name}</a>`)}
       ${finding.why && html`<a href=${link("rollouts", { run: [run], why: finding.why })}>rollouts: ${finding.why}</a>`}
       ${finding.files.map((file) => {
@@ -42,7 +42,7 @@ function Log({ run, process, attempts, attempt, text, live }) {
   const lines = (data?.lines ?? []).filter((line) => line.toLowerCase().includes(text.toLowerCase()));
   return html`<section class="log"><div class="bar"><h2>Log of ${process}</h2>
       ${attempts.length > 1 && html`<label class="field"><span>Attempt</span><select value=${attempt ?? String(Math.max(...attempts))} onChange=${(/** @type {any} */ e) => change({ attempt: e.target.value })}>${attempts.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}</select></label>`}
-      <span class="faint">${data ? `${bytes(data.bytes)}, its last lines` : ""}</span><span class="grow"></span>
+      <span class="faint">${data ? `${bytes(data.bytes)}, last lines` : ""}</span><span class="grow"></span>
       <${Entry} label="Search the log" hide=${true} name="find" value=${text} search=${true} type="search" placeholder="Search these lines  /" /></div>
     ${error && html`<${Fault} text=${error} />`}
     <pre ref=${box} tabindex="0" aria-label=${`Log of ${process}`} onScroll=${scrolled}>${lines.map((line, i) => html`<span key=${i} class=${/\b(error|exception|traceback|fatal)\b/i.test(line) ? "bad" : /\bwarn/i.test(line) ? "warn" : ""}>${line}\n</span>`)}</pre></section>`;

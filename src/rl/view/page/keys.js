@@ -12,7 +12,7 @@ const KEYS = [
 ];
 const CHARTS = [
   ["drag", "zoom in, all charts at once"],
-  ["Shift + drag", "move along"],
+  ["Shift + drag", "pan"],
   ["double click", "the whole run again"],
   ["click", "the rollouts of that step"],
   ["Tab, then ← →", "from point to point, or from rollout to rollout of a task"],
@@ -20,7 +20,7 @@ const CHARTS = [
   ["Home, Esc", "the whole run again"],
 ];
 
-/** Listens to keys. Pages hear of `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
+/** Handles keys. Pages receive `j`, `k` and Escape as `move` and `leave` events. @param {string[]} pages @param {string[]} runs @param {(open: boolean) => void} setHelp */
 export function useKeys(pages, runs, setHelp) {
   useEffect(() => {
     const pressed = (/** @type {KeyboardEvent} */ event) => {
@@ -53,11 +53,11 @@ export function useKeys(pages, runs, setHelp) {
   }, [pages.join(), runs.join()]);
 }
 
-/** j and k go through a list, page after page, and Escape leaves what is open. What is open is asked of the address: it knows of a click
- * before the page has drawn it.
- * @param {{offset: number, total: number} | null} list the answer that is shown @param {string[]} ids what its rows are called @param {number} limit rows on a page
- * @param {(values: Record<string, string>) => string} chosen the row that the address names, or "" @param {(id: string) => Record<string, any>} choose what names a row in the address
- * @param {(id: string) => Promise<number>} [find] the place in the whole list of a row that is not among these any more, or -1: a live list moves on */
+/** j and k step through a list, page after page, and Escape closes the open row. The address, not the page, says which row is open, as it
+ * changes with a click before the page is drawn.
+ * @param {{offset: number, total: number} | null} list the answer shown @param {string[]} ids names of its rows @param {number} limit rows on a page
+ * @param {(values: Record<string, string>) => string} chosen the row named in the address, or "" @param {(id: string) => Record<string, any>} choose the address values that name a row
+ * @param {(id: string) => Promise<number>} [find] the index in the whole list of a row that has left this page, or -1: a live list moves on */
 export function useMoving(list, ids, limit, chosen, choose, find) {
   const now = useRef({ list, ids, chosen, choose, find }), turned = useRef(/** @type {number | null} */ (null));
   now.current = { list, ids, chosen, choose, find };
@@ -68,7 +68,7 @@ export function useMoving(list, ids, limit, chosen, choose, find) {
   useEffect(() => {
     const moved = async (/** @type {any} */ event) => {
       const { list, ids, chosen, choose, find } = now.current, place = here(), way = event.detail, id = chosen(place.values);
-      if (!list || list.offset !== Number(place.values.offset ?? 0)) return;  // the rows of that page are on their way
+      if (!list || list.offset !== Number(place.values.offset ?? 0)) return;  // the rows of that page are still loading
       const there = id && find && !ids.includes(id) ? await find(id) : -1;
       if (there >= 0) {
         const next = Math.max(0, Math.min(list.total - 1, there + way)), page = next - next % limit;
@@ -91,7 +91,7 @@ export function useMoving(list, ids, limit, chosen, choose, find) {
   }, []);
 }
 
-/** Opens a row, and has it in sight. @param {Record<string, any>} values */
+/** Opens a row and scrolls it into view. @param {Record<string, any>} values */
 function open(values) {
   change(values, true);
   requestAnimationFrame(() => document.querySelector(".list [aria-current=true]")?.scrollIntoView({ block: "nearest" }));
@@ -105,7 +105,7 @@ export function Help({ close }) {
   return html`<dialog ref=${box} onClose=${close} aria-label="Help">
     <h2>Keys</h2>${table(KEYS)}
     <h2>Charts</h2>${table(CHARTS)}
-    <p class="faint">What is shown stands in the address: copy it to send what you see.</p>
+    <p class="faint">The address holds the current view: copy it to share what you see.</p>
     <form method="dialog"><button autofocus>Close</button></form>
   </dialog>`;
 }

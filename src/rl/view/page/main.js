@@ -1,4 +1,4 @@
-// The frame of the page: which page is shown, the runs that it is about, keys, light and dark.
+// The frame around all pages: choice of page and runs, keys, light and dark theme.
 
 import { html, render, useEffect, useErrorBoundary, useState } from "./core.js";
 import { Compare } from "./compare.js";
@@ -14,7 +14,8 @@ import { day } from "./format.js";
 import { go, link, usePlace } from "./router.js";
 import { Fault, State } from "./ui.js";
 
-/** Name in the address -> title and component. @type {Record<string, {title: string, page: any, several?: boolean}>} */
+/** Name in the address -> title and component. The keys 1 to 6 open the first six (`useKeys` below; their names are in keys.js).
+ * CONTRIBUTING.md lists what else a new page needs. @type {Record<string, {title: string, page: any, several?: boolean}>} */
 const PAGES = {
   runs: { title: "Runs", page: Runs },
   curves: { title: "Curves", page: Curves, several: true },
@@ -58,17 +59,17 @@ function App() {
     </header>
     <main id="main" tabindex="-1">
       ${runs.error && html`<${Fault} text=${runs.error} />`}
-      ${gone.length > 0 && html`<${Fault} text=${`${gone.join(", ")}: there is no such run here (any more).`} />`}
+      ${gone.length > 0 && html`<${Fault} text=${`${gone.join(", ")}: no such run here; it may have been deleted.`} />`}
       ${at !== place.page && html`<${Fault} text=${`There is no page “${place.page}”.`} />`}
       ${at === "runs" ? html`<${Guard} key="runs"><${Runs} answer=${runs} late=${!!runs.error} chosen=${place.run} values=${place.values} /></${Guard}>`
-        : at === "compare" && keys.length < 2 ? html`<${Fault} text="Two runs at least are compared: tick them in Runs." />`
+        : at === "compare" && keys.length < 2 ? html`<${Fault} text="Select at least two runs in Runs to compare them." />`
         : keys.length && !gone.length ? html`<${Guard} key=${at}><${shown.page} key=${at} run=${keys[0]} runs=${keys} values=${place.values} live=${!window.recorded && chosen.some((run) => run.state === "live")} /></${Guard}>`
-        : !runs.loading && html`<p class="empty">There is no run yet.</p>`}
+        : !runs.loading && html`<p class="empty">There are no runs yet.</p>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
 }
 
-/** Says what went wrong within it, in place of an empty page; another address tries anew. @param {any} props */
+/** Shows the error of a page that failed, in place of an empty page; another address retries. @param {any} props */
 function Guard({ children }) {
   const [error, again] = useErrorBoundary();
   useEffect(() => {
@@ -76,12 +77,12 @@ function Guard({ children }) {
     addEventListener("hashchange", again, { once: true });
     return () => removeEventListener("hashchange", again);
   }, [error]);
-  return error ? html`<${Fault} text=${`The page has a fault: ${error.message ?? error}`} />` : children;
+  return error ? html`<${Fault} text=${`The page failed: ${error.message ?? error}`} />` : children;
 }
 
-/** The icon: a file of the server, or what an exported page has. */
+/** The address of the icon: a file of the server, or the data in an exported page. */
 function iconAddress() {
-  return window.recorded?.icon ?? "/page/icon.svg";
+  return window.recorded?.icon ?? "page/icon.svg";
 }
 
 /** Chooses the run that the page is about. @param {any} props */
@@ -94,7 +95,7 @@ function RunPicker({ known, keys, page, several }) {
     </select></label>`;
 }
 
-/** Light, dark, or as the system has it. */
+/** The switch between light, dark and the system's theme. */
 function Theme() {
   const [theme, setTheme] = useState(stored() ?? "auto");
   useEffect(() => {

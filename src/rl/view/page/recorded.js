@@ -1,4 +1,4 @@
-// An exported page: what the server would answer, from what the file holds. It has fewer rollouts than the run, which it says.
+// An exported page: answers in place of the server, from the data in the file. It has fewer rollouts than the run, and says so.
 
 import { promptEnd } from "./conversation.js";
 import { identity } from "./rows.js";
@@ -7,7 +7,7 @@ import { identity } from "./rows.js";
 export function recordedAnswer(recorded, name, values) {
   const make = ANSWERS[name] ?? ((/** @type {any} */ all) => all[name]);
   const found = make(recorded, values);
-  if (!found) throw new Error("the file does not hold this: open the run with rl view");
+  if (!found) throw new Error("this file does not include that: open the run with rl view");
   return found;
 }
 
@@ -23,7 +23,7 @@ const ANSWERS = {
   timeline: (all, { begin, end }) => between(all.timeline, Math.max(Number(begin) || 0, all.timeline.first), Math.min(Number(end) || Infinity, all.timeline.last)),
 };
 
-/** A part of the time. @param {import("./types").Timeline} all @param {number} begin @param {number} end */
+/** The part of a timeline in an interval. @param {import("./types").Timeline} all @param {number} begin @param {number} end */
 function between(all, begin, end) {
   const inside = (/** @type {import("./types").Span[]} */ spans) => spans.filter((span) => span.end >= begin && span.begin <= end);
   const lanes = all.lanes.map((lane) => ({ ...lane, spans: inside(lane.spans) }));
@@ -44,8 +44,8 @@ function rowsOf(all, kind) {
   return kind === "eval" ? rows.sort((a, b) => b.version - a.version) : rows;
 }
 
-/** Rows by a value, as the server has them: equal ones in their order, those without a value last.
- * @param {any[]} rows @param {any} values @param {string[]} sorts those that there are @param {(row: any, sort: string) => number | null | undefined} value */
+/** Sorts rows by a value like the server: stable, with rows without a value last.
+ * @param {any[]} rows @param {any} values @param {string[]} sorts the valid names @param {(row: any, sort: string) => number | null | undefined} value */
 function sorted(rows, { sort, descending }, sorts, value) {
   if (!sort) return rows;
   if (!sorts.includes(sort)) throw new Error(`sort = ${sort}: give one of ${sorts.join(", ")}`);
@@ -60,7 +60,7 @@ function paged(rows, values) {
   return { total: rows.length, offset, rows: rows.slice(offset, offset + values.limit) };
 }
 
-/** What a rollout is sorted by: a field, or one of its metrics, which has `metrics/` before a name that is also a field's. @param {any} all @param {any} row @param {string} sort */
+/** The value that a rollout is sorted by: a field or a metric, whose name has the prefix `metrics/` if it is also a field's. @param {any} all @param {any} row @param {string} sort */
 function sortValue(all, row, sort) {
   if (sort === "retries") return detailOf(all, row).fields.retries ?? 0;
   const field = FIELDS[sort];
@@ -131,7 +131,7 @@ function tasks(all, values) {
 /** A task: the file has the mean and the count of each of its versions, and some of their rollouts. @param {any} all @param {any} values */
 function oneTask(all, { kind, env, task }) {
   const known = all.task[kind][`${env}/${task}`];
-  if (!known) throw new Error(all.tasks_left_out || `task ${task} of ${env}: no rollout of it is in the run`);
+  if (!known) throw new Error(all.tasks_left_out || `task ${task} of ${env}: has no rollouts in the run`);
   const rows = rowsOf(all, kind).filter((row) => row.env === env && String(row.task) === String(task));
   const versions = known.versions.map((/** @type {any} */ one) => ({ ...one, rows: rows.filter((row) => row.version === one.version) }));
   const newest = rows.length ? detailOf(all, rows[rows.length - 1]) : { messages: [], prompt: 0 };

@@ -30,14 +30,14 @@ export function Detail({ run, kind, id, values }) {
       <${Rewards} data=${data} />
       <${Group} data=${data} run=${run} kind=${kind} id=${id} />
     </header>
-    <${Tabs} label="What is shown" name="tab" value=${tab} tabs=${tabs} />
+    <${Tabs} label="View" name="tab" value=${tab} tabs=${tabs} />
     ${tab === "tokens" && data.has_tokens ? html`<${TokenView} run=${run} step=${row.step} group=${row.group} rollout=${row.rollout} values=${values} />`
       : tab === "group" ? html`<${SideBySide} run=${run} kind=${kind} group=${data.group} />`
       : tab === "fields" ? html`<table class="fields"><tbody>${Object.entries(data.fields).map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th><td><code>${typeof value === "string" ? value : JSON.stringify(value)}</code></td></tr>`)}</tbody></table>`
       : html`<${Conversation} messages=${data.messages} prompt=${data.prompt} />`}`;
 }
 
-/** Back to the list, where there is no room for both. */
+/** Goes back to the list on screens too narrow for both. */
 function Back() {
   return html`<button class="back" onClick=${() => change({ at: null, token: null })}>‹ Rollouts</button>`;
 }
@@ -51,7 +51,7 @@ function Rewards({ data }) {
     <dl>${Object.entries(metrics).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${number(value)}</dd><i style=${{ width: `${(Math.abs(value ?? 0) / size) * 100}%` }}></i></div>`)}</dl></div>`;
 }
 
-/** The rollouts of the group, to step to. @param {{data: RolloutDetail, run: string, kind: string, id: string}} props */
+/** Links to the rollouts of the group. @param {{data: RolloutDetail, run: string, kind: string, id: string}} props */
 function Group({ data, run, kind, id }) {
   const { group } = data;
   if (group.length < 2) return null;
@@ -63,7 +63,7 @@ function Group({ data, run, kind, id }) {
       href=${link("rollouts", { run: [run], ...now.values, token: null, at: identity(row) })} title=${`#${row.rollout} ${row.outcome}, ${row.why}`}>${row.failed ? "✕" : number(row.reward)}</a>`)}</nav>`;
 }
 
-/** All answers of the group beside each other. @param {{run: string, kind: string, group: import("./types").RolloutRow[]}} props */
+/** All answers of the group side by side. @param {{run: string, kind: string, group: import("./types").RolloutRow[]}} props */
 function SideBySide({ run, kind, group }) {
   return html`<div class="columns">${group.slice(0, 32).map((row) => html`<${Column} key=${identity(row)} run=${run} kind=${kind} row=${row} />`)}</div>
     ${group.length > 32 && html`<p class="faint">The first 32 of ${group.length}.</p>`}`;

@@ -39,16 +39,16 @@ export function Rollouts({ run, values, live }) {
         <${Bars} histogram=${data?.histogram} values=${values} />
         <div class="pair"><${Entry} label="Tokens from" name="shortest" value=${values.shortest} type="number" /><${Entry} label="to" name="longest" value=${values.longest} type="number" /></div>
         <div class="pair"><${Entry} label="Task" name="task" value=${values.task} type="number" />${kind !== "eval" && html`<${Entry} label="Group" name="group" value=${values.group} type="number" />`}</div>
-        <label class="check"><input type="checkbox" checked=${!!values.tool_errors} onChange=${(/** @type {any} */ e) => change({ tool_errors: e.target.checked ? "true" : null, offset: null })} /> a tool's result speaks of an error</label>
+        <label class="check"><input type="checkbox" checked=${!!values.tool_errors} onChange=${(/** @type {any} */ e) => change({ tool_errors: e.target.checked ? "true" : null, offset: null })} /> a tool result mentions an error</label>
       </details></aside>
     <section class="list" aria-label="Rollouts">
       <div class="bar"><h1 class="sr">Rollouts</h1><span aria-live="polite">${loading ? (data ? "Searching …" : "Reading …") : data ? summary(data) : ""}</span><span class="grow"></span>
         <${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${[["", "newest"], ...(data?.sorts ?? []).map((name) => [name, name])]} />
-        ${values.sort && html`<button class="quiet" aria-label="Turn the order" title="Turn the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
+        ${values.sort && html`<button class="quiet" aria-label="Reverse the order" title="Reverse the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
       <${Chips} wanted=${wanted} />
       ${error && html`<${Fault} text=${error} />`}
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
-      ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout is like that." : kind === "pending" ? "None waits for a batch." : "There is none yet."}</p>`}
+      ${data && !data.total && html`<p class="empty">${Object.keys(wanted).length ? "No rollout matches the filters." : kind === "pending" ? "No rollout is pending." : "There are no rollouts yet."}</p>`}
       <ul class=${loading && data ? "rows late" : "rows"}>${rows.map((row) => html`<${Row} key=${identity(row)} row=${row} chosen=${identity(row) === chosen} />`)}</ul>
       ${data && html`<${Pager} total=${data.total} offset=${Number(offset) || 0} limit=${LIMIT} />`}
     </section>
@@ -58,7 +58,7 @@ export function Rollouts({ run, values, live }) {
   </div>`;
 }
 
-/** The place of a rollout in the whole list, or -1 if it is not among its first. @param {Record<string, any>} question @param {string} id */
+/** The index of a rollout in the whole list, or -1 if it is not among the first MOST_LOOKED. @param {Record<string, any>} question @param {string} id */
 async function placeOf(question, id) {
   for (let offset = 0, total = 1; offset < Math.min(total, MOST_LOOKED); offset += PART) {
     const some = await ask("rollouts", { ...question, offset, limit: PART }).catch(() => null), at = some?.rows.findIndex((row) => identity(row) === id) ?? -1;
@@ -86,7 +86,7 @@ function Row({ row, chosen }) {
     <span class="fate"><${Fate} row=${row} /></span></a></li>`;
 }
 
-/** Values of a field with how many have it. @param {{label: string, name: string, value: string | undefined, counts: Record<string, number> | undefined}} props */
+/** The values of a field with their counts. @param {{label: string, name: string, value: string | undefined, counts: Record<string, number> | undefined}} props */
 function Facet({ label, name, value, counts }) {
   const found = Object.entries(counts ?? {}).filter(([word]) => word);
   if (value && !found.some(([word]) => word === value)) found.unshift([value, 0]);
@@ -94,16 +94,16 @@ function Facet({ label, name, value, counts }) {
   const most = Math.max(1, ...found.map(([, count]) => count));
   return html`<fieldset class="facet"><legend>${label}</legend>${found.slice(0, 14).map(([word, count]) => html`
     <button key=${word} aria-pressed=${value === word} onClick=${() => change({ [name]: value === word ? null : word, offset: null })}>
-      <span class="word" title=${word === "error" ? "Those that failed, and the others of their groups" : null}>${word.replaceAll("_", " ")}</span><span class="count">${count.toLocaleString("en")}</span><i style=${{ width: `${(count / most) * 100}%` }}></i></button>`)}</fieldset>`;
+      <span class="word" title=${word === "error" ? "Rollouts that failed, and the others of their groups" : null}>${word.replaceAll("_", " ")}</span><span class="count">${count.toLocaleString("en")}</span><i style=${{ width: `${(count / most) * 100}%` }}></i></button>`)}</fieldset>`;
 }
 
-/** The rewards as bars; one is a filter. @param {{histogram: import("./types").Histogram | null | undefined, values: Record<string, string>}} props */
+/** A histogram of the rewards; a click on a bar filters by it. @param {{histogram: import("./types").Histogram | null | undefined, values: Record<string, string>}} props */
 function Bars({ histogram, values }) {
   const most = Math.max(1, ...(histogram?.counts ?? []));
   const [low, high] = [values.lowest ? Number(values.lowest) : -Infinity, values.highest ? Number(values.highest) : Infinity];
   const choose = (/** @type {number} */ i) => {
     if (!histogram) return;
-    const [from, to] = histogram.ranges[i].map(String);  // whole, for then they are found
+    const [from, to] = histogram.ranges[i].map(String);  // unrounded, so that the filter includes them
     const same = values.lowest === from && values.highest === to;
     change({ lowest: same ? null : from, highest: same ? null : to, offset: null });
   };
@@ -115,7 +115,7 @@ function Bars({ histogram, values }) {
     <div class="pair"><${Entry} label="from" name="lowest" value=${values.lowest} type="number" /><${Entry} label="to" name="highest" value=${values.highest} type="number" /></div></fieldset>`;
 }
 
-/** The filters that act, each to be taken away. @param {{wanted: Record<string, string>}} props */
+/** The active filters, each with a button to remove it. @param {{wanted: Record<string, string>}} props */
 function Chips({ wanted }) {
   const names = Object.keys(wanted);
   if (!names.length) return null;

@@ -1,11 +1,11 @@
-// Every state of the page is in its address, behind the #: `#/rollouts?run=x&why=no_signal`. So a link shows what its sender saw.
+// The address holds the whole state of the page after the #: `#/rollouts?run=x&why=no_signal`. A link shows what its sender saw.
 
 import { useEffect, useState } from "./core.js";
 
 /** @typedef {{page: string, run: string[], values: Record<string, string>}} Place */
 /** @typedef {Record<string, string | number | boolean | null | undefined | string[]>} Values */
 
-/** @returns {Place} what the address says */
+/** @returns {Place} the state in the address */
 export function here() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?", 2);
   const found = new URLSearchParams(query ?? "");
@@ -41,7 +41,7 @@ export function change(values, quietly) {
   go(link(now.page, { run: now.run, ...now.values, ...values }), quietly);
 }
 
-/** @returns {Place} what the address says, now and whenever it changes */
+/** @returns {Place} the state in the address, kept up to date */
 export function usePlace() {
   const [place, setPlace] = useState(here);
   useEffect(() => {

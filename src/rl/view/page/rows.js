@@ -1,16 +1,16 @@
-// What a list of rollouts and one rollout share: its name in an address, and its fate in a word.
+// Shared by the list of rollouts and the single rollout: its name in the address, and its fate in a word.
 
 import { html } from "./core.js";
 import { signed } from "./format.js";
 
 /** @typedef {import("./types").RolloutRow} RolloutRow */
 
-/** What names a rollout in an address. @param {RolloutRow} row */
+/** The name of a rollout in an address. @param {RolloutRow} row */
 export function identity(row) {
   return row.kind === "eval" ? `${row.version}/${row.env}/${row.task}/${row.rollout}/${row.agent}` : `${row.group}/${row.rollout}`;
 }
 
-/** The parameters by which the server finds it. @param {string} run @param {string} kind @param {string} id */
+/** The parameters by which the server finds a rollout. @param {string} run @param {string} kind @param {string} id */
 export function asked(run, kind, id) {
   const parts = id.split("/");
   if (kind !== "eval") return { run, kind, group: parts[0], rollout: parts[1] };
@@ -18,7 +18,7 @@ export function asked(run, kind, id) {
   return { run, kind, version: parts.shift(), env: parts.join("/"), task, rollout, agent };
 }
 
-/** What became of it. @param {{row: RolloutRow}} props */
+/** What became of a rollout. @param {{row: RolloutRow}} props */
 export function Fate({ row }) {
   return html`${row.why && html`<span class=${`tag ${row.why !== "trained" ? "dull" : (row.advantage ?? 0) > 0 ? "good" : (row.advantage ?? 0) < 0 ? "bad" : "dull"}`}>${row.why === "trained" && row.advantage !== null ? `${signed(row.advantage)}` : row.why.replaceAll("_", " ")}</span>`}
     ${row.outcome !== "finished" && html`<span class="tag warn">${row.outcome}</span>`}`;

@@ -1,4 +1,4 @@
-// The list of runs: live ones first, then those that changed last.
+// The list of runs: live ones first, then most recently changed first.
 
 import { html } from "./core.js";
 import { ago, bytes, duration, plural, reward } from "./format.js";
@@ -7,14 +7,14 @@ import { Entry, Sparkline, State } from "./ui.js";
 
 /** @typedef {import("./types").RunRow} RunRow */
 
-/** `late`: the list is an old one, for the server does not answer. @param {{answer: {data: import("./types").Runs | null}, late: boolean, chosen: string[], values: Record<string, string>}} props */
+/** `late`: the list is outdated because the server does not answer. @param {{answer: {data: import("./types").Runs | null}, late: boolean, chosen: string[], values: Record<string, string>}} props */
 export function Runs({ answer, late, chosen, values }) {
   const text = values.q ?? "";
   const runs = answer.data?.runs;
   if (!runs) return html`<p class="empty">Looking for runs …</p>`;
   if (!runs.length) {
-    return html`<div class="empty"><p>There is no run in ${answer.data?.place}.</p>
-      <p>Start one: <code>uv run rl @ configs/quickstart.toml</code>. It appears here by itself.</p></div>`;
+    return html`<div class="empty"><p>There are no runs in ${answer.data?.place}.</p>
+      <p>Start one: <code>uv run rl @ configs/quickstart.toml</code>. It will appear here automatically.</p></div>`;
   }
   const toggle = (/** @type {string} */ key) => go(link("runs", { ...values, run: chosen.includes(key) ? chosen.filter((one) => one !== key) : [...chosen, key] }), true);
   const fits = (/** @type {RunRow} */ run) => [run.key, run.model, ...run.environments, run.state].join(" ").toLowerCase().includes(text.toLowerCase());
@@ -31,7 +31,7 @@ export function Runs({ answer, late, chosen, values }) {
         <th class="right">Lag</th><th class="right">Tokens/s</th><th class="right">Took</th><th class="right">Disk</th></tr></thead>
       <tbody>${runs.filter(fits).map((run) => html`<${Row} key=${run.key} run=${run} chosen=${chosen.includes(run.key)} toggle=${() => toggle(run.key)} />`)}</tbody>
     </table></div>
-    ${!runs.some(fits) && html`<p class="empty">No run is like “${text}”.</p>`}`;
+    ${!runs.some(fits) && html`<p class="empty">No run matches “${text}”.</p>`}`;
 }
 
 /** @param {{run: RunRow, chosen: boolean, toggle: () => void}} props */
@@ -45,7 +45,7 @@ function Row({ run, chosen, toggle }) {
     <td class="right" data-label="Step"><span>${run.step}${run.max_steps > 0 && html`<span class="faint">/${run.max_steps}</span>`}</span>
       <progress max="1" value=${share} aria-label=${`${Math.round(share * 100)}% of the steps`}></progress></td>
     <td class="curve" data-label=${run.measure === "reward/mean" ? "Reward" : "Loss"}><${Sparkline} values=${run.rewards} label=${`${run.measure} over the run, now ${reward(run.reward)}`} />
-      <b title="The mean of the newest steps, five at most">${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
+      <b title="The mean of the newest steps, at most five">${reward(run.reward)}</b>${run.measure !== "reward/mean" && html`<span class="faint"> loss</span>`}</td>
     <td class="evals" data-label="Held out">${run.evals.length ? run.evals.map((one) => html`<${Change} key=${one.name} one=${one} alone=${run.evals.length === 1} />`) : html`<span class="faint">–</span>`}</td>
     <td class="right" data-label="Lag">${run.lag === null ? "–" : +run.lag.toFixed(2)}</td>
     <td class="right" data-label="Tokens/s">${run.tokens_per_s === null ? "–" : Math.round(run.tokens_per_s).toLocaleString("en")}</td>
@@ -53,7 +53,7 @@ function Row({ run, chosen, toggle }) {
     <td class="right" data-label="Disk">${bytes(run.bytes)}</td></tr>`;
 }
 
-/** What a run does, or how long ago and how it ended. @param {RunRow} run */
+/** What a run is doing, or when and how it ended. @param {RunRow} run */
 function said(run) {
   if (run.state === "live" || !run.heard) return run.why;
   return run.state === "ended" ? ago(run.heard) : `${ago(run.heard)}: ${run.why}`;

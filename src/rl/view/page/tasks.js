@@ -29,10 +29,10 @@ export function Tasks({ run, values, live }) {
       <div class="bar"><h1>Tasks</h1><span class="faint">${data ? plural(data.total, "task") : ""}</span><span class="grow"></span>
         <${Entry} label="Task number" hide=${true} name="number" value=${values.number} type="number" search=${true} placeholder="Number  /" /></div>
       <div class="bar"><${Tabs} label="Kind" name="kind" value=${kind} tabs=${KINDS} /><span class="grow"></span><${Choice} label="Sort" name="sort" value=${values.sort ?? ""} options=${SORTS} />
-        ${values.sort && html`<button class="quiet" aria-label="Turn the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
+        ${values.sort && html`<button class="quiet" aria-label="Reverse the order" onClick=${() => change({ up: values.up ? null : 1 })}>${values.up ? "↑" : "↓"}</button>`}</div>
       ${error && html`<${Fault} text=${error} />`}
       ${(data?.damaged ?? []).map((text) => html`<${Fault} text=${text} />`)}
-      ${data && !data.total && html`<p class="empty">${values.number ? `No rollout of task ${values.number} is there.` : "No rollout has been scored yet."}</p>`}
+      ${data && !data.total && html`<p class="empty">${values.number ? `Task ${values.number} has no rollouts.` : "No rollout has been scored yet."}</p>`}
       ${data && data.total > 0 && html`<table class="tasks"><thead><tr><th>Task</th><th class="right">Rollouts</th><th class="right" title="Mean reward of the first third of the versions that played it">First</th><th class="right" title="Mean reward of the last third of the versions that played it">Last</th><th class="right">Change</th></tr></thead><tbody>
         ${data.rows.map((row) => html`<tr key=${nameOf(row)} aria-current=${chosen && values.env === row.env && Number(values.task) === row.task ? "true" : null}>
           <td><a href=${link("tasks", { run: [run], ...without(values), env: row.env, task: row.task })}>task ${row.task}</a>${several && html`<div class="faint small">${row.env}</div>`}</td>
@@ -41,13 +41,13 @@ export function Tasks({ run, values, live }) {
       ${data && html`<${Pager} total=${data.total} offset=${Number(offset) || 0} limit=${LIMIT} />`}
     </section>
     <section class="detail" aria-label="Task">${chosen ? html`<${One} key=${`${values.env}/${values.task}/${kind}`} run=${run} kind=${kind} values=${values} live=${live} />`
-      : html`<p class="empty">Choose a task, or press <kbd>j</kbd>, to see what the model made of it, version by version.</p>`}</section></div>`;
+      : html`<p class="empty">Choose a task, or press <kbd>j</kbd>, to see the model's answers, version by version.</p>`}</section></div>`;
 }
 
 /** @param {{env: string, task: number | string}} row */
 const nameOf = ({ env, task }) => `${env}/${task}`;
 
-/** What names a task in the address, and nothing of another one. @param {string} name */
+/** The address values that name a task, without those of another task. @param {string} name */
 function openTask(name) {
   const cut = name.lastIndexOf("/");
   return { env: name.slice(0, Math.max(0, cut)) || null, task: name.slice(cut + 1) || null, a: null, b: null, step: null };
@@ -72,31 +72,31 @@ function One({ run, kind, values, live }) {
   const gone = sides ? absent(sides) : [], other = gone.length === 0 || values.a || values.b || left?.version !== right?.version;
   return html`<button class="back" onClick=${() => change({ task: null, env: null })}>‹ Tasks</button>
     <h2>${data.env} task ${data.task}</h2>
-    <p class="faint">${plural(count, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>${all.length < count ? `${all.length.toLocaleString("en")} of them are in this file` : "all of them"}</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before a token was sampled`}</p>
+    <p class="faint">${plural(count, "rollout")} of ${plural(data.versions.length, "version")}; <a href=${link("rollouts", { run: [run], kind: kind === "eval" ? "eval" : null, env: data.env, task: data.task })}>${all.length < count ? `${all.length.toLocaleString("en")} of them are in this file` : "all of them"}</a>${data.without_version > 0 && `; ${plural(data.without_version, "rollout")} failed before the first token`}</p>
     ${data.prompt.length > 0 && html`<details class="prompt" open><summary>The task</summary><${Conversation} messages=${data.prompt} /></details>`}
     <div class="bar"><${Entry} label="What did this step change:" name="step" type="number" value=${values.step} also=${{ a: null, b: null }} />
       ${sides && html`<span aria-live="polite">mean reward ${said(sides[0])} → ${said(sides[1])}</span>`}</div>
     <${WrongNumbers} values=${values} names=${["step"]} />
-    ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Between are the steps ${sides[0].version + 1} to ${sides[1].version}: what step ${values.step} alone changed cannot be told from this task.</p>`}
-    ${gone.length > 0 && html`<p class="note">No answer of version ${gone.join(" or ")} is in this file${other ? "; those compared below are of other versions" : ", and of other versions too few to compare"}.</p>`}
+    ${sides && sides[1].version - sides[0].version > 1 && html`<p class="note">Steps ${sides[0].version + 1} to ${sides[1].version} lie in between: this task does not show what step ${values.step} alone changed.</p>`}
+    ${gone.length > 0 && html`<p class="note">No answer of version ${gone.join(" or ")} is in this file${other ? "; the answers below are of other versions" : ", and too few of other versions to compare"}.</p>`}
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${sides && sides[0] === sides[1] && html`<p class="note">All rollouts of this task are on one side of step ${values.step}.</p>`}
     <${Dots} versions=${data.versions} a=${left && identity(left)} b=${right && identity(right)} />
-    ${left && right ? html`<p class="faint small">Each dot is a rollout: a click makes it the later one, Shift and a click the earlier one; with keys so do Enter and Shift Enter. The line is the mean.${all.length < count ? " A ring is the mean of a version of which not all are in this file." : ""}</p>
+    ${left && right ? html`<p class="faint small">Each dot is a rollout: click it (or press Enter) to make it the later one, with Shift to make it the earlier one. The line is the mean.${all.length < count ? " A ring is the mean of a version whose rollouts are not all in this file." : ""}</p>
     <div class="pair choose"><${Pick} label="Earlier" name="a" all=${all} value=${identity(left)} /><${Pick} label="Later" name="b" all=${all} value=${identity(right)} /></div>
     ${other && html`<${Difference} run=${run} kind=${kind} a=${left} b=${right} />`}` : html`<p class="empty">No answer to this task is in this file: the means are of the whole run.</p>`}`;
 }
 
 /** @typedef {import("./types").TaskVersion} TaskVersion */
 
-/** The newest version before a step, and the first that has the step behind it: step N makes version N. @param {TaskVersion[]} versions @param {number} step @returns {[TaskVersion, TaskVersion]} */
+/** The newest version before a step, and the first version that includes it: step N makes version N. @param {TaskVersion[]} versions @param {number} step @returns {[TaskVersion, TaskVersion]} */
 function around(versions, step) {
   const before = versions.filter((one) => one.version < step), after = versions.filter((one) => one.version >= step);
   return [before[before.length - 1] ?? after[0], after[0] ?? before[before.length - 1]];
 }
 
-/** The rollouts to compare: before and behind a step those that are most like their version's mean, if they are in this file; else the best of the first version that has
- * some and of the last one. Undefined where none has. @param {TaskVersion[]} versions @param {[TaskVersion, TaskVersion] | null} sides */
+/** The rollouts to compare: those nearest to their version's mean before and after a step, if they are in this file; else the best of the
+ * first and of the last version with rollouts. Undefined if no version has any. @param {TaskVersion[]} versions @param {[TaskVersion, TaskVersion] | null} sides */
 function pair(versions, sides) {
   const [from, to] = [versions[0], versions[versions.length - 1]];
   if (!from) return [];

@@ -36,7 +36,7 @@ export function Timeline({ run, values, live }) {
     <${WrongNumbers} values=${values} names=${["at"]} />
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${length > 0 ? html`<${Lanes} data=${data} look=${look} at=${at} point=${point} />` : html`<p class="empty">Nothing was recorded yet.</p>`}
-    <p class="faint">Drag over a stretch of time to look closer. A click says what everyone was doing at that moment, and so does its time above.</p>
+    <p class="faint">Drag to zoom in. Click, or enter a time above, to see what each process was doing at that moment.</p>
     ${at !== null && length > 0 && html`<${Then} data=${data} at=${at} />`}
     <div class="sides"><section class="card"><h2>Where the time went</h2><${Shares} data=${data} /></section>
       <section class="card"><h2>What happened</h2><${Moments} data=${data} run=${run} every=${!!values.every} /></section></div>`;
@@ -49,30 +49,30 @@ function Clock({ data, at }) {
   const find = (/** @type {Event} */ e) => {
     e.preventDefault();
     const time = timeOf(text, data.first, data.last);
-    setFault(!timeOfDay(text) ? "no time of day: 10:41, or 10:41:30" : time === null ? `at no such time: the run lasted from ${day(data.first)} to ${day(data.last)}` : "");
+    setFault(!timeOfDay(text) ? "give a time of day, such as 10:41 or 10:41:30" : time === null ? `outside the run, which lasted from ${day(data.first)} to ${day(data.last)}` : "");
     if (document.activeElement instanceof HTMLElement) document.activeElement.blur();
     if (time === null) return;
     const near = time >= data.begin && time <= data.end && data.end - data.begin <= 600;
     change({ at: time.toFixed(2), ...(near ? {} : { begin: Math.max(data.first, time - 60).toFixed(2), end: Math.min(data.last, time + 60).toFixed(2) }) }, true);
   };
-  return html`<form class="field" onSubmit=${find}><label class="field"><span>What was done at</span>
+  return html`<form class="field" onSubmit=${find}><label class="field"><span>Look at</span>
     <input type="text" size="8" data-search="yes" placeholder="10:41  /" value=${text} onInput=${(/** @type {any} */ e) => setText(e.target.value)} autocomplete="off" /></label>
     ${fault && html`<span class="bad" role="alert">${fault}</span>`}</form>`;
 }
 
-/** Hours, minutes, and seconds if they are there; null if it is no time of day. @param {string} text */
+/** Hours, minutes and optional seconds; null if the text is not a time of day. @param {string} text */
 function timeOfDay(text) {
   const found = /^\s*(\d{1,2}):(\d{2})(?::(\d{2}))?\s*$/.exec(text)?.slice(1).filter(Boolean).map(Number);
   return found && found[0] < 24 && found[1] < 60 && (found[2] ?? 0) < 60 ? found : null;
 }
 
-/** The last time within a run at which a clock showed this, seconds since the epoch. @param {string} text @param {number} first @param {number} last */
+/** The last moment of a run with this time of day, in seconds since the epoch. @param {string} text @param {number} first @param {number} last */
 function timeOf(text, first, last) {
   const found = timeOfDay(text);
   if (!found) return null;
   const date = new Date(last * 1000);
   date.setHours(found[0], found[1], found[2] ?? 0, 0);
-  const length = found.length > 2 ? 1 : 60;  // of the minute that is meant some part is enough
+  const length = found.length > 2 ? 1 : 60;  // a minute may be only partly inside the run
   for (; date.getTime() / 1000 + length > first; date.setDate(date.getDate() - 1)) {
     if (date.getTime() / 1000 <= last) return Math.max(first, date.getTime() / 1000);
   }
@@ -84,16 +84,16 @@ function Then({ data, at }) {
   const rows = data.lanes.flatMap((lane) => lane.spans.filter((span) => span.begin <= at && span.end >= at && span.name !== "level 0").slice(0, 1).map((span) => ({ lane, span })));
   const quiet = data.quiet.find((one) => one.begin <= at && one.end >= at);
   return html`<section class="card then" aria-live="polite"><h2>At ${clock(at, true)}</h2>
-    ${at < data.begin || at > data.end ? html`<p class="faint">That is outside of what is shown.</p>` : html`
+    ${at < data.begin || at > data.end ? html`<p class="faint">That is outside the interval shown.</p>` : html`
       ${quiet && html`<p class="note">No process worked from ${clock(quiet.begin)} to ${clock(quiet.end)}, ${duration(quiet.end - quiet.begin)}.</p>`}
       <p>${chain(rows)}</p>
       <table><tbody>${rows.map(({ lane, span }) => html`<tr key=${lane.process + lane.name}><th scope="row">${lane.process} <span class="faint">${lane.name}</span></th><td><i class=${`swatch ${kind(span.name)}`}></i>${span.text || span.name}</td>
         <td>${span.waits_for && html`waits for <b>${span.waits_for}</b>`}</td><td class="faint right nowrap">${clock(span.begin, true)} to ${clock(span.end, true)}</td><td class="right nowrap">${duration(span.end - span.begin)}</td></tr>`)}</tbody></table>
-      ${!rows.length && html`<p class="faint">Nothing is recorded of that moment.</p>`}`}</section>`;
+      ${!rows.length && html`<p class="faint">Nothing was recorded at that moment.</p>`}`}</section>`;
 }
 
-/** What a process did itself, in spans: the parts of its step, its requests and weights, else its phase; its threads count if that is nothing,
- * and that a server is up if there is nothing else. @param {string} process @param {{lane: {process: string, name: string}, span: Span}[]} rows */
+/** The spans of a process's own activity: parts of its step, requests and weights; else its phase; else its threads; else that a server
+ * is up. @param {string} process @param {{lane: {process: string, name: string}, span: Span}[]} rows */
 function doing(process, rows) {
   const own = rows.filter(({ lane, span }) => lane.process === process && !span.name.startsWith("level "));
   const busy = own.filter(({ span }) => span.name !== "serving"), of = (/** @type {RegExp} */ lanes) => busy.filter(({ lane }) => lanes.test(lane.name));
@@ -101,7 +101,7 @@ function doing(process, rows) {
   return found.map(({ span }) => span);
 }
 
-/** From the trainer, which everything is for, to the process that waited for nobody. @param {{lane: {process: string, name: string}, span: Span}[]} rows */
+/** The chain of waits, from the trainer, which everything works for, to the process that waited for none. @param {{lane: {process: string, name: string}, span: Span}[]} rows */
 function chain(rows) {
   const words = [], seen = new Set();
   let name = "trainer";
@@ -109,11 +109,11 @@ function chain(rows) {
     seen.add(name);
     const there = rows.map(({ lane }) => lane.process).sort();
     const spans = doing(there.find((process) => process === name || process.startsWith(`${name}-`)) ?? name, rows);
-    words.push(html`<b>${name}</b> ${spans.map((span) => (span.text || span.name).replaceAll("_", " ")).join(" and ") || "did nothing that is recorded"}`);
+    words.push(html`<b>${name}</b> ${spans.map((span) => (span.text || span.name).replaceAll("_", " ")).join(" and ") || "has no recorded activity"}`);
     name = spans.find((span) => span.waits_for)?.waits_for ?? "";
   }
   if (name) return html`<b>${[...seen].join(" and ")}</b> each waited for the other at this moment: work was being handed over.`;
-  return words.map((word, i) => html`${i ? ", for which it waited: " : ""}${word}`);
+  return words.map((word, i) => html`${i ? "; it waited for " : ""}${word}`);
 }
 
 /** A colour for each kind of span: waits are grey. @param {string} name */
@@ -158,7 +158,7 @@ function Lanes({ data, look, at, point }) {
       ${loud.map((moment) => html`<b key=${moment.time + moment.kind} class=${moment.kind} style=${{ left: `${(x(moment.time) / WIDTH) * 100}%` }} aria-hidden="true">${MOMENTS[moment.kind] ?? "•"}</b>`)}</div></div>`;
 }
 
-/** Round times within a stretch. @param {number} begin @param {number} end */
+/** Round times within an interval. @param {number} begin @param {number} end */
 function ticks(begin, end) {
   const steps = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];
   const step = steps.find((one) => (end - begin) / one <= (innerWidth < 600 ? 3 : 8)) ?? 604800;
@@ -190,7 +190,7 @@ function Shares({ data }) {
     <td class="right nowrap">${duration(row.seconds)}</td><td class="right">${((row.seconds / length) * 100).toFixed(0)}%</td></tr>`)}</tbody></table>`;
 }
 
-/** What of a span lies beside others, which are in the order of time and do not overlap. @param {Span} span @param {Span[]} others @returns {Span[]} */
+/** The parts of a span that others do not cover; those are in chronological order and do not overlap. @param {Span} span @param {Span[]} others @returns {Span[]} */
 function beside(span, others) {
   const found = [];
   let begin = span.begin;
@@ -209,5 +209,5 @@ function Moments({ data, run, every }) {
   const where = (/** @type {import("./types").Moment} */ moment) => moment.kind === "batch" ? link("rollouts", { run: [run], begin: moment.step, end: moment.step }) : moment.kind === "eval" ? link("rollouts", { run: [run], kind: "eval", begin: moment.step, end: moment.step }) : "";
   return html`<label class="check"><input type="checkbox" checked=${every} onChange=${(/** @type {any} */ e) => change({ every: e.target.checked || null }, true)} /> steps, batches and evaluations, too</label>
     <ol class="moments">${shown.slice(-200).reverse().map((moment, i) => html`<li key=${i}><time>${clock(moment.time)}</time> <b>${moment.process}</b> ${where(moment) ? html`<a href=${where(moment)}>${moment.text}</a>` : moment.text}</li>`)}</ol>
-    ${!shown.length && html`<p class="faint">Nothing in this stretch of time.</p>`}`;
+    ${!shown.length && html`<p class="faint">Nothing happened in this interval.</p>`}`;
 }

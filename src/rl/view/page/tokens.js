@@ -1,5 +1,5 @@
-// A rollout token by token, coloured by one of the signals; all numbers of the token under the pointer, or of the one that was chosen.
-// A rollout may have a hundred thousand tokens: those near the window are in the page, and read from the server, the others are empty room.
+// A rollout token by token, coloured by a signal, with all numbers of the token under the pointer or of the selected one.
+// A rollout may have a hundred thousand tokens: only those near the window are fetched and drawn, the others are empty space.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./core.js";
 import { ask, useAnswer } from "./api.js";
@@ -8,7 +8,7 @@ import { change } from "./router.js";
 import { Fault } from "./ui.js";
 
 /** @typedef {import("./types").Tokens} Tokens */
-/** @typedef {{begin: number, end: number, sample: number | null}} Chunk a few tokens, which are drawn together; `sample`: the one that begins here */
+/** @typedef {{begin: number, end: number, sample: number | null}} Chunk a few tokens that are drawn together; `sample`: the sample that begins here */
 
 const ORDER = ["gap", "ratio", "trainer_logprobs", "logprobs", "entropies", "advantages", "stopped", "teacher_gap", "reference_gap", "versions"];
 const NAMES = /** @type {Record<string, string>} */ ({ trainer_logprobs: "trainer logprob", logprobs: "sampler logprob", gap: "trainer − sampler", ratio: "importance ratio", stopped: "clip and mask",
@@ -16,11 +16,11 @@ const NAMES = /** @type {Record<string, string>} */ ({ trainer_logprobs: "traine
 const STOPPED = ["trained", "clipped", "masked", "stopped in a later epoch"];
 /** Signals that have a middle; the others go from little to much. */
 const TWO_SIDED = ["gap", "advantages", "teacher_gap", "reference_gap", "ratio"];
-/** Tokens of one answer of the server, and of a chunk. */
+/** Number of tokens in one answer of the server, and in a chunk. */
 const PAGE = 512, CHUNK = 64;
-/** Chunks that are drawn within one frame. */
+/** Number of chunks drawn per frame. */
 const PACE = 1;
-/** Room above and below the window in which tokens are drawn, and the height of a chunk before one was seen, px. */
+/** Margin above and below the window in which tokens are drawn, and the assumed height of a chunk before one was drawn, in px. */
 const BEYOND = 300, HEIGHT = 150;
 
 /** @param {{run: string, step: number | null, group: number | null, rollout: number | null, values: Record<string, string>}} props */
@@ -41,11 +41,11 @@ export function TokenView({ run, step, group, rollout, values }) {
       <${Scale} signal=${signal} data=${data} /></div>
     ${data.note && html`<p class="note">${data.note}</p>`}
     ${pages.fault && html`<${Fault} text=${pages.fault} />`}
-    <div class="reader" aria-live="polite">${page && at !== null ? html`<${Reading} page=${page} i=${at} />` : html`<span class="faint">Point at a token, or choose one, for its numbers. Faint tokens are not trained.</span>`}</div>
+    <div class="reader" aria-live="polite">${page && at !== null ? html`<${Reading} page=${page} i=${at} />` : html`<span class="faint">Hover over a token, or select one, to see its numbers. Faint tokens are not trained.</span>`}</div>
     <${Stretch} data=${data} pages=${pages} signal=${signal} pinned=${pinned} setOver=${setOver} />`;
 }
 
-/** The answers of the server by number, as they come. @param {Record<string, any>} question @param {Tokens | null} first */
+/** The server's answers by page number, as they arrive. @param {Record<string, any>} question @param {Tokens | null} first */
 function usePages(question, first) {
   const [later, setLater] = useState(/** @type {Map<number, Tokens>} */ (new Map()));
   const [fault, setFault] = useState("");
@@ -60,7 +60,7 @@ function usePages(question, first) {
   return { get: (/** @type {number} */ n) => n === 0 ? first : later.get(n), need, fault };
 }
 
-/** The tokens near the window, between two empty rooms as high as the others. @param {{data: Tokens, pages: any, signal: string, pinned: number | null, setOver: (i: number | null) => void}} props */
+/** The tokens near the window, between two empty spaces as high as the others. @param {{data: Tokens, pages: any, signal: string, pinned: number | null, setOver: (i: number | null) => void}} props */
 function Stretch({ data, pages, signal, pinned, setOver }) {
   const chunks = useMemo(() => chunksOf(data), [data]);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
@@ -71,7 +71,7 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
   const look = () => {
     if (!box.current) return;
     const top = box.current.getBoundingClientRect().top, [least, wanted, most] = [BEYOND / 3, BEYOND, 2 * BEYOND].map((room) => near(chunks.length, heights.current, top, room));
-    // What is drawn stays while it is enough and not too much: drawing moves what is below it, and would else be drawn anew for ever.
+    // Keeps what is drawn while it is neither too little nor too much: drawing moves what is below, and would otherwise repeat for ever.
     setShown((old) => old[0] <= least[0] && old[1] >= least[1] && old[0] >= most[0] && old[1] <= most[1] ? old : wanted);
   };
   useLayoutEffect(() => {
@@ -86,7 +86,7 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
   });
   const drawn = usePaced(from, to, (n) => !!pages.get(Math.floor(chunks[n].begin / PAGE)));
   useEffect(() => { for (let n = from; n < to; n++) pages.need(Math.floor(chunks[n].begin / PAGE)); }, [from, to, chunks]);
-  useLayoutEffect(() => {  // to the token that the address or a key names, once it is drawn
+  useLayoutEffect(() => {  // scrolls to the token chosen by the address or a key, once it is drawn
     if (pinned === null || seen.current === pinned) return;
     const n = chunks.findIndex((chunk) => pinned >= chunk.begin && pinned < chunk.end);
     const one = box.current?.querySelector(`[data-i="${pinned}"]`);
@@ -111,7 +111,7 @@ function Stretch({ data, pages, signal, pinned, setOver }) {
     <div style=${room(to, chunks.length)}></div></div>`;
 }
 
-/** The chunks that are drawn: of those that are wanted and there, a few more with every frame, so that the page answers meanwhile. @param {number} from @param {number} to @param {(n: number) => boolean} there */
+/** The chunks to draw: adds a few of the wanted and available ones in each frame, so that the page stays responsive. @param {number} from @param {number} to @param {(n: number) => boolean} there */
 function usePaced(from, to, there) {
   const [drawn, setDrawn] = useState(/** @type {Set<number>} */ (new Set()));
   useEffect(() => {
@@ -133,7 +133,7 @@ function chunksOf(data) {
   return begins.map((begin, i) => ({ begin, end: begins[i + 1] ?? data.total, sample: many && data.starts.includes(begin) ? data.starts.indexOf(begin) : null }));
 }
 
-/** Which chunks are near the window: the first, and the one behind the last. @param {number} count @param {number[]} heights @param {number} top of the first one @param {number} room above and below the window @returns {[number, number]} */
+/** The range of chunks near the window: the first, and one past the last. @param {number} count @param {number[]} heights @param {number} top of the first one @param {number} room above and below the window @returns {[number, number]} */
 function near(count, heights, top, room) {
   const guess = typical(heights);
   let first = 0;
@@ -151,19 +151,19 @@ function sum(heights, from, to) {
   return total;
 }
 
-/** The mean height of those that were drawn, px. @param {number[]} heights */
+/** The mean height of the drawn chunks, px. @param {number[]} heights */
 function typical(heights) {
   const known = heights.filter((one) => one !== undefined);
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : HEIGHT;
 }
 
-/** What scrolls when an element does. @param {HTMLElement | null} one @returns {Element | null} */
+/** The scroll container of an element. @param {HTMLElement | null} one @returns {Element | null} */
 function scrollBox(one) {
   for (let box = one?.parentElement; box; box = box.parentElement) if (box.scrollHeight > box.clientHeight && /auto|scroll/.test(getComputedStyle(box).overflowY)) return box;
   return document.scrollingElement;
 }
 
-/** The tokens of a chunk; one listener around all of them hears the pointer. @param {{n: number, chunk: Chunk, page: Tokens | undefined, signal: string, pinned: number | null, height: number}} props */
+/** The tokens of a chunk; a single listener around all chunks handles the pointer. @param {{n: number, chunk: Chunk, page: Tokens | undefined, signal: string, pinned: number | null, height: number}} props */
 function Piece({ n, chunk, page, signal, pinned, height }) {
   const spans = useMemo(() => {
     if (!page) return null;
@@ -177,7 +177,7 @@ function Piece({ n, chunk, page, signal, pinned, height }) {
   return html`<div class="chunk" data-n=${n} data-from=${chunk.begin}>${chunk.sample !== null && html`<h3>Sample ${chunk.sample + 1}</h3>`}${spans ?? html`<div style=${{ height: `${height}px` }}></div>`}</div>`;
 }
 
-/** Value -> class of the style sheet: a place on the scale from -5 to 5. @param {string} signal @param {Tokens} page */
+/** Maps a value to a CSS class: a position on the scale from -5 to 5. @param {string} signal @param {Tokens} page */
 function placer(signal, page) {
   const { most, values } = page.signals[signal] ?? { most: 1, values: [] };
   return (/** @type {number | null} */ value) => {
@@ -215,7 +215,7 @@ function Reading({ page, i }) {
     ${page.trained[at] ? names.map((name) => html`<span key=${name} title=${page.signals[name].what}><span class="faint">${NAMES[name]}</span> <b>${name === "stopped" ? STOPPED[page.values[name]?.[at] ?? 0] : exact(name, page.values[name]?.[at])}</b></span>`) : html`<span class="faint">not trained</span>`}`;
 }
 
-/** A value as it is shown: ratios are near 1, and want more digits. @param {string} signal @param {number | null | undefined} value */
+/** A formatted value: ratios are near 1 and need more digits. @param {string} signal @param {number | null | undefined} value */
 function exact(signal, value) {
   return signal === "ratio" && value !== null && value !== undefined ? String(+value.toPrecision(6)) : number(value);
 }

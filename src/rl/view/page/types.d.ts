@@ -1,4 +1,4 @@
-// Types of what the server answers, made from src/rl/view/answers.py by `uv run scripts/reference.py`.
+// Types of what the server answers, made from src/rl/view/responses.py by `uv run scripts/reference.py`.
 
 export interface Runs {
   runs: RunRow[];
@@ -45,7 +45,7 @@ export interface Comparison {
 
 export interface SettingDiff {
   key: string;
-  values: any[];
+  values: (string | null)[];
 }
 
 export interface EvalPoint {

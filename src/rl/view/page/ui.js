@@ -1,4 +1,4 @@
-// Small elements that several pages use.
+// Small elements shared by several pages.
 
 import { html, useEffect, useRef, useState } from "./core.js";
 import { change } from "./router.js";
@@ -8,12 +8,12 @@ export function Fault({ text }) {
   return html`<p class="fault" role="alert">${text}</p>`;
 }
 
-/** The number that an address has; null without one, or if it is none between the ends. @param {string | undefined} text @param {number} [low] @param {number} [high] */
+/** A number from the address; null if it is missing, invalid or out of range. @param {string | undefined} text @param {number} [low] @param {number} [high] */
 export function numberIn(text, low = -Number.MAX_VALUE, high = Number.MAX_VALUE) {
   return text && Number(text) >= low && Number(text) <= high ? Number(text) : null;
 }
 
-/** What the address has in place of numbers. @param {{values: Record<string, string>, names: string[], low?: number, high?: number}} props */
+/** Errors for values in the address that are not valid numbers. @param {{values: Record<string, string>, names: string[], low?: number, high?: number}} props */
 export function WrongNumbers({ values, names, low, high }) {
   const ends = low === undefined ? "" : ` from ${low} to ${high}`;
   return html`${names.filter((name) => values[name] && numberIn(values[name], low, high) === null).map((name) => html`<${Fault} text=${`${name} = ${values[name]}: give a number${ends}`} />`)}`;
@@ -21,7 +21,7 @@ export function WrongNumbers({ values, names, low, high }) {
 
 const SIGNS = { live: "●", ended: "✓", died: "✕", stopped: "■", unreadable: "?" };
 
-/** The state of a run: a sign and a word, so that it does not hang on the colour. @param {{state: keyof SIGNS, why?: string}} props */
+/** The state of a run: a sign and a word, so that it does not depend on colour. @param {{state: keyof SIGNS, why?: string}} props */
 export function State({ state, why }) {
   return html`<span class=${`state ${state}`} title=${why || null}><span aria-hidden="true">${SIGNS[state]}</span> ${window.recorded && state === "live" ? "was live" : state}</span>`;
 }
@@ -37,7 +37,7 @@ export function Sparkline({ values, label }) {
     <polyline points=${points.join(" ")} /><circle cx=${x} cy=${y} r="2.5" /></svg>`;
 }
 
-/** A choice in the address. @param {{label: string, name: string, value: string, options: [string, string][]}} props */
+/** A choice that is stored in the address. @param {{label: string, name: string, value: string, options: [string, string][]}} props */
 export function Choice({ label, name, value, options }) {
   return html`<label class="field"><span>${label}</span>
     <select value=${value} onChange=${(/** @type {any} */ e) => change({ [name]: e.target.value, offset: null })}>
@@ -45,7 +45,7 @@ export function Choice({ label, name, value, options }) {
     </select></label>`;
 }
 
-/** A text or number in the address; it is taken over when typing has paused, with what `also` changes then. @param {any} props */
+/** A text or number stored in the address once typing pauses, together with the changes in `also`. @param {any} props */
 export function Entry({ label, name, value, type = "text", search = false, placeholder = "", hide = false, quiet = true, also = {} }) {
   const [text, setText] = useState(value ?? "");
   const timer = useRef(0);
@@ -63,7 +63,7 @@ export function Entry({ label, name, value, type = "text", search = false, place
 
 /** Pages of a list. @param {{total: number, offset: number, limit: number}} props */
 export function Pager({ total, offset, limit }) {
-  if (offset >= total && offset) return html`<div class="pager"><button onClick=${() => change({ offset: null })}>‹ to the first ones</button></div>`;
+  if (offset >= total && offset) return html`<div class="pager"><button onClick=${() => change({ offset: null })}>‹ first page</button></div>`;
   if (total <= limit) return null;
   const turn = (/** @type {number} */ to) => change({ offset: to || null });
   return html`<div class="pager" role="navigation" aria-label="Pages of the list">
@@ -72,7 +72,7 @@ export function Pager({ total, offset, limit }) {
     <button disabled=${offset + limit >= total} onClick=${() => turn(offset + limit)}>next ›</button></div>`;
 }
 
-/** Tabs whose choice is in the address. @param {{name: string, value: string, tabs: [string, string][], label: string}} props */
+/** Tabs whose choice is stored in the address. @param {{name: string, value: string, tabs: [string, string][], label: string}} props */
 export function Tabs({ name, value, tabs, label }) {
   return html`<div class="tabs" role="group" aria-label=${label}>${tabs.map(([key, text]) => html`
     <button key=${key} aria-pressed=${value === key} onClick=${() => change({ [name]: key === tabs[0][0] ? null : key, offset: null }, true)}>${text}</button>`)}</div>`;

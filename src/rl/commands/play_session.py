@@ -1,0 +1,350 @@
+"""Starts a policy and environments, plays tasks and stops both: the common part of `rl eval`, `rl collect` and `rl env`."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.commands.policy_spec import Source
+from rl.config.command_line import write_config
+from rl.config.orchestrator import EnvConfig
+from rl.config.run import RLConfig
+from rl.config.trainer import LoraConfig
+from rl.homes.resolve import Homes, entries, in_homes
+from rl.launch import devices, roles
+from rl.launch.children import Children
+from rl.launch.role_state import failure
+from rl.models.folder import read_json, resolve_model
+from rl.orchestrator.groups.functions import metrics_function
+from rl.orchestrator.workers.setups import policy_spec, worker_setups
+from rl.run_dir.logs import last_lines
+from rl.run_dir.status import describe, read_status
+from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
+from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
+from rl.system.machine import machine
+from rl.system.terminal import visible
+from rl.wire.rollouts import Rollout, Split
+from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
+
+if TYPE_CHECKING:
+    from rl.orchestrator.workers.pool import WorkerPool
+
+POLL_S = 0.2
+CONCURRENCY = 64
+HOPELESS = 16
+"""Rollouts after which playing ends if all of them have failed."""
+PROGRESS_S = 20.0
+"""Seconds between two progress lines."""
+Wanted = Callable[[dict[str, Ready]], bool]
+"""Decides from the sizes of the environments whether there is anything to play."""
+
+
+def say(text: str) -> None:
+    """Prints progress to stderr; stdout is reserved for the command's result."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def run(program: str, children: Children, work: Coroutine[Any, Any, int]) -> int:
+    """Runs a command and returns its exit code: 1 after printing an error that the user can fix, 2 if the error is in the arguments,
+    128 + N after signal N. Ends every process that the command started."""
+    before = set(descendants())
+    try:
+        return asyncio.run(until_stopped(children, work))
+    except RunError as error:
+        say(f"{program}: {error}")
+        return WRONG_SETTINGS if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        say(f"{program}: {error.filename or 'input or output'}: {error.strerror or error}")
+    finally:
+        children.stop_on_signals()
+        children.stop()
+        kill_descendants(without=before)  # orphans of environments and their workers
+    return 1
+
+
+async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> int:
+    """Awaits the work; the first SIGINT or SIGTERM cancels it, a second one kills everything."""
+    loop, task, caught = asyncio.get_running_loop(), asyncio.ensure_future(work), []
+
+    def on_signal(signum: int) -> None:
+        if children.stopping:
+            children.kill()
+            os._exit(128 + signum)
+        children.stopping = True
+        caught.append(signum)
+        say(f"{signal.Signals(signum).name}: stopping (a second signal kills at once)")
+        task.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + caught[0]
+
+
+def task_count(limit: int, size: int | None) -> int | None:
+    """Returns the number of tasks to play, None if endless. `size`: tasks available (None: endless); `limit`: negative for no limit."""
+    return size if limit < 0 else limit if size is None else min(size, limit)
+
+
+# The policy -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """An inference server of rl as a child of this command, in its own run directory."""
+
+    children: Children
+    config: RLConfig
+    model: str
+    """The model's folder."""
+    share: devices.Share
+    log_dir: Path
+    child: Child | None = None
+    """None before `start`."""
+
+    def start(self) -> None:
+        self.child = roles.start(self.children, "inference", self.config.run_dir, self.share, 1, self.log_dir)
+
+    def check(self) -> None:
+        """Raises RunError if the server has ended."""
+        if self.child and self.child.exit_code is not None:
+            raise failure(self.child, self.child.ending())
+
+    async def ready(self) -> None:
+        """Waits until the server is ready. Raises RunError if that takes longer than inference.startup_timeout_s."""
+        assert self.child
+        limit, shown = self.config.inference.startup_timeout_s, time.monotonic()
+        while not ((status := read_status(self.config.run_dir.status("inference"))) and status.address):
+            self.check()
+            doing, now = describe(status), time.monotonic()
+            if now - self.child.started > limit:
+                raise failure(self.child, f"is not ready after inference.startup_timeout_s = {limit:g} s; last status: {doing}")
+            if now - shown > PROGRESS_S:
+                shown = now
+                say(f"  waiting for inference for {now - self.child.started:.0f} s: {doing} (log: {self.child.log})")
+            await asyncio.sleep(POLL_S)
+
+    async def end(self) -> None:
+        """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline. Deletes its run directory."""
+        if self.child:
+            self.child.terminate()
+            await self.child.wait_async(STOP_DEADLINE_S)
+            self.children.kill_tree(self.child)
+        shutil.rmtree(self.config.run_dir.root, ignore_errors=True)
+
+
+def server_config(config: RLConfig, model: str, work: Path, adapter: str = "") -> RLConfig:
+    """Returns the configuration of a server that has the whole machine to itself."""
+    config = config.model_copy(deep=True)
+    config.output_dir, config.name = str(work), "server"
+    config.model.name = model
+    config.trainer.lora = None
+    if adapter:  # a server needs rank and alpha before it loads the adapters
+        fields = read_json(Path(adapter) / "adapter_config.json")
+        config.trainer.lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
+    config.trainer.gpus, config.trainer.cpus, config.trainer.ranks, config.trainer.weights.dir = 0, None, None, None
+    config.orchestrator.inference_urls, config.orchestrator.eval = [], []
+    config.orchestrator.environment = [EnvConfig(id="none")]  # unused by a server, but a configuration needs one
+    return config.with_absolute_paths()
+
+
+async def start_server(config: RLConfig, model: str, work: Path, children: Children) -> Server:
+    """Finds or downloads the model and starts its server, without waiting until it is ready. Raises RunError."""
+    server = await prepare_server(config, model, work, children)
+    server.start()
+    return server
+
+
+async def prepare_server(config: RLConfig, model: str, work: Path, children: Children, adapter: str = "") -> Server:
+    """Finds or downloads the model and returns its server, not started, with the adapters in folder `adapter` if given.
+
+    Raises RunError.
+    """
+    config = server_config(config, model, work, adapter)
+    devices.check_build(config, box := machine())
+    division = devices.split(config, box)
+    config = devices.write_into(config, division)
+    run_dir, logs = config.run_dir, work / "logs"
+    shutil.rmtree(run_dir.root, ignore_errors=True)
+    write_config(run_dir.config, config)
+    if adapter:  # a server starts at its run's newest version
+        name = Path(adapter).name
+        run_dir.weights_dir.mkdir()
+        run_dir.weights(int(name) if name.isdigit() else 1).symlink_to(adapter)
+    found = children.start("model", roles.command("model", run_dir, 1), dict(os.environ), logs)
+    while await found.wait_async(PROGRESS_S) is None:  # a download has no deadline
+        say(f"  waiting for the model {model} (log: {found.log})")
+    if found.exit_code:
+        lines = last_lines(found.log)
+        raise RunError(f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: {found.log}")
+    return Server(children, config, resolve_model(config.model), division.inference, logs)
+
+
+# Environments -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task to play and how often."""
+
+    env: str
+    split: Split
+    task: int
+    num_episodes: int
+    sampling: dict[str, Any]
+    label: str = ""
+    """The evaluation it is played for, where several share an environment."""
+    seed: int | None = None
+    """Seed of its random draws; see PlayGroup."""
+
+
+@dataclass
+class PlaySession:
+    """Environment workers that are ready, and the policy that they sample from."""
+
+    pool: "WorkerPool"
+    ready: dict[str, Ready]
+    config: RLConfig
+    server: Server | None
+
+    async def play(self, label: str, jobs: list[Job], concurrency: int | None) -> AsyncGenerator[tuple[Job, list[Rollout]]]:
+        """Plays jobs, `concurrency` rollouts at once, and yields each job with its rollouts when it is finished. `label` is the label of
+        the progress output.
+
+        Close it with `contextlib.aclosing`, which cancels unfinished rollouts. Raises RunError if nothing finishes for longer than the
+        rollouts' own deadlines allow, or if all rollouts fail from the start.
+        """
+        todo, playing = iter(jobs), {}
+        finished, failures, last = 0, [], time.monotonic()
+        patience_s = self.patience_s()
+        progress = Progress(label, sum(job.num_episodes for job in jobs))
+        try:
+            while True:
+                while sum(job.num_episodes for job in playing.values()) < (concurrency or CONCURRENCY) and (job := next(todo, None)):
+                    rollouts = self.pool.play(job.env, job.split, job.task, job.num_episodes, job.sampling, job.task, seed=job.seed)
+                    playing[asyncio.create_task(rollouts)] = job
+                if not playing:
+                    break
+                done, _ = await asyncio.wait({*playing, self.pool.failed}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                if self.pool.failed in done:
+                    self.pool.failed.result()
+                for task in done:
+                    job, rollouts = playing.pop(task), task.result()
+                    last, finished = time.monotonic(), finished + len(rollouts)
+                    failures += [rollout.error for rollout in rollouts if rollout.error]
+                    progress.advance(job.num_episodes)
+                    yield job, rollouts
+                if finished >= HOPELESS and len(failures) == finished:
+                    break
+                if self.server:
+                    self.server.check()
+                if time.monotonic() - last > patience_s:
+                    names = sorted({job.env for job in playing.values()})
+                    raise RunError(
+                        f"waited {patience_s:.0f} s for any of {len(playing)} tasks of {', '.join(names)} to finish, longer than their "
+                        f"deadlines (orchestrator.rollout_timeout_s, timeout_s); see {self.pool.log_dir}"
+                    )
+            if failures and len(failures) == finished:
+                raise RunError(f"all of the first {finished} rollouts failed; one of them:\n{failures[0]}\nSee {self.pool.log_dir}")
+        finally:
+            progress.close()
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    def patience_s(self) -> float:
+        """Returns the longest time in seconds that a rollout may take: generation and scoring, repeated for every retry."""
+        settings = self.config.orchestrator
+        limits = [entry.timeout_s or settings.rollout_timeout_s for entry in [*settings.environment, *settings.eval]]
+        return 2 * max(limits) * (settings.rollout_retries + 1) + 60.0
+
+
+@contextlib.asynccontextmanager
+async def play_session(
+    config: RLConfig,
+    homes: Homes,
+    source: Source | None,
+    work: Path,
+    children: Children,
+    *,
+    model: str = "",
+    wanted: Wanted | None = None,
+) -> AsyncIterator[PlaySession]:
+    """Starts the configured environments in their homes and, if the policy is a model, its server; ends them on exit.
+
+    Without a source the environments can only be described; `model` is a model folder against whose context their prompts are measured.
+    The server starts first; with `wanted`, it starts after the environments, and only if `wanted` returns true for their sizes.
+    """
+    from rl.orchestrator.workers.pool import WorkerPool  # takes 0.2 s, which `--help` should not
+
+    server, pool = None, None
+    add_metrics = metrics_function(config.orchestrator)  # before anything starts: loading may fail
+    try:
+        closed = [entry.label for entry in entries(config).values() if entry.isolation == "sandbox" and not entry.network]
+        if closed and source and source.endpoint:
+            remedy = "set its network = true, or use a model served on this machine"
+            raise RunError(f"environment {closed[0]} is in a sandbox without network access and cannot reach {source.label}: {remedy}")
+        if model:
+            policy = policy_spec(config, model)
+        elif source is None or source.endpoint:
+            endpoint = source.endpoint if source else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")  # never contacted
+            policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)
+        elif not source.model:
+            config = config.with_absolute_paths()
+            policy = policy_spec(config, resolve_model(config.model))
+        else:
+            server = await prepare_server(config, source.model, work, children, source.adapter)
+            policy = policy_spec(server.config, server.model)
+            if not wanted:
+                server.start()
+        settings = config.orchestrator
+        pool = WorkerPool(work / "logs", memory_gib=settings.worker_memory_gib, silence_s=settings.worker_silence_s)
+        pool.add_metrics = add_metrics
+        await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
+        ready = await pool.sizes(settings.worker_timeout_s)
+        if server and wanted and wanted(ready):
+            server.start()
+        if server and server.child and source:
+            say(f"environments are ready; waiting for inference to serve {source.label} (log: {server.child.log})")
+            await server.ready()
+        yield PlaySession(pool, ready, config, server)
+    finally:
+        if pool:
+            await pool.close()
+        if server:
+            await server.end()
+
+
+class Progress:
+    """Shows how many rollouts are finished: a bar on a terminal, a line every PROGRESS_S elsewhere."""
+
+    def __init__(self, label: str, total: int):
+        self.label, self.total, self.done, self.printed, self.bar = label, total, 0, time.monotonic(), None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task(label, total=total)
+            self.bar.start()
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        if self.bar:
+            self.bar.update(self.task, completed=self.done)
+        elif time.monotonic() - self.printed > PROGRESS_S:
+            self.printed = time.monotonic()
+            say(f"  {self.label}: {self.done} of {self.total} rollouts")
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()

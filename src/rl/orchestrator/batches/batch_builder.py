@@ -1,0 +1,309 @@
+"""Turns finished groups into committed batches: each group is made durable, counted once, and used or dropped by one batch."""
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from rl.config.run import RLConfig
+from rl.orchestrator.batches import batch_selection as batches
+from rl.orchestrator.batches.batch_metrics import batch_metrics, own_name
+from rl.orchestrator.batches.batch_selection import OrchestratorState
+from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
+from rl.orchestrator.batches.old_files import OldFiles
+from rl.orchestrator.groups.functions import beside
+from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged
+from rl.orchestrator.groups.pending import PendingLog, PendingRollouts, without_episodes
+from rl.orchestrator.policy.probe import Prompt, add_prompt
+from rl.orchestrator.progress import Progress
+from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.tasks.admission import Admission
+from rl.orchestrator.tasks.task_source import TaskRef
+from rl.run_dir import spans
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import check_fence
+from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
+from rl.run_dir.status import RunWarning
+from rl.system.errors import RunError
+from rl.wire.batch_file import decode_batch, remove_rollouts, sound_batch
+from rl.wire.rollouts import Group, Members, Rollout
+
+MAX_FAILED = 3
+"""The run ends after this many batches' worth of consecutive rollouts in groups that leave nothing to train on."""
+MAX_WITHOUT_SIGNAL = 10
+"""The run ends after this many batches' worth of consecutive rollouts in groups without any signal."""
+WARN_EVERY_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class GroupWarnings:
+    """Logs warnings, at most one per kind and environment every WARN_EVERY_S seconds, and passes them to `warn` for the run's user."""
+
+    def __init__(self, warn: Callable[[RunWarning], None]) -> None:
+        """warn: see Status.warn."""
+        self.warn = warn
+        self.last: dict[tuple[str, str], float] = {}
+
+    def _due(self, kind: str, env: str) -> bool:
+        now = time.monotonic()
+        due = now - self.last.get((kind, env), -WARN_EVERY_S) >= WARN_EVERY_S
+        if due:
+            self.last[kind, env] = now
+        return due
+
+    def failed(self, group: Group) -> None:
+        """Warns of a group with failed rollouts."""
+        errors = [rollout for rollout in group.rollouts if rollout.error]
+        if errors and self._due("failed", group.env):
+            first = (errors[0].error or "").splitlines()[0]
+            count = f"{len(errors)} of {len(group.rollouts)}"
+            text = f"environment {group.env}: {count} rollouts of a group failed for good ({errors[0].cause}): {first}"
+            log.warning(text)
+            self.warn(RunWarning("failed", group.env, text))
+
+    def renamed(self, group: Group) -> None:
+        """Warns of an environment's metrics whose names collide with built-in ones."""
+        names = sorted({name for rollout in group.rollouts for name in rollout.metrics if own_name(name) != name})
+        if names and self._due("renamed", group.env):
+            renamed = ", ".join(f"{name} as {own_name(name)}" for name in names)
+            text = f"metrics of environment {group.env} with the names of built-in metrics are reported under other names: {renamed}"
+            log.warning(text)
+            self.warn(RunWarning("renamed", group.env, text))
+
+    def stale(self, stale: Counter[str], used: Counter[str], limit: int) -> None:
+        """Warns of environments that lose as many groups to staleness as they contribute to a batch.
+
+        stale, used: number of groups too old for the batch, and number in it, by environment.
+        """
+        for env, count in stale.items():
+            if count >= max(1, used[env]) and self._due("stale", env):
+                log.warning(
+                    "environment %s: %d of its groups were stale for this batch, %d were used. Its rollouts take longer than "
+                    "orchestrator.max_off_policy_steps = %d steps: raise that, lower its weight, or make it faster (workers, max_tokens)",
+                    *(env, count, used[env], limit),
+                )
+
+
+@dataclass(eq=False)
+class BatchBuilder:
+    """Keeps finished groups, and commits a batch as soon as there are enough of them."""
+
+    config: RLConfig
+    admission: Admission
+    rules: Mapping[str, Rules]
+    """By environment."""
+    progress: Progress
+    clock: StepClock
+    lost_envs: Mapping[str, str]
+    """Environment that was given up -> the reason; the pool adds to it."""
+    warn: Callable[[RunWarning], None]
+    """See Status.warn."""
+
+    def __post_init__(self) -> None:
+        self.run_dir, self.source = self.config.run_dir, self.admission.source
+        self.pending = PendingLog(self.run_dir.pending)
+        self.readable = PendingRollouts(self.run_dir.pending_rollouts, self.rules)
+        self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
+        self.history = RewardHistory()
+        self.restored = set[int]()
+        """Groups played by an earlier process: the cause of their failures may have been fixed since."""
+        self.warnings = GroupWarnings(self.warn)
+        self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
+        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
+
+    async def restore(self) -> None:
+        """Continues from the newest batch and pending.log. Files of a batch that was never committed are deleted and made again."""
+        newest = self.progress.newest = self.run_dir.newest_batch()
+        remove_rollouts(self.run_dir, after=newest)
+        state, settled, counted = None, set[int](), set[int]()
+        if newest:
+            state = self._state_of(newest)
+            settled, counted = set(state.settled), {ref.group_id for ref in state.pending}
+            in_flight = [*state.tasks.in_flight, *state.pending]  # some may have finished: they are in pending.log
+            state.tasks.in_flight = [ref for ref in in_flight if ref.group_id not in settled]
+            self.history = state.history
+            if (newest, "orchestrator") not in read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES):
+                self.metrics.write(newest, state.metrics)
+        for warning in await asyncio.to_thread(self.pending.load, settled, newest):
+            log.warning(warning)
+        await beside(self._judge, self.pending.groups)
+        self.restored = {group.group_id for group in self.pending.groups}
+        done, begun = refs(self.pending.groups), refs(self.pending.members.values())
+        await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
+        played = {ref.group_id for ref in self.source.retry}
+        self.pending.members = {group_id: record for group_id, record in self.pending.members.items() if group_id in played}
+        for group in self.pending.groups:
+            if group.group_id not in counted:
+                self._count(group)
+        if state and not self.config.max_lag:
+            wanted = {ref.group_id for ref in state.tasks.in_flight}
+            mark_surplus(one for one in self.pending.groups if one.group_id < state.tasks.next_group and one.group_id not in wanted)
+        self.readable.rewrite(self.pending.groups)
+        if newest or self.pending.groups:
+            log.info("resumed after batch %d with %d finished groups", newest, len(self.pending.groups))
+
+    def _state_of(self, step: int) -> OrchestratorState:
+        """Returns the state after a batch, and notes the batch's prompts. Raises CorruptFileError for a damaged batch file, RunError for
+        an intact one written by another version of rl."""
+        data = sound_batch(path := self.run_dir.batch(step))
+        try:
+            content = decode_batch(data, str(path))
+            for sample in content.batch.samples:
+                add_prompt(self.progress.prompts, sample)
+            return batches.decode_state(content.state)
+        except CorruptFileError as error:
+            raise RunError(f"{error}. Continue with the version of rl that wrote it, or start another run") from None
+
+    async def add(self, finished: list[Group | Members]) -> None:
+        """Makes finished groups, and members of others, durable with one write, then judges and counts the groups.
+
+        Raises RunError if another process has become the orchestrator, or if a user function is faulty. The latter loses no group:
+        `restore` judges them again once the function is fixed.
+        """
+        if not self.config.max_lag:  # drops members of groups that a batch did without: these are played anew
+            finished = [one for one in finished if isinstance(one, Group) or one.group_id in self.admission.in_flight]
+        await asyncio.to_thread(self._keep, finished)
+        groups = [group for group in finished if isinstance(group, Group)]
+        if not groups:
+            return
+        try:
+            await beside(self._judge, [group for group in groups if not is_judged(group)])
+            for group in groups:
+                self.admission.outcomes[group.env].append(group.why is None)
+                self._count(group)
+            if not self.config.max_lag:
+                mark_surplus(group for group in groups if group.group_id not in self.admission.in_flight)
+        finally:
+            await asyncio.to_thread(self.readable.append, groups)
+        for group in groups:
+            self.admission.in_flight.pop(group.group_id, None)
+            self.warnings.failed(group)
+            self.warnings.renamed(group)
+
+    def _keep(self, finished: list[Group | Members]) -> None:
+        self.fence()
+        self.pending.append(finished)
+
+    def members(self, group_id: int, oldest: int) -> list[Rollout]:
+        """Returns the finished rollouts of an unfinished group, without episodes that failed or that have tokens sampled by a version
+        before `oldest`."""
+        found = self.pending.members.get(group_id)
+        if found is None:
+            return []
+        return without_episodes(found, lambda rollout: rollout.error is not None or min(rollout.versions, default=oldest) < oldest).members
+
+    def _judge(self, groups: list[Group]) -> None:
+        for group in groups:
+            credit_group(group, self.rules[group.env])
+
+    def _count(self, group: Group) -> None:
+        self.history.add(group)
+        self.source.note(group.env, group.task, group.rewards)
+
+    async def commit_full_batches(self) -> None:
+        """Commits every batch that has enough groups. Raises RunError if all groups fail, or none has had a signal for long."""
+        while self.progress.newest < self.progress.final and (used := await self._next_groups()):
+            await self._commit(used)
+        self._check_learning()
+
+    async def _next_groups(self) -> list[Group] | None:
+        """Returns the groups of the next batch, or None if there are not enough. Groups that are too old are dropped as stale and replaced.
+
+        On-policy, every older group is too old: a server that came back may have sampled with an older version before this was noticed.
+        Also on-policy, a batch is made of the groups that started first, so that no group is left out for being slow.
+        """
+        settings = self.config.orchestrator
+        limit = self.progress.newest - (settings.max_off_policy_steps if self.config.max_lag else 0)
+        num_playing = self.admission.places(self.pending.groups).playing.total()
+        before = math.inf if self.config.max_lag else self.admission.first()
+        while True:
+            used = batches.choose(self.pending.groups, settings.batch_size, num_playing, settings.max_refill, before)
+            old = [group for group in used or [] if min(group.versions, default=limit) < limit]
+            if not old:
+                return used
+            for group in old:
+                group.why = "stale"
+                self.clock.stale[group.env] += 1
+            await asyncio.to_thread(self.readable.rewrite, self.pending.groups)
+
+    async def _commit(self, used: list[Group]) -> None:
+        """Makes the next batch from `used`. It also settles the groups dropped so far and, on-policy, all others."""
+        step = self.progress.newest + 1
+        cancelled = 0 if self.config.max_lag else self._give_back(used)
+        dropped = [group for group in self.pending.groups if group.why is not None]
+        settled = [*used, *dropped]
+        settled_ids = {group.group_id for group in settled}
+        waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
+        counts = self.source.update_solve_rates()
+        counts |= {"rollouts/missing": max(0, self.config.orchestrator.batch_size - sum(group.num_episodes for group in used))}
+        counts |= {"rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped), "rollouts/cancelled_groups": cancelled}
+        counts |= {f"env/{env}/quarantined": 1 for env in self.lost_envs}
+        self.warnings.stale(self.clock.stale, Counter(group.env for group in used), self.config.orchestrator.max_off_policy_steps)
+        counts |= self.clock.lap(sum(rollout.num_tokens for group in settled for rollout in group.rollouts))
+        state = OrchestratorState(
+            tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),
+            settled=sorted(settled_ids),
+            history=self.history,
+            pending=refs(waiting),
+        )
+        prompts = await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
+        self.progress.newest, self.progress.prompts, self.pending.groups = step, prompts, waiting
+        await self.progress.notify()  # the trainer needs only the batch, not the files written below
+        await asyncio.to_thread(self._write_after_batch, step, state.metrics)
+        log.info("batch %d: %d rollouts trained, reward %.3f", step, state.metrics["rollouts/trained"], state.metrics["reward/mean"])
+
+    def _give_back(self, used: list[Group]) -> int:
+        """On-policy: requeues the tasks of all groups started after a full batch's last one, whether or not these have finished.
+
+        So training is the same as if no more groups had been started than were needed. Returns how many were still in flight.
+        """
+        full = sum(group.num_episodes for group in used) >= self.config.orchestrator.batch_size
+        behind = [group for group in self.pending.groups if full and group.group_id > used[-1].group_id]
+        mark_surplus(behind)
+        self.pending.members.clear()
+        return self.admission.give_back(refs(behind))
+
+    def _write_batch(
+        self, step: int, used: list[Group], dropped: list[Group], state: OrchestratorState, counts: dict[str, float]
+    ) -> dict[int, Prompt]:
+        """Writes a batch, with its metrics in its state, and returns its prompts. Runs in a thread: a large batch takes seconds."""
+        with spans.span("commit", "batches", step):
+            batch = batches.form(step, used, dropped, self.rules)
+            state.tasks.rates = self.source.packed_rates()
+            state.metrics = batch_metrics(batch.counts, [*used, *dropped], self.rules) | counts
+            batches.commit(self.run_dir, batch, state)
+        return batch.prompts
+
+    def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes what is derived from a batch, and could be made again at a start."""
+        self.pending.rewrite()
+        self.readable.rewrite(self.pending.groups)
+        self.metrics.write(step, metrics)
+        self.old_files.put_away(step)
+
+    def _check_learning(self) -> None:
+        """Ends a run in which everything fails, or that has nothing left to learn from."""
+        batch_size, num_without_signal = self.config.orchestrator.batch_size, len(self.history.without_signal)
+        played_here = [group for group in self.pending.groups if group.group_id not in self.restored]
+        if problem := only_failures(played_here, MAX_FAILED * batch_size):
+            raise RunError(f"{problem}\n`rl show {self.run_dir.root}` shows them")
+        if num_without_signal >= MAX_WITHOUT_SIGNAL * batch_size and self.progress.final > self.progress.newest:
+            if not self.history.is_solved():
+                raise RunError(f"{self.history.diagnosis()}. `rl show {self.run_dir.root}` shows them")
+            self.progress.end(*self.history.success())
+            log.info(self.progress.end_reason)
+
+
+def mark_surplus(groups: Iterable[Group]) -> None:
+    """Marks groups that were started for a batch made of others; their tasks are played again."""
+    for group in groups:
+        group.why = "surplus"
+
+
+def refs(groups: Iterable[Group | Members]) -> list[TaskRef]:
+    return [TaskRef(group.group_id, group.env, group.task) for group in groups]

@@ -1,0 +1,140 @@
+"""Forms the next batch from finished groups, and writes it. Everything but the writing is pure."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from rl.orchestrator.batches.batch_metrics import SampleCounts
+from rl.orchestrator.batches.early_stop import RewardHistory
+from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.groups.group_credit import Rules, normalise
+from rl.orchestrator.policy.probe import Prompt, add_prompt
+from rl.orchestrator.tasks.task_source import TaskRef, TaskState
+from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.lease import check_fence
+from rl.run_dir.naming import TakenError
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import ENCODER, encode_samples, joined, write_rollouts
+from rl.wire.messages import UNREADABLE
+from rl.wire.rollouts import Group, Rollout
+
+
+class OrchestratorState(msgspec.Struct, kw_only=True):
+    """The orchestrator's state after a batch, stored with the batch in its file."""
+
+    tasks: TaskState
+    settled: list[int]
+    """Groups that this batch trained or dropped; after a crash they may still be in pending.log."""
+    history: RewardHistory = msgspec.field(default_factory=RewardHistory, name="signal")
+    pending: list[TaskRef] = []
+    """Groups waiting for a later batch, already counted in `history` and the solve rates. Played again if pending.log lost them."""
+    metrics: dict[str, float] = {}
+    """The batch's line of metrics.jsonl, which would be lost if the process died right after the commit."""
+
+
+def decode_state(raw: msgspec.Raw) -> OrchestratorState:
+    """Decodes the state in a batch file. Raises CorruptFileError if another version of rl wrote another schema."""
+    try:
+        return msgspec.msgpack.decode(raw, type=OrchestratorState)
+    except UNREADABLE as error:
+        raise CorruptFileError(f"the orchestrator's state in the newest batch was written by another version of rl: {error}") from None
+
+
+def choose(finished: list[Group], batch_size: int, num_playing: int, max_refill: int, before: float = math.inf) -> list[Group] | None:
+    """Returns the groups of the next batch, oldest first: `batch_size` episodes, rounded up to whole groups; None if there are not enough.
+
+    A short batch is returned once `max_refill` batches' worth were played for it, but not while groups are still playing: they would age by
+    a version. `before`: only groups with a lower id are used.
+    """
+    usable = sorted((group for group in finished if group.why is None and group.group_id < before), key=lambda group: group.group_id)
+    count = 0
+    for i, group in enumerate(usable):
+        count += group.num_episodes
+        if count >= batch_size:
+            return usable[: i + 1]
+    played = sum(group.num_episodes for group in finished if group.why != "surplus")
+    return usable if usable and not num_playing and played >= max_refill * batch_size else None
+
+
+@dataclass
+class FormedBatch:
+    """A batch whose samples are kept in encoded form only. As lists they would take several times the memory of their groups, and stall
+    the process while the garbage collector walks through them."""
+
+    step: int
+    samples: list[bytes]
+    counts: SampleCounts
+    lines: bytearray
+    """The lines of rollouts/*.jsonl, one for every rollout, trained or not."""
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    """Group id -> prompt for probes."""
+
+
+def form(step: int, used: list[Group], dropped: list[Group], rules: Mapping[str, Rules]) -> FormedBatch:
+    """Makes a batch from `used`. Advantages become final here."""
+    normalise(used, rules)
+    samples, counts, prompts = [], SampleCounts(step), dict[int, Prompt]()
+    for group in used:
+        for sample in group_samples(group, rules[group.env].mask_truncated):
+            samples.append(ENCODER.encode(sample))
+            counts.add(sample)
+            add_prompt(prompts, sample)
+    return FormedBatch(step, samples, counts, rollout_lines([*used, *dropped], step, rules), prompts)
+
+
+def commit(run_dir: RunDir, batch: FormedBatch, state: OrchestratorState) -> None:
+    """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its final name is the commit.
+
+    Raises RunError if the batch exists already, or if another process has taken over the role.
+    """
+    fence, path = partial(check_fence, run_dir.lock("orchestrator")), run_dir.batch(batch.step)
+    if path.exists():
+        fence()
+        raise TakenError(path)  # before rollouts are overwritten
+    write_rollouts(run_dir.rollouts(batch.step), batch.lines, fence)
+    write_file(path, encode_samples(batch.step, batch.samples, state), new=True, fence=fence)
+
+
+def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
+    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes precedence over its group's reason."""
+    if rollout.error:
+        return rollout.cause or "environment"
+    if group.why:
+        return group.why
+    if not rollout.trainable:
+        return "not_trainable"
+    if rollout.filtered:
+        return "filtered"
+    if not rollout.num_sampled:
+        return "overlong" if rollout.overlong else "empty"
+    return "truncated" if rollout.truncated and mask_truncated else None
+
+
+def rollout_lines(groups: Iterable[Group], step: int | None, rules: Mapping[str, Rules]) -> bytearray:
+    """Returns the lines of rollouts/*.jsonl for all rollouts of these groups."""
+    masked = {env: rule.mask_truncated for env, rule in rules.items()}
+    lines = [rollout_line(group, i, step, masked[group.env]) for group in groups for i in range(len(group.rollouts))]
+    return joined([msgspec.json.encode(line) + b"\n" for line in lines])
+
+
+def rollout_line(group: Group, i: int, step: int | None, mask_truncated: bool = False) -> dict[str, Any]:
+    """Returns the line of rollouts/*.jsonl for rollout `i` of a group settled by batch `step`; None: no batch has settled it."""
+    rollout = group.rollouts[i]
+    why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
+    return {
+        "step": step,
+        "env": group.env,
+        "task": group.task,
+        "group_id": group.group_id,
+        "rollout_id": i,
+        "episode": rollout.episode,
+        "advantage": None if rollout.error else group.advantages[i] if group.advantages else 0.0,
+        "retries": rollout.retries,
+        "trained": why is None,
+        "why": why,
+        **rollout.as_record(),
+    }

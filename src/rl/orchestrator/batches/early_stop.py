@@ -1,0 +1,80 @@
+"""Decides when a run ends early: nothing is left to learn from, or everything fails."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
+
+import msgspec
+
+from rl.run_dir.status import EndKind
+from rl.wire.rollouts import Group
+
+
+class RewardHistory(msgspec.Struct, kw_only=True):
+    """Rewards since the last trainable group, and the range of each environment's rewards. Part of a batch's state."""
+
+    without_signal: list[tuple[str, float]] = msgspec.field(default_factory=list, name="silent")
+    """(environment, reward) of the rollouts since the last group with a signal."""
+    ranges: dict[str, tuple[float, float]] = {}
+    """Lowest and highest reward so far, by environment."""
+
+    def add(self, group: Group) -> None:
+        """Counts a finished group. If its signal is None, it has one if its rewards, and those since the last signal, are not all equal."""
+        rewards = group.rewards
+        if rewards:
+            low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
+            self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
+        signal = group.signal
+        if signal is None:
+            signal = len({*rewards, *(reward for env, reward in self.without_signal if env == group.env)}) > 1
+        if group.why is None and signal:
+            self.without_signal.clear()
+        else:
+            self.without_signal.extend((group.env, reward) for reward in rewards)
+
+    def is_solved(self) -> bool:
+        """Whether all rollouts without signal have their environment's highest reward, which is above its lowest or at least 1."""
+        return all(
+            reward >= self.ranges[env][1] and (self.ranges[env][1] > self.ranges[env][0] or reward >= 1.0)
+            for env, reward in self.without_signal
+        )
+
+    def success(self) -> tuple[str, EndKind]:
+        """Returns why a solved run ends; "doubtful" if an environment has only ever given one reward, so its highest is unknown."""
+        constant = sorted({env for env, _ in self.without_signal if self.ranges[env][0] == self.ranges[env][1]})
+        if not constant:
+            return f"solved: the last {len(self.without_signal)} rollouts all have the highest reward ({self.histogram()})", "early"
+        given = ", ".join(f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant)
+        return f"nothing to learn: since the first rollout, {given}. Either the task is that easy, or the reward is wrong", "doubtful"
+
+    def histogram(self) -> str:
+        """Lists the rewards of the rollouts without signal, by environment: `rewards of sums: 12 times 0, 3 times 0.5`."""
+        of_env: dict[str, list[str]] = {}
+        for (env, reward), count in sorted(Counter(self.without_signal).items()):
+            of_env.setdefault(env, []).append(f"{count} times {reward:g}")
+        return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
+
+    def diagnosis(self) -> str:
+        """Returns why a run ends that had no signal for too long and is not solved."""
+        return (
+            f"{len(self.without_signal)} rollouts in a row without any signal: in each group all rewards are equal, or orchestrator.filter "
+            f"dropped it ({self.histogram()}). Is the task too hard or the reward function wrong? Look at the "
+            "answers, raise group_size or temperature, or start with easier tasks"
+        )
+
+
+def only_failures(groups: Sequence[Group], limit: int) -> str:
+    """Returns an error message if the newest groups, at least `limit` episodes, all failed or leave nothing to train on; else ""."""
+    recent = list(takewhile(lambda group: group.why in ("error", "truncated", "filtered"), reversed(groups)))
+    if not recent or sum(group.num_episodes for group in recent) < limit:
+        return ""
+    counts = Counter(group.why for group in recent)
+    (why, count), total = counts.most_common(1)[0], len(recent)
+    which = f"the last {total} groups" if count == total else f"{count} of the last {total} groups"
+    if why == "error":
+        newest = next(rollout.error for group in recent if group.why == why for rollout in reversed(group.rollouts) if rollout.error)
+        return f"{which}{' all' if count == total else ''} failed; the newest error:\n{newest}"
+    if why == "filtered":
+        return f"orchestrator.filter left nothing to train on in {which}: make it less strict"
+    remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
+    return f"every answer in {which} was truncated, and mask_truncated leaves none to train on; {remedy}"

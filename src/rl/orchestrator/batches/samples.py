@@ -1,0 +1,57 @@
+"""Turns a rollout's turns into flat training samples, with ids as they were sent and sampled, never retokenised."""
+
+from collections.abc import Iterator
+
+from rl.wire.messages import TrainingSample, VersionSpan
+from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import unpack_logprobs
+
+
+def join_spans(spans: list[VersionSpan]) -> list[VersionSpan]:
+    """Joins adjacent spans of the same version, and drops empty ones."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].policy_version == span.policy_version:
+            joined[-1] = VersionSpan(span.policy_version, joined[-1].num_tokens + span.num_tokens)
+        elif span.num_tokens:
+            joined.append(span)
+    return joined
+
+
+def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
+    """Yields one sample per chain of turns; every sampled token gets the rollout's advantage."""
+    turns, advantage = group.rollouts[rollout_id].turns, group.advantages[rollout_id]
+    for number, answers in enumerate(turns.by_chain()):
+        token_ids = turns.ids(number).tolist()
+        mask = [False] * len(token_ids)
+        logprobs, advantages, teacher = ([0.0] * len(token_ids) for _ in range(3))
+        for answer in answers:
+            sampled = slice(answer.start, answer.end)
+            mask[sampled] = [True] * answer.num_tokens
+            advantages[sampled] = [advantage] * answer.num_tokens
+            logprobs[sampled] = unpack_logprobs(answer.logprobs)
+            teacher[sampled] = unpack_logprobs(answer.teacher_logprobs) if answer.teacher_logprobs else [0.0] * answer.num_tokens
+        yield TrainingSample(
+            token_ids=token_ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            advantages=advantages,
+            policy_versions=join_spans([span for answer in answers for span in answer.policy_versions]),
+            env=group.env,
+            group_id=group.group_id,
+            rollout_id=rollout_id,
+            temperature=group.temperature,
+            teacher_logprobs=teacher if any(answer.teacher_logprobs for answer in answers) else None,
+        )
+
+
+def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
+    """Whether a rollout is trained if its group is: it is not failed, filtered, of an untrained agent, or truncated and masked."""
+    return rollout.trainable and not rollout.error and not rollout.filtered and not (rollout.truncated and mask_truncated)
+
+
+def group_samples(group: Group, mask_truncated: bool = False) -> Iterator[TrainingSample]:
+    """Yields the samples of a group one at a time. Rollouts without a sampled token have none."""
+    for i, rollout in enumerate(group.rollouts):
+        if is_trained(rollout, mask_truncated):
+            yield from (sample for sample in rollout_samples(group, i) if any(sample.loss_mask))

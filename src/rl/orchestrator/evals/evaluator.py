@@ -1,0 +1,133 @@
+"""Evaluations: decides which are due, plays them, and remembers the best version."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from rl.config.orchestrator import EvalConfig
+from rl.config.run import RLConfig
+from rl.orchestrator.evals.eval_metrics import Results, eval_metrics, write_eval
+from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
+from rl.orchestrator.workers.setups import EvalEnv
+from rl.run_dir.files import write_file
+from rl.run_dir.lease import check_fence
+from rl.run_dir.metrics import MetricsLog, read_metrics
+from rl.run_dir.paths import RunDir
+from rl.wire.inference_client import InferenceLostError
+from rl.wire.rollouts import Rollout
+from rl.wire.worker_messages import derived_seed
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 20
+"""How often examples sampled by another version are replayed before an evaluation gives up: enough if a server dies once a minute."""
+
+
+class Evaluator:
+    """Plays the configured evaluations at the version that inference holds, and remembers each one's best version."""
+
+    def __init__(self, config: RLConfig, pool: WorkerPool, envs: dict[str, EvalEnv], clock: StepClock):
+        self.config = config
+        self.run_dir: RunDir = config.run_dir
+        self.pool = pool
+        self.envs = envs
+        self.clock = clock
+        self.metrics = MetricsLog(self.run_dir.metrics, "eval", partial(check_fence, self.run_dir.lock("orchestrator")))
+        self.best: dict[str, tuple[float, int]] = {}
+        """By label: (mean reward, policy version); the first version wins ties."""
+        self.skipped: set[int] = set()
+        """Versions that inference can no longer load."""
+        for (version, source), values in sorted(read_metrics(self.run_dir.metrics, "eval").items()):
+            for entry in config.orchestrator.eval:
+                if source == "eval" and (reward := values.get(f"eval/{entry.label}/reward_mean")) is not None:
+                    self._update_best(entry.label, version, reward)
+
+    def _update_best(self, label: str, version: int, reward: float) -> None:
+        if label not in self.best or reward > self.best[label][0]:
+            self.best = self.best | {label: (reward, version)}  # a new dict: the event loop may be reading the old one
+            content = {name: {"policy_version": version, "reward_mean": reward} for name, (reward, version) in self.best.items()}
+            write_file(self.run_dir.evals / "best.json", json.dumps(content, indent=2).encode())
+
+    def best_versions(self) -> list[int]:
+        """Returns the versions that an evaluation found best; their weights are kept."""
+        return sorted({version for _, version in self.best.values()})
+
+    def due(self, version: int, final: int) -> list[EvalConfig]:
+        """Returns the unfinished evaluations to play at a version: at 0, every `interval` versions, and at the last version, `final`."""
+        return [
+            entry
+            for entry in self.config.orchestrator.eval
+            if (version % entry.interval == 0 or version == final)
+            and not (self.run_dir.eval(version, entry.label).exists() or version in self.skipped)
+            and self.envs[entry.label].worker_env not in self.pool.lost
+        ]
+
+    def reached_target(self) -> str | None:
+        """Returns why the run ends if an evaluation has reached its target, even before a restart; else None."""
+        for entry in self.config.orchestrator.eval:
+            reward, version = self.best.get(entry.label, (-math.inf, 0))
+            if reward >= entry.target:
+                return f"eval {entry.label} reached {reward:.3f} at version {version}; its target is {entry.target:g}"
+        return None
+
+    async def evaluate(self, entry: EvalConfig, version: int, resolve_interpreter: Callable[[], Awaitable[object]]) -> None:
+        """Plays an evaluation at the loaded version and writes its result, while training continues.
+
+        `reconcile` makes inference hold the version again after a server came back with another one. The line in metrics.jsonl is written
+        before the file in evals/; an evaluation that has only the line is played again.
+        """
+        began = time.monotonic()
+        try:
+            with self.clock.busy():
+                results = await self._play(entry, version, resolve_interpreter)
+        except EnvLostError as error:
+            log.warning("eval %s is skipped from now on: %s", entry.label, error)
+            return
+        reward = await asyncio.to_thread(self._record, entry.label, version, results, began)
+        log.info("eval %s at version %d: %.3f", entry.label, version, reward)
+
+    def _record(self, label: str, version: int, results: Results, began: float) -> float:
+        """Writes a finished evaluation and returns its mean reward. Runs in a thread: many rollouts take a second."""
+        metrics = eval_metrics(label, results)
+        self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
+        write_eval(self.run_dir.eval(version, label), version, label, results)
+        reward = metrics[f"eval/{label}/reward_mean"]
+        self._update_best(label, version, reward)
+        return reward
+
+    async def _play(self, entry: EvalConfig, version: int, resolve_interpreter: Callable[[], Awaitable[object]]) -> Results:
+        """Plays all rollouts of an evaluation with every token sampled by `version`, as many at once as may play in training."""
+        training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
+        sampling = training | entry.sampling.model_dump(exclude_none=True)
+
+        places = asyncio.Semaphore(max(1, self.config.orchestrator.max_in_flight // entry.samples))
+
+        async def one(task: int) -> tuple[int, list[Rollout]]:
+            # The same seed for every version, so that versions are compared on the same draws.
+            seed = derived_seed(self.config.seed, entry.label, task)
+            async with places:
+                env = self.envs[entry.label].worker_env
+                return task, await self.pool.play(env, "eval", task, entry.samples, sampling, task, seed=seed)
+
+        results: dict[int, list[Rollout]] = {}
+        todo = list(range(self.envs[entry.label].num_tasks))
+        for _ in range(MAX_ATTEMPTS):
+            await resolve_interpreter()
+            results |= dict(await asyncio.gather(*(one(task) for task in todo)))
+            todo = [task for task in todo if sampled_by(results[task]) - {version}]
+            if not todo:
+                return sorted(results.items())
+            others = sorted(set().union(*(sampled_by(results[task]) for task in todo)) - {version})
+            log.warning("eval %s: %d examples were sampled by version %s, not %d: played again", entry.label, len(todo), others, version)
+        problem = f"inference did not hold version {version} for long enough in {MAX_ATTEMPTS} attempts"
+        raise InferenceLostError(f"eval {entry.label}: {problem}; see logs/inference*.log")
+
+
+def sampled_by(rollouts: list[Rollout]) -> set[int]:
+    """Returns the policy versions that sampled any token of the rollouts."""
+    return {version for rollout in rollouts for version in rollout.versions}

@@ -1,0 +1,121 @@
+"""Answers to the trainer's requests: batches, acknowledged versions, probes, and the end of the run."""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from rl.orchestrator.policy.probe import probe
+from rl.orchestrator.policy.served_policy import ServedPolicy
+from rl.orchestrator.progress import Progress
+from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.status import Phase, Staleness, Status, last_seen, read_status
+from rl.wire.batch_file import batch_head
+from rl.wire.messages import (
+    Acknowledged,
+    GetBatch,
+    GetProbe,
+    NotReady,
+    PrepareHint,
+    Probe,
+    Published,
+    RunEnded,
+)
+from rl.wire.transport import ANSWER_WITHIN_S, TrainerServer
+
+END_NOTICE_S = 120.0
+"""How long the trainer may take to ask for the next batch after an early end: it may still be writing its checkpoint."""
+POLL_S = 0.2
+DEAD_S = 60.0
+"""A trainer counts as dead if its last checkpoint exists and its heartbeat has not changed for this long by this process's clock."""
+SEND_S = 0.5
+"""Time for the last answer to be sent."""
+
+log = logging.getLogger(__name__)
+
+
+class TrainerRequests:
+    """Answers the trainer's requests. Each may be repeated, for example by a restarted trainer."""
+
+    def __init__(self, run_dir: RunDir, progress: Progress, policy: ServedPolicy, status: Status, max_model_len: int):
+        self.run_dir, self.progress, self.policy, self.status, self.max_model_len = run_dir, progress, policy, status, max_model_len
+        self.activity = 0
+        """Number of versions announced plus batches served: grows while the trainer makes progress."""
+        self.end_delivered = asyncio.Event()
+        self.has_trainer = False
+        """Whether a trainer with a status file has asked; trainers without one (tests) are not waited for."""
+        self.staleness = Staleness()
+
+    async def serve(self, server: TrainerServer, group: asyncio.TaskGroup) -> None:
+        """Loop. Consumes the trainer's requests. Produces answers, in separate tasks if they may have to wait."""
+        while True:
+            sender, request = await server.receive()
+            self.has_trainer = self.has_trainer or self.run_dir.status("trainer").exists()
+            match request:
+                case GetBatch(step):
+                    group.create_task(self.answer_batch(server, sender, step))
+                case GetProbe(version):
+                    group.create_task(self.answer_probe(server, sender, version))
+                case PrepareHint(version):
+                    await server.reply(sender, self.acknowledged())
+                    self.policy.prepare(version.policy_version, version.memory)
+                case Published(version):
+                    self.activity += 1
+                    self.policy.note(version.policy_version, version.memory)
+                    self.policy.forget(self.progress.final)
+                    await server.reply(sender, self.acknowledged())
+                    await self.progress.notify()
+
+    def acknowledged(self) -> Acknowledged:
+        """Returns the versions that are still needed."""
+        keep = sorted({*self.policy.evaluator.best_versions(), *self.policy.in_use()})
+        return Acknowledged(self.policy.oldest_needed(self.progress.final), keep)
+
+    async def answer_batch(self, server: TrainerServer, sender: bytes, step: int) -> None:
+        """Answers BatchReady, RunEnded, or within a few seconds NotReady. Raises CorruptFileError for a damaged batch."""
+        progress = self.progress
+        if not await progress.wait_until(lambda: step <= progress.newest or step > progress.final, ANSWER_WITHIN_S):
+            return await server.reply(sender, NotReady(self.status.current))
+        if step > progress.final:
+            self.end_delivered.set()
+            return await server.reply(sender, RunEnded(progress.end_reason or f"max_steps = {progress.final} reached"))
+        self.activity += 1
+        return await server.reply(sender, batch_head(self.run_dir.batch(step)))
+
+    async def answer_probe(self, server: TrainerServer, sender: bytes, version: int) -> None:
+        """Answers with completions by a version once inference holds it, with none if it holds a later one, or NotReady if neither."""
+        if not await self.progress.wait_until(lambda: self.policy.loaded >= version, ANSWER_WITHIN_S):
+            return await server.reply(sender, NotReady(self.status.current))
+        prompts = self.progress.prompts.values()
+        samples = await probe(self.policy.servers, prompts, self.max_model_len) if self.policy.loaded == version else []
+        return await server.reply(sender, Probe(samples))
+
+    async def wait_for_trainer_end(self, timeout_s: float) -> None:
+        """Waits until the trainer has ended; gives up after `timeout_s` seconds without progress.
+
+        After an early end the trainer asks for one more batch; a trainer that died before its last checkpoint asks for batches again.
+        """
+        if self.progress.end_reason:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_NOTICE_S):
+                    await self.end_delivered.wait()
+        activity, since = self.activity, time.monotonic()
+        while self.has_trainer and not self.trainer_has_ended():
+            self.status.enter(Phase.WAITING_FOR_TRAINER_END)
+            await asyncio.sleep(POLL_S)
+            if activity != self.activity:
+                activity, since = self.activity, time.monotonic()
+            if time.monotonic() - since > timeout_s:
+                log.warning("waited %.0f s for the trainer to end. Trainer: %s", timeout_s, last_seen(self.run_dir.status("trainer")))
+                return
+        await asyncio.sleep(SEND_S)
+
+    def trainer_has_ended(self) -> bool:
+        """Whether the trainer's last checkpoint exists and its status file is gone, or is that of a dead process."""
+        final = self.progress.final
+        if max(numbers(self.run_dir.checkpoints), default=0) < final:  # a later one exists if max_steps was lowered
+            return False
+        status = read_status(self.run_dir.status("trainer"))
+        if status is None:
+            return True
+        return self.staleness.look("trainer", status.heartbeat) > DEAD_S

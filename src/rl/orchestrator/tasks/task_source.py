@@ -1,0 +1,282 @@
+"""Chooses the next task, as a function of the seed, counters and the solve rates at the last batch, so that its state is small."""
+
+import math
+import random
+import zlib
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Literal
+
+import msgspec
+
+from rl.config.orchestrator import DifficultyConfig
+from rl.system.errors import RunError
+
+SHORT = 10_000
+"""Number of tasks that are shuffled in a few milliseconds."""
+MEMORY = 0.5
+"""Weight of the previous solve rate when a task's rate is updated with a new group."""
+UNPLAYED = math.inf
+"""Stands for the solve rate of a task of which no group has finished."""
+
+
+class TaskRef(msgspec.Struct, frozen=True, array_like=True):
+    """A group to be played: its id, and its task in the environment's training set."""
+
+    group_id: int
+    env: str
+    task: int
+
+
+class TaskState(msgspec.Struct, kw_only=True):
+    """The state of a TaskSource, which is written with every batch."""
+
+    next_group: int
+    issued: dict[str, int]
+    """Groups issued so far, by environment."""
+    in_flight: list[TaskRef]
+    """Groups issued but not finished; issued again after a restart."""
+    skipped: dict[str, int] = {}
+    """Number of tasks skipped because they are easy or hard, by environment."""
+    rates: dict[str, bytes] = {}
+    """Packed solve rates of the tasks, by environment with difficulty pools; see `packed`."""
+
+
+@dataclass(frozen=True)
+class EnvTasks:
+    """The properties of an environment that the task source needs."""
+
+    size: int | None
+    """Number of tasks; None: endless, played in their own order."""
+    weight: float = 1.0
+    group_size: int = 1
+    difficulty: DifficultyConfig | None = None
+
+
+@dataclass
+class Lost:
+    """A group in flight when a process died; its lost id was above `after` and below `before`, ids of the same environment."""
+
+    after: int
+    before: int
+    ref: TaskRef
+
+
+def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
+    """Returns the difficulty pool of a task with this solve rate."""
+    return "hard" if rate <= difficulty.hard_up_to else "easy" if rate > difficulty.easy_above else "normal"
+
+
+def packed(rates: "array[float]") -> bytes:
+    """Returns the solve rates of an environment's tasks, 8 bytes each, in order, compressed: 1 to 2 MB for a million tasks."""
+    return zlib.compress(rates.tobytes(), 1)
+
+
+def unpacked(data: bytes, size: int) -> "array[float]":
+    """Returns the solve rates of `size` tasks; `data` may have more or fewer, as `max_samples` may change on resume. Raises RunError."""
+    rates = array("d")
+    try:
+        rates.frombytes(zlib.decompressobj().decompress(data, 8 * size))
+    except (zlib.error, ValueError) as error:  # not damage, as the file's checksum was verified: another program wrote it
+        raise RunError(f"the solve rates in the newest batch cannot be read ({error}); start another run") from None
+    return rates[:size] + array("d", [UNPLAYED]) * (size - len(rates))
+
+
+class TaskSource:
+    """Gives each environment its share of the rollouts, and walks its tasks in an order that is reshuffled every epoch.
+
+    With difficulty pools, tasks may be skipped when their turn comes. This is decided by the rates at the last batch
+    (`update_solve_rates`), never by newer ones, so the draws between two batches do not depend on when groups finish, and
+    `restore` can repeat them.
+    """
+
+    def __init__(self, envs: dict[str, EnvTasks], seed: int):
+        self.envs = envs
+        self.seed = seed
+        self.next_group = 0
+        self.issued = dict.fromkeys(envs, 0)
+        self.skipped = dict.fromkeys(envs, 0)
+        self.skipped_before = dict.fromkeys(envs, 0)
+        self.pooled = {name: env.difficulty for name, env in envs.items() if env.difficulty and env.size is not None}
+        self.rates = {env: array("d", [UNPLAYED]) * (envs[env].size or 0) for env in self.pooled}
+        self.sizes = {env: Counter[str]() for env in self.pooled}
+        """Number of played tasks in each pool, by environment."""
+        self.noted: list[tuple[str, int, float]] = []
+        self.retry: deque[TaskRef] = deque()
+        """Groups that were cancelled or lost, to be played next."""
+        self.requeued: deque[TaskRef] = deque()
+        """Groups that a batch did without; their tasks are played before new ones are drawn."""
+        self.suspended: list[TaskRef] = []
+        """Groups of environments that are excluded until the next start."""
+        self.orders: dict[tuple[str, int], array[int]] = {}
+        """By environment and epoch; the newest two epochs are kept."""
+        self.threads: dict[tuple[str, int], Thread] = {}
+        """Threads that make orders, or have made ones that are not used yet, by environment and epoch."""
+        total = sum(env.weight for env in envs.values())
+        self.shares = {name: env.weight / total for name, env in envs.items()}
+
+    def next(self, eligible: Collection[str]) -> TaskRef:
+        """Returns the next group to play: a cancelled or lost one, a returned one, else a new one of the eligible environment furthest
+        behind its share."""
+        if self.retry:
+            return self.retry.popleft()
+        if ref := next((ref for ref in self.requeued if ref.env in eligible), None):
+            self.requeued.remove(ref)
+            return ref
+        rollouts = {name: self.issued[name] * self.envs[name].group_size for name in self.shares}
+        total = sum(rollouts.values())
+        return self._draw(max(eligible, key=lambda name: self.shares[name] * (total + 1) - rollouts[name]))
+
+    def _draw(self, env: str) -> TaskRef:
+        """Draws the environment's next task that is not skipped; after skipping as many as there are, it takes the next one anyway."""
+        skips_left = self.envs[env].size or 0
+        while skips_left > 0 and self._skips(env):
+            self.skipped[env] += 1
+            skips_left -= 1
+        task = self._task(env)
+        self.issued[env] += 1
+        self.next_group += 1
+        return TaskRef(self.next_group - 1, env, task)
+
+    def _task(self, env: str) -> int:
+        """Returns the next task in the environment's order."""
+        place, size = self.issued[env] + self.skipped[env], self.envs[env].size
+        return place if size is None else self._order(env, place // size, place % size)[place % size]
+
+    def _skips(self, env: str) -> bool:
+        """Whether the next task is skipped: by its pool's weight, with a fixed random draw for each turn."""
+        difficulty = self.pooled.get(env)
+        if difficulty is None or (rate := self.rates[env][self._task(env)]) == UNPLAYED:
+            return False
+        weight = {"hard": difficulty.hard_weight, "normal": 1.0, "easy": difficulty.easy_weight}[pool(rate, difficulty)]
+        turn = self.issued[env] + self.skipped[env]
+        return random.Random(f"{self.seed}/{env}/{turn}/pool").random() >= weight
+
+    def _order(self, env: str, epoch: int, place: int) -> "array[int]":
+        """Returns the order of an epoch. If `place` is in its second half and the order is long, a thread starts making the next one."""
+        size = self.envs[env].size or 0
+        following = env, epoch + 1
+        if place >= size // 2 and size > SHORT and following not in self.threads and following not in self.orders:
+            self.threads[following] = Thread(target=self._make_order, args=following, daemon=True)
+            self.threads[following].start()
+        if thread := self.threads.pop((env, epoch), None):
+            thread.join()
+        if (env, epoch) not in self.orders:
+            self._make_order(env, epoch)
+        return self.orders[env, epoch]
+
+    def _make_order(self, env: str, epoch: int) -> None:
+        """Shuffles an environment's tasks, in small steps so that no call holds the GIL for long."""
+        order, size = array("i"), self.envs[env].size or 0
+        for start in range(0, size, SHORT):
+            order.extend(range(start, min(size, start + SHORT)))
+        random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
+        for past in list(self.orders):
+            if past[0] == env and past[1] < epoch - 1:
+                del self.orders[past]
+        self.orders[env, epoch] = order
+
+    def _redraw(self, later: list[TaskRef], env: str) -> list[Lost]:
+        """Repeats an environment's draws until all groups in `later` (issued after the state was written) are drawn. Returns the other
+        groups drawn, which were in flight when the process died."""
+        numbers: dict[int, deque[int]] = {}
+        for ref in later:
+            numbers.setdefault(ref.task, deque()).append(ref.group_id)
+        between, lost, last, left = list[TaskRef](), list[Lost](), -1, len(later)
+        limit = (self.envs[env].size or 2**30) + len(later)
+        while left and limit:
+            limit -= 1
+            ref = self._draw(env)
+            if numbers.get(ref.task):
+                before, last, left = last, numbers[ref.task].popleft(), left - 1
+                lost += [Lost(before, last, one) for one in between]
+                between.clear()
+            else:
+                between.append(ref)
+        return lost + [Lost(last, self.next_group, one) for one in between]
+
+    def give_back(self, begun: Iterable[TaskRef]) -> None:
+        """Requeues the tasks of groups that a batch did without as the next ones, in starting order, under new group ids."""
+        refs = [*sorted([*begun, *self.retry], key=lambda ref: ref.group_id), *self.requeued]
+        renumbered = [TaskRef(self.next_group + i, ref.env, ref.task) for i, ref in enumerate(refs)]
+        self.next_group += len(refs)
+        self.retry.clear()
+        self.requeued = deque(ref for ref in renumbered if ref.env in self.shares)
+        self.suspended += [ref for ref in renumbered if ref.env not in self.shares]
+
+    def note(self, env: str, task: int, rewards: Sequence[float]) -> None:
+        """Keeps the rewards of a finished group for the next `update_solve_rates`."""
+        if env in self.pooled and rewards and task < len(self.rates[env]):  # max_samples may have been lowered
+            self.noted.append((env, task, sum(rewards) / len(rewards)))
+
+    def update_solve_rates(self) -> dict[str, float]:
+        """Updates the solve rates with the rewards since the last batch; call it before `state`. Returns metrics of the pools."""
+        for env, task, reward in self.noted:
+            rates, sizes, difficulty = self.rates[env], self.sizes[env], self.pooled[env]
+            before = rates[task]
+            if before != UNPLAYED:
+                sizes[pool(before, difficulty)] -= 1
+            rates[task] = MEMORY * before + (1 - MEMORY) * reward if before != UNPLAYED else reward
+            sizes[pool(rates[task], difficulty)] += 1
+        self.noted.clear()
+        metrics: dict[str, float] = {}
+        for env, sizes in self.sizes.items():
+            metrics |= {f"tasks/{env}/{name}": sizes[name] for name in ("easy", "normal", "hard")}
+            metrics[f"tasks/{env}/skipped"] = self.skipped[env] - self.skipped_before[env]
+        self.skipped_before = dict(self.skipped)
+        return metrics
+
+    def quarantine(self, env: str, in_flight: Iterable[TaskRef]) -> None:
+        """Excludes an environment: its share goes to the others, its groups `in_flight` are issued again at the next start."""
+        del self.shares[env]
+        total = sum(self.shares.values())
+        self.shares |= {name: share / total for name, share in self.shares.items()}
+        self.suspended += [ref for ref in [*in_flight, *self.retry, *self.requeued] if ref.env == env]
+        self.retry = deque(ref for ref in self.retry if ref.env != env)
+        self.requeued = deque(ref for ref in self.requeued if ref.env != env)
+
+    def state(self, in_flight: Iterable[TaskRef]) -> TaskState:
+        """Returns the state to write with a batch, after `update_solve_rates`, without the rates. `in_flight`: the groups being played."""
+        return TaskState(
+            next_group=self.next_group,
+            issued=dict(self.issued),
+            in_flight=[*in_flight, *self.retry, *self.requeued, *self.suspended],
+            skipped={env: count for env, count in self.skipped.items() if env in self.pooled},
+        )
+
+    def packed_rates(self) -> dict[str, bytes]:
+        """Returns the state's `rates`. Safe in a thread, because only `update_solve_rates` changes them."""
+        return {env: packed(rates) for env, rates in self.rates.items()}
+
+    def restore(self, state: TaskState | None, done: Iterable[TaskRef], begun: Iterable[TaskRef] = ()) -> None:
+        """Continues from a state, or from the beginning. Groups in `done` are finished and not played again; those in `begun` have finished
+        members, and are played under their old id."""
+        done, begun = ([ref for ref in refs if ref.env in self.envs] for refs in (done, begun))
+        finished = {ref.group_id for ref in done}
+        if state is not None:
+            self.next_group = state.next_group
+            self.issued |= {env: count for env, count in state.issued.items() if env in self.envs}
+            self.skipped |= {env: count for env, count in state.skipped.items() if env in self.envs}
+            self.skipped_before = dict(self.skipped)
+            for env, data in state.rates.items():
+                if difficulty := self.pooled.get(env):
+                    self.rates[env] = unpacked(data, self.envs[env].size or 0)
+                    self.sizes[env] = Counter(pool(rate, difficulty) for rate in self.rates[env] if rate != UNPLAYED)
+            self.retry.extend(task for task in state.in_flight if task.env in self.envs and task.group_id not in finished)
+        begun = [ref for ref in begun if ref.group_id >= self.next_group]  # the others are in the state
+        self.retry.extend(begun)
+        later = sorted([*begun, *(ref for ref in done if ref.group_id >= self.next_group)], key=lambda ref: ref.group_id)
+        first, end = self.next_group, max([self.next_group, *(ref.group_id + 1 for ref in later)])
+        self.next_group = end
+        lost = [one for env in self.envs for one in self._redraw([ref for ref in later if ref.env == env], env)]
+        for number in sorted({*range(first, end)} - {ref.group_id for ref in later}):
+            if fitting := [one for one in lost if one.after < number]:
+                one = min(fitting, key=lambda one: one.before)
+                lost.remove(one)
+                self.retry.append(TaskRef(number, one.ref.env, one.ref.task))
+        self.retry.extend(one.ref for one in lost)  # no id fits if environments have changed
+        for env in self.envs:
+            self._task(env)  # makes a long order now, while nothing waits for it

@@ -1,0 +1,399 @@
+"""The pool of environment workers: starts them, hands out groups, and restarts dead ones with the groups they had.
+
+A group that kills its worker must not take others down with it. One death says little, since machines fail too: the worker's groups are
+resumed together. Groups in flight at MAX_KILLS - 1 deaths are suspects: each is played alone, so that the next death has a single cause,
+and only that group is given up. Once no suspects are left, groups are played together again.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.orchestrator.groups.functions import beside
+from rl.orchestrator.workers.autoscaler import Autoscaler
+from rl.orchestrator.workers.pool_worker import (
+    ANSWERS,
+    MAX_KILLS,
+    EnvLostError,
+    Play,
+    Worker,
+    inherit,
+    kill_if_due,
+    wait_described,
+    wait_ready,
+)
+from rl.orchestrator.workers.validate_played import validate_played
+from rl.orchestrator.workers.worker_launcher import WorkerLauncher
+from rl.orchestrator.workers.worker_sandbox import WorkerSandbox
+from rl.system import faults, process_table
+from rl.system.children import RestartPolicy
+from rl.system.errors import RunError
+from rl.system.sandbox import innermost
+from rl.wire.rollouts import Rollout, Split
+from rl.wire.streams import MessageServer
+from rl.wire.transport import Rejected
+from rl.wire.worker_messages import (
+    Cancel,
+    Close,
+    Describe,
+    Description,
+    Heartbeat,
+    LoadFailed,
+    Played,
+    PlayGroup,
+    Ready,
+    ServerSet,
+    ToWorker,
+    WorkerSetup,
+)
+
+log = logging.getLogger(__name__)
+
+ENCODER = msgspec.msgpack.Encoder()
+BARREN_DEATHS = 6
+"""An environment is lost after this many deaths per worker with nothing finished in between: two tasks in a row were given up."""
+RESTART_S, RESTART_LIMIT_S = 0.5, 10.0
+CHECK_EVERY_S = 2.0
+CLOSE_S = 5.0
+"""Time for environments to shut down what they have started."""
+
+
+class WorkerPool:
+    """All workers of all environments. `play` waits for a group; cancelling `play` also cancels the group in the worker."""
+
+    def __init__(self, log_dir: Path, *, memory_gib: float = float("inf"), silence_s: float = float("inf")):
+        self.log_dir = log_dir
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.memory_gib, self.silence_s = memory_gib, silence_s
+        self.loads: dict[str, Autoscaler] = {}
+        """By environment, for those whose number of workers follows the load."""
+        self.directory = tempfile.TemporaryDirectory(prefix="rl-workers-")
+        self.address = f"{self.directory.name}/pool"
+        self.workers: dict[str, Worker] = {}
+        self.launcher = WorkerLauncher()
+        self.sandbox = WorkerSandbox(Path(self.directory.name), log_dir.parent)
+        self.scores_groups: dict[str, bool] = {}
+        """By environment."""
+        self.next_play = self.num_started = 0
+        self.rejected = Rejected("messages of environments' workers")
+        self.barren = Counter[str]()
+        """Deaths of an environment's workers since it last finished anything."""
+        self.lost: dict[str, str] = {}
+        """Environment that is given up until the next start -> the reason."""
+        self.on_lost: Callable[[str, str], None] | None = None
+        """Called with a lost environment and the reason; its exceptions go to `failed`. If None, the loss itself goes there."""
+        self.on_death: Callable[[str, str], None] = lambda _env, text: log.warning(text)
+        """Called when a worker died, with its environment and a message."""
+        self.add_metrics: Callable[[list[Rollout]], None] | None = None
+        """Adds the user's metrics to every group that is played."""
+        self.server_set: ServerSet | None = None
+        """The inference servers last announced to the workers; a new worker gets them first."""
+        self.watchers: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception that ends the run."""
+        self.server = MessageServer(self.address, self._watch, self._take, self._refuse)
+
+    # Processes ----------------------------------------------------------------------------------------------------------
+
+    async def start_all(self, setups: Sequence[WorkerSetup]) -> None:
+        """Starts worker processes; `sizes` waits until they are ready. The first one per interpreter does the imports for the others."""
+        first = {setup.python: setup for setup in reversed(setups) if not setup.sandbox}
+        for setup in [*first.values(), *(setup for setup in setups if setup.sandbox)]:
+            self.start(setup)
+        for setup in setups:
+            if setup.worker_id not in self.workers:
+                await self.launcher.copy(setup.python)
+                self.start(setup)
+
+    def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
+        """Starts a worker process, if `warm` from a copy of another one where there is one."""
+        self.num_started += 1
+        if setup.most:
+            self.loads.setdefault(setup.env.name, Autoscaler(setup.most))
+        marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
+        setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
+        log = self.log_dir / f"worker-{setup.worker_id}.log"
+        given, sandbox = self.sandbox.enter(setup, setup_path)
+        self.workers[setup.worker_id] = Worker(setup, self.launcher.start(given, setup_path, log, marker, warm, sandbox))
+        return self.workers[setup.worker_id]
+
+    def _end(self, worker: Worker) -> None:
+        """Kills the processes that a dead worker left, and reaps it. Spares other workers: they may be its copies and have its marker."""
+        others = {other.child.pid for other in self.workers.values() if other is not worker and not other.child.reaped}
+        worker.child.kill_tree(others | self.launcher.waiting())
+        worker.child.reap()
+        process_table.reap_session(worker.child.pid)
+
+    async def sizes(self, timeout_s: float) -> dict[str, Ready]:
+        """Waits until every worker has loaded its environment. Raises RunError if one cannot."""
+        result = {}
+        self._watch(self._check_workers(timeout_s))
+        for worker_id in list(self.workers):
+            ready = await self._first_ready(worker_id, timeout_s)
+            env = self.workers[worker_id].setup.env.name
+            if ready.notice and env not in result:
+                log.warning("environment %s: %s", env, ready.notice)
+            result[env], self.scores_groups[env] = ready, ready.scores_groups
+            self._watch(self._revive(self.workers[worker_id], timeout_s))
+        return result
+
+    async def _first_ready(self, worker_id: str, timeout_s: float) -> Ready:
+        """Waits for a worker; one killed by a signal is restarted, as it would be later in the run."""
+        for attempt in range(1, MAX_KILLS + 1):
+            worker = self.workers[worker_id]
+            try:
+                return await wait_ready(worker, timeout_s)
+            except RunError as error:
+                if attempt == MAX_KILLS or (worker.child.exit_code or 0) >= 0:
+                    raise
+                log.warning("%s: it is restarted", error)
+                self._end(worker)
+                self.start(worker.setup, warm=False)
+        raise AssertionError
+
+    def _watch(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self.watchers.add(task)
+        task.add_done_callback(self._unwatch)
+
+    def _unwatch(self, task: asyncio.Task[None]) -> None:
+        self.watchers.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _revive(self, worker: Worker, timeout_s: float) -> None:
+        """Loop. Waits for a worker's death, kills the processes it left, and starts a new one with its groups."""
+        while True:
+            code, env = await worker.child.wait_async(), worker.setup.env.name
+            self._end(worker)
+            reason = worker.kill_reason or f"it ended with code {code}"
+            worker.fail_descriptions(reason)
+            if env in self.lost:
+                return
+            if worker.retiring and not worker.num_plays:
+                del self.workers[worker.setup.worker_id]
+                return
+            self.barren[env] += 1
+            num_workers = sum(other.setup.env.name == env for other in self.workers.values())
+            delay_s = RestartPolicy(RESTART_S, RESTART_LIMIT_S, barren_limit=BARREN_DEATHS * num_workers).delay_s(self.barren[env])
+            if delay_s is None:
+                deaths = f"its workers died {self.barren[env]} times and finished nothing in between; the last time: {reason}"
+                return self._lose(env, f"{deaths} (output: {worker.child.log})")
+            self.on_death(env, f"worker {worker.setup.worker_id} is restarted: {reason} (its output: {worker.child.log})")
+            await asyncio.sleep(delay_s)
+            try:
+                if warm := self.barren[env] == 1:
+                    await self.launcher.copy(worker.setup.python)
+                dead, worker = worker, self.start(worker.setup, warm=warm)
+                inherit(dead, worker, reason)
+                ready = await wait_ready(worker, timeout_s)
+            except RunError as error:
+                worker.kill_reason = str(error)
+            if env in self.lost or worker.kill_reason:
+                worker.child.signal_group(signal.SIGKILL)
+                continue
+            log.info("worker %s is back with %s tasks", worker.setup.worker_id, ready.num_train)
+            worker.heard = time.monotonic()
+            await self._pump(worker)
+
+    def _lose(self, env: str, reason: str) -> None:
+        """Gives an environment up: kills its workers, and fails their groups with EnvLostError."""
+        self.lost[env] = reason
+        for worker in self.workers.values():
+            if worker.setup.env.name == env:
+                worker.child.signal_group(signal.SIGKILL)
+                worker.fail_plays(f"environment {env}: {reason}")
+        if self.on_lost is None:
+            raise EnvLostError(f"environment {env}: {reason}")
+        self.on_lost(env, reason)
+
+    async def _check_workers(self, timeout_s: float) -> None:
+        """Loop. Kills workers whose environment blocks their event loop or uses too much memory; adapts their number to the load."""
+        checked = time.monotonic()
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            late_s, checked = time.monotonic() - checked - CHECK_EVERY_S, time.monotonic()
+            boxed = [worker.child.pid for worker in self.workers.values() if worker.setup.sandbox]
+            inner = await asyncio.to_thread(innermost, boxed) if boxed else {}
+            for worker in self.workers.values():
+                worker.heard += late_s  # this process was stopped or busy, and read no messages meanwhile
+                kill_if_due(worker, inner.get(worker.child.pid, worker.child.pid), self.memory_gib, self.silence_s)
+            for env, load in self.loads.items():
+                await self._follow(env, load, timeout_s)
+
+    def workers_of(self, env: str) -> list[Worker]:
+        """Returns the workers of an environment that get groups."""
+        return [worker for worker in self.workers.values() if worker.setup.env.name == env and not worker.retiring]
+
+    async def _follow(self, env: str, load: Autoscaler, timeout_s: float) -> None:
+        """Starts another worker of an environment, or retires one, as their load demands."""
+        workers = self.workers_of(env)
+        if env in self.lost or not all(worker.ready.done() for worker in workers):
+            return
+        change = load.change([worker.busy for worker in workers])
+        if change > 0:
+            free = next(i for i in itertools.count() if f"{env}-{i}" not in self.workers)
+            worker = self.start(msgspec.structs.replace(workers[0].setup, worker_id=f"{env}-{free}"))
+            log.info("environment %s: its %d workers are busy, another one is started", env, len(workers))
+            self._watch(self._add(worker, timeout_s))
+        elif change < 0:
+            worker = min(workers, key=lambda worker: worker.num_plays)
+            log.info("environment %s: %d workers are enough", env, len(workers) - 1)
+            worker.retiring = True
+            await self._pump(worker)
+
+    async def _add(self, worker: Worker, timeout_s: float) -> None:
+        """Waits until an added worker is ready, and keeps it alive like the others. If it does not come up, it counts as dead."""
+        try:
+            await wait_ready(worker, timeout_s)
+        except RunError as error:
+            worker.kill_reason = str(error)
+            worker.child.signal_group(signal.SIGKILL)
+        await self._pump(worker)
+        await self._revive(worker, timeout_s)
+
+    # Groups -------------------------------------------------------------------------------------------------------------
+
+    async def _take(self, worker_id: str, data: bytes) -> None:
+        """Handles a worker's message. Raises the exceptions in UNREADABLE if it is invalid or impossible."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            raise msgspec.DecodeError("not a worker of this pool")
+        worker.heard = time.monotonic()
+        message = ANSWERS.decode(data)
+        if isinstance(message, Played) and (play := worker.sent.get(message.play_id)):
+            validate_played(message, play.order_left(), worker.setup.policy, self.server_set)
+        match message:
+            case Played(play_id, _, unfinished) as played:
+                self.barren[worker.setup.env.name] = 0
+                if (play := worker.sent.get(play_id)) and not play.done.done():
+                    play.take(played)
+                if not unfinished:
+                    worker.sent.pop(play_id, None)
+                    await self._pump(worker)
+            case Heartbeat(busy):
+                worker.busy = busy
+            case Ready() as ready if not worker.ready.done():
+                if self.server_set:
+                    await self._send(worker, self.server_set)
+                worker.ready.set_result(ready)
+            case LoadFailed(message) if not worker.ready.done():
+                worker.fail_ready(message)
+            case Description() as description if worker.descriptions:
+                if not (answer := worker.descriptions.popleft()).done():
+                    answer.set_result(description)
+
+    def _refuse(self, worker_id: str, error: Exception) -> None:
+        """Kills a worker that sent an invalid message."""
+        self.rejected.note(repr(worker_id[:100]), error)
+        if worker := self.workers.get(worker_id):
+            worker.kill_reason = worker.kill_reason or f"it sent an invalid message ({error})"
+            worker.child.signal_group(signal.SIGKILL)
+
+    async def play(
+        self,
+        env: str,
+        split: Split,
+        task: int,
+        num_episodes: int,
+        sampling: dict[str, Any],
+        server: int,
+        members: Sequence[Rollout] = (),
+        on_members: Callable[[list[Rollout]], None] | None = None,
+        seed: int | None = None,
+    ) -> list[Rollout]:
+        """Plays a group on the environment's least busy worker.
+
+        members: its finished rollouts, of whole episodes, which are not played again; ignored if the environment scores groups together.
+        `on_members` is called with further ones as they finish, before the user's metrics are added to all at the end.
+        Raises EnvLostError, and RunError if the user's metrics are faulty.
+        """
+        if env in self.lost:
+            raise EnvLostError(f"environment {env}: {self.lost[env]}")
+        self.next_play += 1
+        order = PlayGroup(self.next_play, split, task, num_episodes, sampling, server, seed=seed)
+        kept = [] if self.scores_groups.get(env) else list(members)
+        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members)
+        workers = self.workers_of(env)
+        worker = min([worker for worker in workers if worker.ready.done()] or workers, key=lambda worker: worker.num_plays)
+        worker.waiting.append(play)
+        await self._pump(worker)
+        try:
+            # Copies, because metrics added to them must not get into the stored members.
+            rollouts = [msgspec.structs.replace(rollout, metrics=dict(rollout.metrics)) for rollout in await play.done]
+            if self.add_metrics:
+                await beside(self.add_metrics, rollouts)
+            return rollouts
+        finally:
+            if play.done.cancelled():  # the caller was cancelled
+                worker = self.workers[worker.setup.worker_id]
+                if worker.sent.pop(order.play_id, None):
+                    await self._send(worker, Cancel(order.play_id))
+                for queue in (worker.isolated, worker.waiting):
+                    if play in queue:
+                        queue.remove(play)
+                await self._pump(worker)
+
+    async def _pump(self, worker: Worker) -> None:
+        """Sends waiting groups: suspects first, each while nothing else is played, then all others at once."""
+        while worker.ready.done():
+            if worker.isolated and not worker.sent:
+                play = worker.isolated.popleft()
+            elif worker.waiting and not worker.isolated and not worker.plays_isolated:
+                play = worker.waiting.popleft()
+            else:
+                if worker.retiring and not worker.num_plays:
+                    await self._send(worker, Close())
+                return
+            worker.sent[play.order.play_id] = play
+            await self._send(worker, play.order_left())
+
+    async def tell(self, server_set: ServerSet) -> None:
+        """Tells all workers which inference servers there are, before any group sent later."""
+        self.server_set = server_set
+        for worker in self.workers.values():
+            if worker.ready.done():
+                await self._send(worker, server_set)
+
+    async def describe(self, env: str, split: Split, num_tasks: int, timeout_s: float, first: int = 0) -> Description:
+        """Returns the description of an environment, with tasks of a split; see Describe. Raises RunError."""
+        worker = next(worker for worker in self.workers.values() if worker.setup.env.name == env)
+        answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
+        worker.descriptions.append(answer)
+        await self._send(worker, Describe(split, num_tasks, first))
+        return await wait_described(worker, answer, timeout_s)
+
+    async def _send(self, worker: Worker, message: ToWorker) -> None:
+        faults.point(f"pool.{type(message).__name__}")
+        self.server.post(worker.setup.worker_id, ENCODER.encode(message))
+
+    async def close(self) -> None:
+        """Ends all workers. They have no state to lose, but their environments may have started servers."""
+        for task in self.watchers:
+            task.cancel()
+        self.launcher.close()
+        for worker in self.workers.values():
+            if worker.child.exit_code is None and worker.ready.done():
+                await self._send(worker, Close())
+            else:
+                worker.child.signal_group(signal.SIGKILL)
+        children = [worker.child for worker in self.workers.values()]
+        await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
+        for child in children:
+            child.kill_tree()
+        await asyncio.gather(*(child.wait_async(CLOSE_S) for child in children))
+        for child in children:
+            child.reap()
+        self.sandbox.close()
+        self.server.close()
+        self.directory.cleanup()

@@ -1,0 +1,73 @@
+"""Compares runs: the settings that differ, and their evaluations. Lists are in the order of the runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rl.config.differences import changed_keys
+from rl.config.run import RLConfig
+from rl.records.run import Run
+from rl.system.credentials import hidden
+
+PLACE_KEYS = ("name", "output_dir")
+"""Settings that say where a run is, not what it does; left out of the comparison."""
+DIGITS = 6
+"""Significant digits of shown numbers; a computed learning rate has sixteen."""
+
+
+class SettingDiff(msgspec.Struct, kw_only=True, frozen=True):
+    """A setting that differs; a value is null if the setting is not set."""
+
+    key: str
+    values: list[str | None]
+
+
+class EvalPoint(msgspec.Struct, kw_only=True, frozen=True):
+    """An evaluation of one version in each run; errors are one standard error over examples."""
+
+    name: str
+    version: int
+    means: list[float | None]
+    errors: list[float | None]
+
+
+def setting_diffs(configs: Sequence[RLConfig | None]) -> list[SettingDiff]:
+    """The settings that differ, without PLACE_KEYS and secrets. None in `configs` is a configuration that could not be read."""
+    known = [(i, config) for i, config in enumerate(configs) if config]
+    found: dict[str, list[Any]] = {}
+    for i, config in known[1:]:
+        for key, before, after in changed_keys(known[0][1], config):
+            if key not in PLACE_KEYS and not (before in (None, []) and after in (None, [])):  # the tables of a list are separate keys
+                found.setdefault(key, [before if one else None for one in configs])[i] = after
+    return [SettingDiff(key=key, values=texts(hidden(key, values))) for key, values in found.items()]
+
+
+def texts(values: Sequence[Any]) -> list[str | None]:
+    """Values of a setting as text: numbers have DIGITS digits, or all if they would look equal otherwise."""
+    short = [float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for value in values]
+    shown = short if len(set(map(repr, short))) == len(set(map(repr, values))) else values
+    return [None if value is None else str(value) for value in shown]
+
+
+def eval_names(run: Run) -> list[str]:
+    """The names of the evaluations that a run has results for."""
+    parts = (name.split("/") for name in run.numbers.names)
+    return ["/".join(words[1:-1]) for words in parts if words[0] == "eval" and words[-1] == "reward_mean"]
+
+
+def eval_points(runs: Sequence[Run]) -> list[EvalPoint]:
+    """Every evaluation of every version in any of the runs."""
+    means, errors = ([by_version(run, metric) for run in runs] for metric in ("reward_mean", "reward_mean_stderr"))
+    return [
+        EvalPoint(
+            name=name, version=version, means=[of.get((name, version)) for of in means], errors=[of.get((name, version)) for of in errors]
+        )
+        for name, version in sorted({key for of in means for key in of})
+    ]
+
+
+def by_version(run: Run, metric: str) -> dict[tuple[str, int], float]:
+    """Maps (evaluation, version) to the value of a metric."""
+    curves = {name: run.numbers.curve(f"eval/{name}/{metric}", "eval") for name in eval_names(run)}
+    return {(name, int(version)): float(value) for name, curve in curves.items() for version, value in zip(*curve, strict=True)}

@@ -1,0 +1,74 @@
+"""Sources of batches: each returns the batch of a step, the same on every rank."""
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from rl.run_dir.paths import RunDir, numbers
+from rl.trainer.parallel.world import World
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import RunEnded, TrainBatch
+from rl.wire.transport import OrchestratorClient, Wait
+
+UNBOUNDED = timedelta(days=365)
+"""Timeout of the thread's collectives: a step may take any time, and the wait for the thread has a deadline of its own."""
+
+
+class BatchSource(Protocol):
+    """Returns batches. Every rank has a source, and all return the same batches. A background thread calls it step by step."""
+
+    def receive(self, step: int) -> TrainBatch | None:
+        """Returns the batch of `step`, or None if the run has ended."""
+
+    def validation(self, step: int) -> Iterable[TrainBatch]:
+        """Returns the held-out batches whose loss is due after `step`; an empty list if there are none."""
+        return []
+
+
+class FromOrchestrator(BatchSource):
+    """Rank 0 asks the orchestrator and broadcasts the bytes; every rank checks and decodes them. Creating it is a collective call."""
+
+    def __init__(self, client: OrchestratorClient | None, wait: Wait, world: World):
+        self.client, self.wait, self.world = client, wait, world
+        self.group = dist.new_group(backend="gloo", timeout=UNBOUNDED) if world.size > 1 else None
+
+    def receive(self, step: int) -> TrainBatch | None:
+        """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows, on other ranks in a broadcast."""
+        answer = self.client.get_batch(step, self.wait) if self.client else b""
+        ended = isinstance(answer, RunEnded)
+        if ended:
+            print(f"the run has ended: {answer.reason}", flush=True)
+        data = self.world.broadcast_bytes(b"" if ended else answer, self.group)
+        if not data:
+            return None
+        return batch_of(step, data, f"batch {step} from the orchestrator")
+
+
+class FromLog(BatchSource):
+    """The logged batches of a run, read by every rank."""
+
+    def __init__(self, run_dir: RunDir):
+        self.run_dir = run_dir
+
+    def receive(self, step: int) -> TrainBatch:
+        path = self.run_dir.batch(step)
+        return batch_of(step, path.read_bytes(), str(path))
+
+
+def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
+    """Returns the checked content of a batch file. Raises CorruptFileError, or ValueError if it is not a valid batch of this step."""
+    batch = decode_batch(data, name).batch
+    if batch.step != step:
+        raise ValueError(f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?")
+    if not batch.num_loss_tokens:
+        raise ValueError(f"{name}: has no token to train on")
+    return batch
+
+
+def quarantined_steps(run_dir: RunDir, world: World) -> frozenset[int]:
+    """Returns the steps whose batches must not be read, as rank 0 sees them on disk. `rl` marks them while no trainer runs."""
+    steps = numbers(run_dir.batches, run_dir.quarantined(0).suffix)
+    return frozenset(json.loads(world.broadcast_bytes(json.dumps(steps).encode())))

@@ -1,0 +1,76 @@
+"""Defines what each optimizer step trains on: the minibatches of a batch, their tokens' weights, and the policy that the batch began with.
+
+A minibatch consists of whole groups, so it keeps the batch's baselines and shared prompts. All epochs go through the same minibatches in
+the same order. Weights are published and saved only between batches: a policy version is the result of one whole batch.
+docs/algorithms.md has the sources.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
+from rl.config.trainer import TrainerConfig
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.model.policy import score
+from rl.trainer.parallel.world import World
+from rl.wire.messages import TrainBatch, TrainingSample
+
+
+def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
+    """Returns the indices of each minibatch's samples, in training order.
+
+    Shuffles the groups by seed and step; the minibatches' numbers of groups differ by at most one. A batch with fewer groups than `count`
+    has fewer minibatches: none is empty.
+    """
+    if count == 1:
+        return [list(range(len(batch.samples)))]
+    groups: dict[int, list[int]] = defaultdict(list)
+    for place, sample in enumerate(batch.samples):
+        if any(sample.loss_mask):
+            groups[sample.group_id].append(place)
+    order = np.random.Generator(np.random.PCG64([seed, batch.step])).permutation(sorted(groups))
+    parts = np.array_split(order, max(1, min(count, len(groups))))
+    return [[place for group in part.tolist() for place in groups[group]] for part in parts]
+
+
+def sample_weights(samples: Sequence[TrainingSample], config: LossSettings, constant_length: int) -> list[float]:
+    """Returns the weight of each sample's loss tokens in the batch's loss, by `config.aggregation`.
+
+    With N loss tokens in the batch, n_i of them in sample i, and S samples that have any: token 1/N (DAPO,
+    https://arxiv.org/abs/2503.14476); sequence 1/(S n_i) (GRPO, https://arxiv.org/abs/2402.03300); constant 1/(S constant_length)
+    (Dr. GRPO, https://arxiv.org/abs/2503.20783). Tokens that the loss masks are counted.
+    """
+    lengths = [sum(sample.loss_mask) for sample in samples]
+    trained = max(1, sum(length > 0 for length in lengths))
+    if config.aggregation == "token":
+        return [1.0 / max(1, sum(lengths))] * len(lengths)
+    if config.aggregation == "sequence":
+        return [1.0 / (trained * max(1, length)) for length in lengths]
+    return [1.0 / (trained * constant_length)] * len(lengths)
+
+
+def minibatch_weights(batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int) -> list[float]:
+    """Returns the weight of each sample's loss tokens in the loss of its own minibatch, see `sample_weights`."""
+    weights = [0.0] * len(batch.samples)
+    for places in parts:
+        for place, weight in zip(places, sample_weights([batch.samples[i] for i in places], config, constant_length), strict=True):
+            weights[place] = weight
+    return weights
+
+
+def compares_with_old(settings: TrainerConfig) -> bool:
+    """Whether the loss needs the log-probabilities of the policy that the batch began with: clipped and custom losses do, if a batch has
+    several optimizer steps."""
+    return settings.minibatches * settings.epochs > 1 and isinstance(settings.loss, ClippedSettings | CustomConfig)
+
+
+@torch.no_grad()
+def keep_old_logprobs(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], world: World, advance: Callable[[], None]) -> None:
+    """Scores `micro_batches`: all but those of the first optimizer step, which scores its own. Every rank calls this before that step."""
+    for micro_batch in micro_batches:
+        micro_batch.old_logprobs = score(model, micro_batch.to(world.device), world).logprobs
+        advance()

@@ -1,0 +1,98 @@
+"""Turns a batch of samples into this rank's micro batches: `prefix_tree` sorts the samples, `balance` cuts them into
+parts of equal cost, and each part becomes tensors. A token's hidden state depends only on its ancestors, so log-probabilities and
+gradients equal those of the samples computed one by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.trainer.data.balance import Layout, plan, range_tokens
+from rl.trainer.data.micro_batch import MicroBatch, empty_micro_batch
+from rl.trainer.data.prefix_tree import MicroBatchRange, SortedSamples, lay_out, sort_samples
+from rl.wire.messages import TrainBatch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch and one rank's micro batches of it."""
+
+    batch: TrainBatch
+    minibatches: list[list[MicroBatch]]
+    """The micro batches of each minibatch; every rank has the same number of them."""
+    shared_token_fraction: float
+    """Fraction of all ranks' input tokens that is not computed because another sample of the micro batch has the same prefix."""
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return list(chain(*self.minibatches))
+
+
+def pack(batch: TrainBatch, weights: Sequence[float], layout: Layout, parts: Sequence[Sequence[int]] | None = None) -> Packed:
+    """Packs a batch for one rank; every rank computes the same plan from the same batch and takes its part.
+
+    `weights`: for each sample, the weight of each of its loss tokens, see minibatches.py. `parts`: for each minibatch, the indices of its
+    samples; by default one minibatch holds all samples.
+    """
+    minibatches, computed, length = [], 0, 0
+    starts = list(accumulate((sum(sample.loss_mask) for sample in batch.samples), initial=0))
+    for places in parts or [None]:
+        ordered = sort_samples(batch, places)
+        ranks = plan(ordered, layout)
+        minibatches.append([to_micro_batch(ordered, part, batch, weights, starts) for part in ranks[layout.rank]])
+        computed += sum(range_tokens(ordered, part) for assigned in ranks for part in assigned)
+        length += int(ordered.lengths.sum())
+    return Packed(batch, minibatches, 1.0 - computed / max(1, length))
+
+
+def to_micro_batch(
+    ordered: SortedSamples, part: MicroBatchRange, batch: TrainBatch, weights: Sequence[float], starts: Sequence[int]
+) -> MicroBatch:
+    """Returns the samples of one part: their tokens as trees in one row, and the values of each loss token.
+
+    `starts`: the number of the batch's loss tokens before each sample.
+    """
+    items = ordered.items[part[0] : part[1]]
+    if not items:
+        return empty_micro_batch()
+    token_ids, positions, subtree_ends, paths = lay_out(ordered, part)
+    predicted_from = np.concatenate([path[item.trained - 1] for item, path in zip(items, paths, strict=True)])
+    order = np.argsort(predicted_from, kind="stable")
+    predictors, first, rows = np.unique(predicted_from[order], return_index=True, return_inverse=True)
+    counts = [len(item.trained) for item in items]
+
+    def by_item(values: Sequence[float], dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)[order])
+
+    def by_token(name: str) -> Tensor:
+        lists = [np.array(getattr(item.sample, name) or [np.nan] * len(item.sample.token_ids), dtype=np.float32) for item in items]
+        return torch.from_numpy(np.concatenate([values[item.trained] for item, values in zip(items, lists, strict=True)])[order])
+
+    env_of = {env: i for i, env in enumerate(batch.envs)}
+    spans = [span for item in items for span in item.sample.policy_versions]
+    fresh = np.repeat([span.policy_version == batch.step - 1 for span in spans], [span.num_tokens for span in spans])
+    has_teacher = any(item.sample.teacher_logprobs for item in items)
+    return MicroBatch(
+        input_ids=torch.from_numpy(token_ids),
+        position_ids=torch.from_numpy(positions),
+        subtree_ends=torch.from_numpy(subtree_ends),
+        queries=None,
+        predictors=torch.from_numpy(predictors),
+        temperatures=by_item([item.sample.temperature for item in items], np.float32)[torch.from_numpy(first)],
+        rows=torch.from_numpy(rows),
+        targets=torch.from_numpy(np.concatenate([np.array(item.sample.token_ids)[item.trained] for item in items])[order]),
+        logprobs=by_token("logprobs"),
+        advantages=by_token("advantages"),
+        weights=by_item([weights[item.place] for item in items], np.float32),
+        sequences=by_item([item.place for item in items], np.int64),
+        places=torch.from_numpy(
+            np.concatenate([starts[item.place] + np.arange(count) for item, count in zip(items, counts, strict=True)])[order]
+        ),
+        envs=by_item([env_of[item.sample.env] for item in items], np.int64),
+        teacher_logprobs=by_token("teacher_logprobs") if has_teacher else None,
+        fresh=torch.from_numpy(fresh[order]),
+    )

@@ -1,0 +1,82 @@
+"""The next batch, fetched and packed by a thread while this step trains."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+
+from rl.config.run import RLConfig
+from rl.run_dir import spans
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.batch_sources import BatchSource
+from rl.trainer.data.micro_batch import fill_blocks, micro_batch_tokens
+from rl.trainer.data.minibatches import cut, minibatch_weights
+from rl.trainer.data.packing import Packed, pack
+from rl.trainer.model.modes import Mode
+from rl.trainer.parallel.sharding import localise
+from rl.trainer.parallel.world import World
+from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.wire.messages import TrainBatch
+from rl.wire.transport import Wait
+
+
+class Skipped:
+    """Placeholder for a quarantined batch."""
+
+
+class Prefetch:
+    """Fetches one batch ahead and packs it. `ask` returns at once, `take` waits and raises the errors of the thread."""
+
+    def __init__(
+        self,
+        source: BatchSource,
+        pack: Callable[[TrainBatch], Packed],
+        wait: Wait,
+        deadline_s: float,
+        quarantined: Collection[int] = (),
+    ):
+        """`wait`: the source's wait, entered while the trainer is blocked. `deadline_s`: every rank's deadline, longer than the source's.
+        `quarantined`: batches that are never requested, because a trainer that reads one dies."""
+        self.source, self.pack, self.wait, self.deadline_s, self.quarantined = source, pack, wait, deadline_s, quarantined
+        self.step = 0
+        """The step requested last."""
+        self.thread = SingleTaskThread()
+
+    def ask(self, step: int) -> None:
+        """Starts to fetch and pack the batch of `step`."""
+        self.step = step
+        self.thread.start(self._make, step)
+
+    def _make(self, step: int) -> Packed | Skipped | None:
+        if step in self.quarantined:
+            return Skipped()
+        with spans.span("fetch_batch", "prefetch", step):
+            batch = self.source.receive(step)
+        with spans.span("pack", "prefetch", step):
+            return None if batch is None else self.pack(batch)
+
+    def take(self, step: int, others: Iterable[SingleTaskThread] = ()) -> Packed | Skipped | None:
+        """Returns the batch of `step`, or None if the run has ended. An error of `others` ends the wait.
+
+        Waits for: the thread, and through it whatever the source waits for.
+        """
+        if self.step != step:
+            self.ask(step)
+        with self.wait:
+            return self.thread.result(f"batch {step} from rank 0; see its log", self.deadline_s, others)
+
+
+def prepare(batch: TrainBatch, config: RLConfig, world: World, hidden_size: int, minibatches: int = 1, mode: Mode = "blocks") -> Packed:
+    """Packs a batch for this rank into minibatches, and gives each token its weight in the loss of its minibatch.
+
+    `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of.
+    """
+    settings, several = config.trainer, mode != "unpacked"  # whether a row may hold more than one sample
+    constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
+    max_tokens = micro_batch_tokens(settings, world.device, mode) * world.context_size * several  # of a row, which context_size ranks share
+    layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
+    parts = cut(batch, minibatches, config.seed)
+    packed = pack(batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts)
+    on_gpu, rows = world.device.type == "cuda", packed.minibatches
+    if on_gpu and several:
+        rows = [[fill_blocks(row, world.context_size) for row in part] for part in rows]
+    rows = [[localise(row, world) for row in part] for part in rows]
+    return replace(packed, minibatches=[[row.pinned() for row in part] for part in rows] if on_gpu else rows)

@@ -1,0 +1,90 @@
+"""Computes shared prefixes once: sorts the samples of a batch, and lays out the samples of each micro batch as trees.
+
+The samples of a group share a prefix (prompt, history, often the first answer tokens). They are sorted within groups, and each is stored
+with the length of the prefix that it shares with the one before it. A range of them, laid out depth first, is one row in which each token
+sees its ancestors and itself. In that order the descendants of token j are the tokens j+1..subtree_ends[j]-1, so "token i sees token j"
+means `j <= i < subtree_ends[j]`: one integer per token describes the whole mask.
+
+Example: samples `a b c` and `a b d e`, everything after `a` trained::
+
+    token_ids    a  b  d     (c and e end their samples, so they are predicted but are not inputs)
+    position_ids 0  1  2
+    subtree_ends 3  3  3
+    loss tokens (predicted from, target):  (0, b) (0, b) (1, c) (1, d) (2, e)
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from rl.wire.messages import TrainBatch, TrainingSample
+
+MicroBatchRange = tuple[int, int]
+"""(first item, end) of a part of the sorted samples: the samples of one micro batch."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sample among the sorted samples."""
+
+    sample: TrainingSample
+    place: int  # index among the batch's samples
+    trained: np.ndarray  # [n] indices of its loss tokens
+    inputs: np.ndarray  # [L] uint32: all tokens before the last loss token, which are the ones that loss tokens depend on
+
+
+@dataclass(frozen=True)
+class SortedSamples:
+    """The samples of a batch that have loss tokens, by group, then temperature, then tokens."""
+
+    items: list[Item]
+    lengths: np.ndarray  # [n] int64: input tokens of each item
+    shared: np.ndarray  # [n] int64: length of the prefix that each item shares with the one before it, 0 where a tree begins
+
+
+def sort_samples(batch: TrainBatch, places: Iterable[int] | None = None) -> SortedSamples:
+    """Returns the samples at these indices of a batch (default: all), ordered so that neighbours share the longest prefixes."""
+    groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
+    for place in range(len(batch.samples)) if places is None else places:
+        sample = batch.samples[place]
+        trained = np.flatnonzero(np.array(sample.loss_mask, dtype=bool))
+        if len(trained):
+            inputs = np.array(sample.token_ids[: trained[-1]], dtype=np.uint32)
+            groups[sample.group_id, sample.temperature].append(Item(sample, place, trained, inputs))
+    items: list[Item] = []
+    shared: list[int] = []
+    for key in sorted(groups):
+        group = sorted(groups[key], key=lambda item: item.inputs.astype(">u4").tobytes())  # big-endian bytes sort like the numbers
+        items += group
+        shared += [0, *(common_prefix(a.inputs, b.inputs) for a, b in pairwise(group))]
+    return SortedSamples(items, np.array([len(item.inputs) for item in items], dtype=np.int64), np.array(shared, dtype=np.int64))
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns the length of the longest common prefix."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    first = int(differs.argmax()) if shortest else 0
+    return first if shortest and differs[first] else shortest
+
+
+def lay_out(ordered: SortedSamples, part: MicroBatchRange) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Lays the part out depth first. Returns token ids, positions and ends, [T] each, and the packed positions of each item's tokens."""
+    start, end = part
+    items, shared = ordered.items[start:end], ordered.shared[start:end].copy()
+    shared[:1] = 0
+    new = [item.inputs[n:] for item, n in zip(items, shared.tolist(), strict=True)]
+    total = sum(map(len, new))
+    subtree_ends = np.full(total, total, dtype=np.int64)
+    paths: list[np.ndarray] = []
+    path, used = np.zeros(0, dtype=np.int64), 0
+    for tokens, n in zip(new, shared.tolist(), strict=True):
+        subtree_ends[path[n:]] = used  # no later item descends from the tokens of the previous one that this item does not share
+        path = np.concatenate([path[:n], np.arange(used, used + len(tokens))])
+        used += len(tokens)
+        paths.append(path)
+    positions = [np.arange(n, n + len(tokens)) for tokens, n in zip(new, shared.tolist(), strict=True)]
+    return np.concatenate(new).astype(np.int64), np.concatenate(positions), subtree_ends, paths

@@ -1,0 +1,147 @@
+"""Measures the difference between trainer and inference on the same tokens with the same weights: in batches, probes and `rl doctor`.
+
+`python -m rl.trainer.measure.parity CONFIG.toml FILE.batch` scores samples as the trainer does. Its last line of output is one JSON
+object: the model's `sliding_window` (null without one), and `tokens`, a list of [position, temperature, difference].
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl.config.command_line import from_toml
+from rl.config.run import RLConfig
+from rl.models.folder import resolve_model
+from rl.system.errors import RunError
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.micro_batch import MicroBatch, fill_blocks, micro_batch_tokens
+from rl.trainer.data.packing import Packed, pack
+from rl.trainer.loss.kl import MAX_LOG_RATIO, k3
+from rl.trainer.model.modes import layer_windows
+from rl.trainer.model.policy import is_packed, load_policy, mode_of, score
+from rl.trainer.parallel.world import World, start_world
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainBatch, TrainingSample
+from rl.wire.parity import GROSS, Limit, Parity
+from rl.wire.transport import OrchestratorClient
+
+TIMEOUT_S = 600.0
+PROBE_WAIT_S = 15.0
+"""Seconds that a checkpoint waits for inference to load the version and answer; after that there is no probe."""
+
+
+class ParitySums:
+    """Sums over differences of log-probabilities, without gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        """[4]: number of tokens; sums of |d|, of the KL exp(d) - 1 - d, and of its square."""
+        self.largest = torch.zeros((), dtype=torch.float32, device=device)
+
+    def add(self, differences: Tensor, counted: Tensor) -> None:
+        """Adds `differences` [N] float32, trainer minus inference in nats, clamped to +-10; `counted` [N] bool selects those that count."""
+        if len(differences):
+            d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(counted, 0.0)
+            kl = k3(d.double())
+            self.sums += torch.stack([counted.double().sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()])
+            self.largest = torch.maximum(self.largest, d.abs().max())
+
+    def total(self, world: World) -> Parity | None:
+        """Returns the agreement over all ranks; None if no token counts. Every rank calls this."""
+        count, distance, kl, square = world.reduce(self.sums, dist.ReduceOp.SUM).tolist()
+        largest = float(world.reduce(self.largest, dist.ReduceOp.MAX))
+        if not count:
+            return None
+        variance = max(0.0, square - kl**2 / count) / max(1.0, count - 1)
+        return Parity(int(count), distance / count, largest, kl / count, math.sqrt(variance / count))
+
+
+class ParityWatch:
+    """Judges by each batch or a probe whether a run's trainer agrees with its inference."""
+
+    def __init__(self, limit: Limit, strict: bool | None, client: OrchestratorClient | None):
+        """`strict`: whether a disagreement ends the run; None: only beyond GROSS and in the first comparison. `client`: only on rank 0."""
+        self.limit, self.strict, self.client = limit, strict, client
+        self.is_first = True
+        self.seen = False
+        """Whether anything has been compared since the last checkpoint."""
+        self.unjudged = 0
+        """Number of consecutive checkpoints without any comparison."""
+
+    def judge(self, found: Parity | None) -> dict[str, float]:
+        """Returns the metrics of a comparison; empty if nothing was compared. Raises RunError for a disagreement that ends the run."""
+        if found is None:
+            return {}
+        is_first, self.is_first = self.is_first, False
+        self.seen, agrees = True, found.within(self.limit)
+        if not agrees and self.strict:
+            raise RunError(f"{found.complaint(self.limit)}. This ends the run because of trainer.strict_parity = true")
+        if self.strict is None and is_first and not found.within(GROSS):
+            raise RunError(
+                f"{found.complaint(self.limit)}. This is more than rounding: the two compute different models, so samples of one cannot "
+                "train the other; docs/models.md lists known differences by family. trainer.strict_parity = false trains anyway"
+            )
+        return found.metrics | {"parity/agrees": float(agrees)}
+
+    def at_checkpoint(self, step: int, model: PreTrainedModel, prepare: Callable[[TrainBatch], Packed], world: World) -> dict[str, float]:
+        """Compares on a probe of version `step`, the model's own, if no batch since the last checkpoint allowed it. Every rank calls this.
+
+        Waits for: inference to load the version and answer, PROBE_WAIT_S at most.
+        """
+        seen, self.seen = self.seen, False
+        if seen:
+            self.unjudged = 0
+            return {}
+        data = world.broadcast_bytes(msgspec.msgpack.encode(self.client.probe(step, PROBE_WAIT_S)) if self.client else b"")
+        samples = msgspec.msgpack.decode(data, type=list[TrainingSample])
+        if not samples:
+            self.unjudged += 1
+            return {"parity/unjudged": float(self.unjudged)}
+        self.unjudged = 0
+        sums = ParitySums(world.device)
+        for row in prepare(TrainBatch(step=step + 1, samples=samples)).micro_batches:
+            part = row.to(world.device)
+            sums.add(differences(model, part, world), part.fresh)
+        metrics = self.judge(sums.total(world))
+        self.seen = False
+        return metrics
+
+
+@torch.no_grad()
+def differences(model: PreTrainedModel, batch: MicroBatch, world: World) -> Tensor:
+    """Returns [N] float32: the trainer's log-probability of each loss token minus inference's, in nats."""
+    return score(model, batch, world).logprobs - batch.logprobs
+
+
+def main() -> None:
+    config = from_toml(Path(sys.argv[1]))
+    batch = decode_batch(Path(sys.argv[2]).read_bytes(), sys.argv[2]).batch
+    world = start_world(use_gpus=config.trainer.gpus != 0 and torch.cuda.is_available(), timeout_s=TIMEOUT_S)
+    model = load_policy(resolve_model(config.model), config.model, config.trainer, world)
+    window = next(filter(None, layer_windows(model)), None)
+    print(json.dumps({"sliding_window": window, "tokens": compare(model, config, batch, world)}))
+    dist.destroy_process_group()
+
+
+def compare(model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: World) -> list[tuple[int, float, float]]:
+    """Returns (position, temperature, difference) of every sampled token of the batch."""
+    row_tokens = micro_batch_tokens(config.trainer, world.device, mode_of(model)) * is_packed(model)
+    layout = Layout(world.data_rank, world.data_size, row_tokens, model.config.get_text_config().hidden_size)
+    found: list[tuple[int, float, float]] = []
+    for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
+        part = (fill_blocks(row, 1) if world.device.type == "cuda" and row_tokens else row).to(world.device)
+        positions = (part.position_ids[part.predictors][part.rows] + 1).tolist()
+        temperatures = [round(temperature, 6) for temperature in part.temperatures[part.rows].tolist()]
+        found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

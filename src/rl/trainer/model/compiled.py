@@ -1,0 +1,60 @@
+"""torch.compile as the trainer uses it: one graph for all lengths, and never a silent fallback to uncompiled code."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl.system.errors import RunError
+
+KEEP_RESULT = "wrap_inductor_compiled_regions"
+"""Inductor's option that makes a compiled function a single operation for selective checkpointing, which can then keep its result."""
+
+
+def compiled(function: Callable[..., Any], remedy: str, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """Compiles `function` at its first call, with symbols for all sizes.
+
+    Each value of a size or flag that cannot be a symbol costs another compilation, and after eight of one code object torch would continue
+    uncompiled, with many times the memory. The function raises RunError with `remedy` then, and if torch cannot compile it.
+    """
+    from torch._dynamo import config  # takes seconds, which runs without compilation need not spend
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+
+    config.fail_on_recompile_limit_hit = True
+    config.specialize_float = True  # caps on scores must be constants of the graph: inductor cannot compile them as symbols
+    inner = torch.compile(function, dynamic=True, options=options)
+    name = getattr(function, "__qualname__", "a function")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise RunError(f"torch compiled {name} {config.recompile_limit} times, each time for other inputs; {remedy}") from error
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, torch.OutOfMemoryError):  # needs another remedy
+                raise
+            raise RunError(f"torch cannot compile {name} ({describe(error.inner_exception)}); {remedy}") from error
+
+    return call
+
+
+def describe(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+
+
+def kept_operations() -> list[Any]:
+    """Returns the operation that represents a function compiled with KEEP_RESULT, if torch has it."""
+    from torch import _higher_order_ops
+
+    found = getattr(_higher_order_ops, "inductor_compiled_code", None)
+    return [found] if found is not None and keeps_results() else []
+
+
+def keeps_results() -> bool:
+    """Whether torch knows the option KEEP_RESULT."""
+    from torch._inductor import config
+
+    return hasattr(config, KEEP_RESULT)

@@ -1,0 +1,72 @@
+"""The head of the policy: log-probabilities of the loss tokens instead of logits for all tokens."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl.trainer.model.attention import TreeMask
+from rl.trainer.model.logprobs import head_logprobs, token_logprobs
+from rl.trainer.model.modes import Mode, call
+
+
+class Predictions(Protocol):
+    """The loss tokens of a micro batch, see MicroBatch."""
+
+    predictors: Tensor  # [P]
+    temperatures: Tensor  # [P]
+    rows: Tensor  # [N]
+    targets: Tensor  # [N]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probability and entropy of a micro batch's N loss tokens."""
+
+    logprobs: Tensor  # [N] float32, with gradient
+    entropies: Tensor  # [N] float32, of the distribution that predicts the token
+
+
+class LossHead:
+    """The forward pass of the model's head: log-probabilities and entropies of a micro batch's loss tokens instead of logits.
+
+    The model is still called as a whole: FSDP's hooks depend on that, and a tied head stays tied. A model's forward passes nothing but
+    hidden states to its head, so `score` sets the micro batch in attributes that `__call__` reads.
+    """
+
+    def __init__(self, head: nn.Module, mode: Mode) -> None:
+        self.head, self.logits, self.mode = head, head.forward, mode
+        self.fused = type(head) is nn.Linear
+        """False for other heads and for models that change the logits after the head: the logits of the predictors are then returned."""
+        self.batch: Predictions | None = None
+        """The micro batch to score; None if the head is to return all logits."""
+        self.entropy_gradient = False
+        self.scores: Tensor | None = None  # [2, N], the result of the fused head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[1, T', H] -> scores [2, N], or logits [1, P, V]."""
+        if self.batch is None:
+            return self.logits(hidden)
+        batch, predicting = self.batch, hidden[:, self.batch.predictors]
+        if not self.fused:
+            return self.logits(predicting)
+        tokens = (batch.temperatures, batch.rows, batch.targets)
+        logprobs, entropies = head_logprobs(predicting[0], self.head.weight, self.head.bias, *tokens, self.entropy_gradient)
+        self.scores = torch.stack([logprobs, entropies[batch.rows]])
+        return self.scores
+
+    def score(self, model: PreTrainedModel, batch: Predictions, row: tuple[Tensor, Tensor, TreeMask], entropy_gradient: bool) -> Scores:
+        """Scores a batch's loss tokens. `row`: ids [T'] and positions [T'] of the tokens to compute, and their mask."""
+        self.batch, self.entropy_gradient, self.scores = batch, entropy_gradient, None
+        output = call(model, self.mode, *row)
+        if self.fused and output is not self.scores:  # the model scales or caps its logits, so it must not get scores instead
+            self.fused = False
+            output = call(model, self.mode, *row)
+        self.batch, scores, self.scores = None, self.scores, None
+        if not self.fused:
+            logprobs, entropies = token_logprobs(output[0], batch.temperatures, batch.rows, batch.targets, entropy_gradient)
+            return Scores(logprobs, entropies[batch.rows])
+        assert scores is not None
+        return Scores(scores[0], scores[1] if entropy_gradient else scores[1].detach())

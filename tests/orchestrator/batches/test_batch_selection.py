@@ -1,0 +1,287 @@
+import json
+
+import msgspec
+import pytest
+
+from rl.config.orchestrator import NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
+from rl.orchestrator.batches.batch_builder import GroupWarnings
+from rl.orchestrator.batches.batch_metrics import SampleCounts, batch_metrics
+from rl.orchestrator.batches.batch_selection import OrchestratorState, choose, commit, decode_state, form, rollout_line
+from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
+from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.groups.group_credit import Rules, credit_group
+from rl.orchestrator.tasks.task_source import TaskRef, TaskState
+from rl.run_dir.paths import RunDir
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainBatch, VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.turns import pack_logprobs
+
+
+def rollout(reward, version=0, error=None, tokens=2, **options):
+    turns = [
+        Turn(
+            prompt_ids=[1],
+            completion_ids=[2] * tokens,
+            logprobs=[-1.0] * tokens,
+            policy_versions=[VersionSpan(version, tokens)],
+            finish_reason="stop",
+        )
+    ]
+    return Rollout(turns=turns, reward=reward, error=error, cause="environment" if error else None, metrics={"m": reward * 2}, **options)
+
+
+def group(group_id, *rewards, env="e", rules=None, **options):
+    rollouts = [rollout(reward, episode=i, **options) for i, reward in enumerate(rewards)]
+    return credit_group(Group(group_id=group_id, env=env, task=0, rollouts=rollouts), rules or Rules())
+
+
+def test_judge_names_the_reason():
+    assert (group(0, 1.0, 0.0).why, group(0, 1.0, 0.0).advantages) == (None, [0.5, -0.5])
+    assert group(0, 1.0, 1.0).why == "no_signal"
+    assert group(0, 1.0, 0.0, tokens=0).why == "empty"
+    assert group(0, 1.0, 0.0, tokens=0, overlong=True).why == "overlong"
+    masked = Rules(mask_truncated=True)
+    assert (group(0, 1.0, 0.0, truncated=True).why, group(0, 1.0, 0.0, truncated=True, rules=masked).why) == (None, "truncated")
+    one_is_whole = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0, truncated=True), rollout(0.0, episode=1)])
+    assert credit_group(one_is_whole, masked).why is None and [sample.rollout_id for sample in group_samples(one_is_whole, True)] == [1]
+    partly = credit_group(Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(0.0, error="boom")]), Rules())
+    assert (partly.why, partly.advantages) == ("error", [0.0, 0.0])
+
+
+def test_a_partial_group_is_trained_only_if_that_is_wanted():
+    rollouts = [rollout(1.0), rollout(0.0, episode=1), rollout(0.5, episode=2, error="boom")]
+    assert credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules()).why == "error"
+    kept = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules(keep_partial=True))
+    assert (kept.why, kept.advantages) == (None, [0.5, -0.5, 0.0])
+    assert [sample.rollout_id for sample in group_samples(kept)] == [0, 1]
+    alone = Group(group_id=0, env="e", task=0, rollouts=rollouts[1:])
+    assert credit_group(alone, Rules(keep_partial=True)).why == "error"  # nothing to compare it with
+
+
+def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
+    silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
+    kept = credit_group(silent, Rules(replace_no_signal=False))
+    assert (kept.why, kept.advantages, len(list(group_samples(kept)))) == (None, [0.0, 0.0], 2)
+    assert batch_metrics(SampleCounts(1), [kept])["rollouts/zero_advantage"] == 1.0
+    history = RewardHistory()
+    history.add(kept)
+    assert history.without_signal == [("e", 1.0)] * 2 and history.is_solved()
+    history.add(group(1, 0.0, 1.0))
+    assert history.without_signal == [] and history.ranges == {"e": (0.0, 1.0)}
+
+
+def test_agents_are_compared_with_their_like_and_some_are_not_trained():
+    parts = [("solver", True, 1.0), ("judge", False, 7.0), ("rival", True, 4.0)]
+    rollouts = [
+        rollout(reward * (episode + 1), episode=episode, agent=agent, trainable=trainable)
+        for episode in range(2)
+        for agent, trainable, reward in parts
+    ]
+    judged = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules())
+    assert judged.num_episodes == 2
+    assert judged.advantages == [-0.5, 0.0, -2.0, 0.5, 0.0, 2.0]
+    assert [sample.rollout_id for sample in group_samples(judged)] == [0, 2, 3, 5]
+    lines = [rollout_line(judged, i, 1) for i in range(6)]
+    assert [line["why"] for line in lines] == [None, "not_trainable", None, None, "not_trainable", None]
+
+
+def test_every_end_of_a_rollout_has_its_own_name():
+    kinds = {
+        "finished": rollout(1.0),
+        "truncated": rollout(1.0, truncated=True),
+        "overlong": rollout(0.0, tokens=0, overlong=True),
+        "empty": rollout(0.0, tokens=0),
+        "timeout": Rollout(error="late", cause="timeout"),
+        "failed": rollout(0.0, error="boom"),
+    }
+    whole = Group(group_id=0, env="e", task=0, rollouts=list(kinds.values())[:4], advantages=[1.0, -1.0, 0.0, 0.0])
+    assert [rollout_line(whole, i, 1)["outcome"] for i in range(4)] == ["finished", "truncated", "overlong", "empty"]
+    assert [rollout_line(whole, i, 1)["why"] for i in range(4)] == [None, None, "overlong", "empty"]
+    assert [rollout_line(whole, i, 1, mask_truncated=True)["why"] for i in range(2)] == [None, "truncated"]
+    assert [sample.rollout_id for sample in group_samples(whole, mask_truncated=True)] == [0]
+    failed = credit_group(Group(group_id=0, env="e", task=0, rollouts=list(kinds.values())), Rules())
+    lines = [rollout_line(failed, i, 1) for i in range(6)]
+    assert [line["outcome"] for line in lines] == list(kinds)
+    assert [line["why"] for line in lines] == ["error"] * 4 + ["timeout", "environment"]
+    assert [line["reward"] is line["advantage"] is None for line in lines] == [False] * 4 + [True] * 2
+    metrics = batch_metrics(SampleCounts(1), [failed])
+    assert [metrics[f"rollouts/{kind}"] for kind in ("overlong", "empty", "timeout", "errored")] == [1 / 6, 1 / 6, 1 / 6, 2 / 6]
+    assert (metrics["rollouts/e/failed_timeout"], metrics["rollouts/e/failed_environment"]) == (1, 1)
+
+
+def test_turns_that_could_not_be_merged_are_counted():
+    turns = [rollout(1.0).turns[0] for _ in range(3)]
+    turns[1].prompt_ids = [1, 2, 2, 5]  # continues the first
+    turns[2].prompt_ids = [1, 7]
+    metrics = batch_metrics(SampleCounts(1), [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])])
+    assert metrics["rollouts/unmerged_turns"] == 0.5
+
+
+def test_oldest_groups_first_and_not_before_the_batch_is_full():
+    groups = [group(5, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 1.0)]
+    assert choose(groups, 6, 0, 3) is None
+    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0)], 4, 5, 3)] == [1, 3]
+    assert [g.group_id for g in choose([*groups, group(1, 0.0, 1.0, 0.5)], 4, 5, 3)] == [1, 3]  # one rollout more than asked for
+
+
+def test_a_group_does_not_overtake_one_that_was_begun_before_it():
+    groups = [group(1, 1.0, 0.0), group(3, 1.0, 0.0), group(4, 1.0, 0.0)]
+    assert choose(groups, 4, 2, 3, before=2) is None  # group 2 is playing
+    assert [g.group_id for g in choose(groups, 4, 2, 3, before=4)] == [1, 3]
+
+
+def test_short_batch_after_three_batches_worth_of_groups():
+    silent = [group(i, 0.0, 0.0) for i in range(3 * 2)]
+    assert choose(silent, 4, 0, 3) is None
+    assert [g.group_id for g in choose([*silent[1:], group(9, 1.0, 0.0)], 4, 0, 3)] == [9]
+
+
+def test_the_limit_of_refills_is_a_setting():
+    finished = [group(0, 0.0, 0.0), group(1, 1.0, 0.0)]
+    assert [g.group_id for g in choose(finished, 4, 0, 1)] == [1] and choose(finished, 4, 0, 2) is None
+
+
+def test_no_short_batch_while_groups_are_playing():
+    finished = [*(group(i, 0.0, 0.0) for i in range(3 * 2 - 1)), group(9, 1.0, 0.0)]
+    assert choose(finished, 4, 1, 3) is None
+
+
+def test_metrics_count_every_rollout_and_lag_by_token():
+    used, silent, failed = group(0, 1.0, 0.0, version=2), group(1, 1.0, 1.0), group(2, 0.0, 0.0, error="x")
+    newer = group(3, 0.0, 1.0, version=3, tokens=6)
+    metrics = batch_metrics(SampleCounts(4, [*group_samples(used), *group_samples(newer)]), [used, newer, silent, failed])
+    assert metrics["reward/mean"] == 4 / 6 and metrics["reward/e/m"] == 8 / 6
+    assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 4 / 16)
+    assert (metrics["rollouts/errored"], metrics["rollouts/zero_advantage"], metrics["rollouts/trained"]) == (0.25, 0.25, 4)
+    assert metrics["rollouts/length_mean"] == (2 * 4 + 6 * 2) / 6
+
+
+def test_each_environment_is_counted_also_one_of_which_nothing_is_left():
+    used, failed = group(0, 1.0, 0.0), group(1, 0.0, 0.0, env="f", error="x")
+    metrics = batch_metrics(SampleCounts(1, group_samples(used)), [used, failed], ["e", "f", "g"])
+    counted = {
+        name: metrics[f"rollouts/{name}"] for name in ("e/finished", "e/trained", "f/finished", "f/trained", "g/finished", "g/trained")
+    }
+    assert counted == {"e/finished": 2, "e/trained": 2, "f/finished": 2, "f/trained": 0, "g/finished": 0, "g/trained": 0}
+
+
+def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
+    some = group(0, 1.0, 0.0)
+    for rollout in some.rollouts:
+        rollout.metrics = {"mean": 1000.0, "length_penalty": 7.0, "agent_agent": 5.0, "errored": 3.0, "means": 2.0}
+    metrics = batch_metrics(SampleCounts(1, group_samples(some)), [some])
+    own = {"own_mean": 1000.0, "own_length_penalty": 7.0, "own_agent_agent": 5.0, "own_errored": 3.0, "means": 2.0}
+    assert {name.removeprefix("reward/e/"): value for name, value in metrics.items() if name.startswith("reward/e/")} == {
+        "mean": 0.5,
+        **own,
+    }
+    said = []
+    GroupWarnings(said.append).renamed(some)
+    assert [(one.about, one.env) for one in said] == [("renamed", "e")]
+    assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
+
+
+def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():
+    rules = Rules(RlooConfig(length_penalty=0.5))
+    rollouts = [rollout(1.0, tokens=tokens, episode=i) for i, tokens in enumerate((4, 2, 0))]
+    judged = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), rules)
+    assert (judged.why, judged.penalties, judged.advantages) == (None, [0.5, 0.25, 0.0], [-0.375, 0.0, 0.375])
+    assert group(1, 0.0, 0.0, rules=rules).why == "no_signal"
+    metrics = batch_metrics(SampleCounts(1), [judged, group(1, 0.0, rules=rules)])
+    assert metrics["reward/e/mean"] == 0.75 and metrics["reward/e/length_penalty"] == 0.75 / 4
+    assert rollout_line(judged, 0, 1)["reward"] == 1.0
+    assert "reward/e/length_penalty" not in batch_metrics(SampleCounts(1), [group(0, 1.0, 0.0)])
+
+
+def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_itself(tmp_path):
+    rules = {"a": Rules(ReinforcePlusPlusConfig()), "b": Rules(ReinforcePlusPlusConfig(group_baseline=True)), "c": Rules()}
+    used = [group(i, *rewards, env=env, rules=rules[env]) for i, (env, rewards) in enumerate(
+        [("a", (1.0, 1.0)), ("a", (0.0, 0.0)), ("b", (10.0, 20.0)), ("b", (5.0, 5.0, 5.0)), ("c", (1.0, 0.0))]
+    )]  # fmt: skip
+    assert [g.why for g in used] == [None, None, None, "no_signal", None] and [g.signal for g in used] == [None, None, True, False, True]
+    dropped = [used.pop(3)]
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    state = OrchestratorState(tasks=TaskState(next_group=5, issued={}, in_flight=[]), settled=[0], pending=[TaskRef(7, "e", 1)])
+    formed = form(1, used, dropped, rules)
+    commit(run_dir, formed, state)
+    content = decode_batch(run_dir.batch(1).read_bytes(), "x")
+    batch = content.batch
+    a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5
+    assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx([a, a, -a, -a, -b, b, 0.5, -0.5], rel=1e-7)
+    assert batch == TrainBatch(step=1, samples=[sample for group in used for sample in group_samples(group)])
+    assert decode_state(content.state).pending == [TaskRef(7, "e", 1)]
+    lines = [json.loads(line) for line in run_dir.rollouts(1).read_bytes().splitlines()]
+    assert [line["advantage"] for line in lines[:8]] == [sample.advantages[-1] for sample in batch.samples]
+    assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
+    metrics = batch_metrics(formed.counts, [*used, *dropped])
+    assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1 and "rollouts/a/replaced_groups" not in metrics
+
+
+def test_what_was_begun_beyond_a_batch_is_counted_and_in_no_mean():
+    """The surplus groups that finish are biased towards quick ones, or are of an older version."""
+    used, surplus = [group(0, 1.0, 0.0)], group(1, 1.0, 1.0, 1.0, tokens=9)
+    surplus.why = "surplus"
+    counts = form(1, used, [surplus], {"e": Rules()}).counts
+    alone, both = batch_metrics(counts, used), batch_metrics(counts, [*used, surplus])
+    assert (alone["rollouts/finished"], both["rollouts/finished"], both["rollouts/e/finished"]) == (2, 5, 5)
+    assert {name for name in both if both[name] != alone[name]} == {"rollouts/finished", "rollouts/e/finished"}
+    assert choose([*used, surplus], 4, 0, 1) is None  # nor does it count towards the next batch's refills
+
+
+def test_without_a_group_baseline_rewards_that_stay_the_same_are_silent():
+    rules, history = Rules(ReinforcePlusPlusConfig()), RewardHistory()
+    for i in range(3):
+        history.add(group(i, 1.0, 1.0, rules=rules))
+    assert history.without_signal == [("e", 1.0)] * 6 and history.is_solved()
+    history.add(group(3, 0.0, 0.0, rules=rules))  # equal to each other, but not to earlier rewards
+    assert history.without_signal == []
+
+
+@pytest.mark.parametrize("reward", [1.0, 1.8])
+def test_a_reward_that_was_never_another_one_is_no_proof_of_success(reward):
+    """Regression: for the most common fault of a reward function, a constant, the run reported that it was solved."""
+    history = RewardHistory()
+    history.add(group(0, reward, reward))
+    said = f"nothing to learn: since the first rollout, e has given no reward other than {reward:g}"
+    assert history.is_solved() and history.success() == (f"{said}. Either the task is that easy, or the reward is wrong", "doubtful")
+    history.add(group(1, 0.0, reward))
+    history.add(group(2, reward, reward))
+    assert history.success() == (f"solved: the last 2 rollouts all have the highest reward (rewards of e: 2 times {reward:g})", "early")
+    mixed = RewardHistory(without_signal=[("np", 0.5), ("exit", 1.0), ("np", 0.25), ("np", 0.5)])
+    assert mixed.histogram() == "rewards of exit: 1 times 1; rewards of np: 1 times 0.25, 2 times 0.5"
+
+
+def test_a_teacher_is_a_signal():
+    taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), has_teacher=True))
+    assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
+    taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
+    samples = list(group_samples(taught))
+    assert [sample.teacher_logprobs for sample in samples] == [[0.0, -1.5, -0.25], None]
+    metrics = batch_metrics(SampleCounts(1, samples), [taught])
+    assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
+    history = RewardHistory(without_signal=[("e", 1.0)])
+    history.add(taught)
+    assert history.without_signal == []
+    assert group(1, 1.0, 1.0, tokens=0, rules=Rules(has_teacher=True)).why == "empty"
+
+
+def test_only_failures():
+    failed, good = group(0, 1.0, 0.0, error="boom"), group(1, 1.0, 0.0)
+    assert only_failures([good, failed, failed], 4) == "the last 2 groups all failed; the newest error:\nboom"
+    cut = group(2, 1.0, 0.0, truncated=True, rules=Rules(mask_truncated=True))
+    said = only_failures([good, cut, cut], 4)
+    assert said.startswith("every answer in the last 2 groups was truncated") and "raise orchestrator.sampling.max_tokens" in said
+    assert only_failures([good, cut, failed], 4).endswith("the newest error:\nboom") and not only_failures([cut, good], 0)
+    assert only_failures([cut, failed, cut], 4).startswith("every answer in 2 of the last 3 groups was truncated")  # the most common reason
+    assert only_failures([failed, failed, good], 0) == "" == only_failures([good, failed], 4) == only_failures([], 0)
+
+
+def test_a_state_without_the_newer_fields_is_still_read():
+    old = {
+        "tasks": {"next_group": 3, "issued": {"e": 3}, "in_flight": [[2, "e", 1]]},
+        "settled": [0],
+        "signal": {"silent": [], "ranges": {}},
+    }
+    state = decode_state(msgspec.Raw(msgspec.msgpack.encode(old)))
+    assert (state.tasks.skipped, state.tasks.rates, state.pending) == ({}, {}, [])

@@ -1,0 +1,208 @@
+"""Members of a group that finish before the others: each is played once, whichever process dies meanwhile."""
+
+import asyncio
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from rl.config.command_line import build, parse_args
+from rl.envs.worker import Worker
+from rl.orchestrator.groups.pending import PendingLog
+from rl.orchestrator.main import run
+from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
+from rl.orchestrator.workers.pool import WorkerPool
+from rl.run_dir.status import Status
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Members, Rollout, Turn
+from rl.wire.worker_messages import FromWorker, PlayGroup
+from tests.orchestrator import light_worker
+from tests.orchestrator.stub_inference import StubInference
+from tests.orchestrator.test_loop_lag import builder
+
+SECONDS = [0.0, 0.0, 3.0, 3.0]
+
+
+class SlowLast:
+    """An environment whose episodes take as long as they are told to, one after the other."""
+
+    scores_groups = False
+
+    def __init__(self, *seconds):
+        self.seconds = list(seconds)
+
+    async def play(self, order, num_episodes):
+        seconds = [self.seconds.pop(0) for _ in range(num_episodes)]
+        await asyncio.sleep(max(seconds))
+        return [[Rollout(reward=one)] for one in seconds]
+
+
+def sent(env, order):
+    """Returns a worker's answers as (episodes, number of unfinished ones) for each message."""
+    messages = []
+
+    async def send(data):
+        played = msgspec.msgpack.decode(data, type=FromWorker)
+        messages.append(([rollout.episode for rollout in played.rollouts], played.unfinished))
+
+    worker = SimpleNamespace(setup=SimpleNamespace(retries=0), env=env, plays={})
+    worker.play_once = lambda *args: Worker.play_once(worker, *args)
+    worker.play_with_retries = lambda *args: Worker.play_with_retries(worker, *args)
+    asyncio.run(Worker.play(worker, order, SimpleNamespace(send=send)))
+    return messages
+
+
+def test_a_worker_sends_episodes_as_they_finish_and_short_ones_together(monkeypatch):
+    monkeypatch.setattr("rl.envs.worker.GATHER_S", 0.2)
+    order = PlayGroup(1, "train", 0, 4, {}, 0)
+    assert sent(SlowLast(0.6, 0.0, 0.05, 0.0), order) == [([1, 2, 3], 1), ([0], 0)]
+    assert sent(SlowLast(0.0, 0.1, 0.0, 0.05), order) == [([0, 1, 2, 3], 0)]
+    assert sent(SlowLast(0.0, 0.0), msgspec.structs.replace(order, done=[0, 2])) == [([1, 3], 0)]
+    assert sent(SlowLast(), msgspec.structs.replace(order, done=[0, 1, 2, 3])) == [([], 0)]
+    together = SlowLast(0.0, 0.4, 0.0, 0.0)
+    together.scores_groups = True
+    assert sent(together, order) == [([0, 1, 2, 3], 0)]
+
+
+def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
+    async def main():
+        pool, kept = WorkerPool(tmp_path / "logs"), []
+        try:
+            light_worker.start(pool, monkeypatch, seconds=[0.0, 0.0, 1.0, 1.0], log=str(tmp_path / "log"))
+            await pool.sizes(20.0)
+            playing = asyncio.create_task(pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append))
+            async with asyncio.timeout(20):
+                while not kept:
+                    await asyncio.sleep(0.02)
+                os.kill(pool.workers["light-0"].child.pid, signal.SIGKILL)
+                return await playing, kept, pool.num_started
+        finally:
+            await pool.close()
+
+    rollouts, kept, started = asyncio.run(main())
+    assert started == 2 and [(rollout.episode, rollout.reward) for rollout in rollouts] == [(0, 7.0), (1, 9.0), (2, 9.0), (3, 10.0)]
+    assert sorted((tmp_path / "log").read_text().split("\n")[:-1]) == ["7 0", "7 2", "7 3"]
+    assert [[rollout.episode for rollout in members] for members in kept] == [[0], [2]]
+
+
+def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", light_worker.BOOTSTRAP)
+    log = tmp_path / "log"
+    env = f'{{id = "say-digit", python = "{sys.executable}", args = {{seconds = {SECONDS}, log = "{log}"}}}}'
+    flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment", env, "--max_steps", "1", "--max_lag", "0"]
+    flags += ["--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8"]  # the stub server takes no more
+    config = build(parse_args([*flags, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"]))
+
+    async def life(until):
+        status = Status(config.run_dir.status("orchestrator"), "orchestrator")
+        async with StubInference(model, config.run_dir.status("inference")):
+            runner = asyncio.create_task(run(config, status, str(model), {}))
+            try:
+                async with asyncio.timeout(60):
+                    while not until():
+                        await asyncio.sleep(0.02)
+                        assert not runner.done() or runner.result()
+            finally:
+                runner.cancel()  # anything it writes now would be too late
+                await asyncio.wait({runner})
+                status.close()
+
+    def members():
+        found = PendingLog(tmp_path / "copy.log")
+        found.path.write_bytes(config.run_dir.pending.read_bytes() if config.run_dir.pending.exists() else b"")
+        found.load(set(), 9)
+        return {(group_id, rollout.episode) for group_id, record in found.members.items() for rollout in record.members}
+
+    asyncio.run(life(lambda: len(members()) == 4))
+    before = log.read_text().split("\n")[:-1]
+    assert len(before) == 4 and {line.split()[1] for line in before} == {"0", "1"}
+    asyncio.run(life(lambda: config.run_dir.newest_batch() == 1))
+    played = log.read_text().split("\n")[:-1]
+    tasks = {line.split()[0] for line in before}
+    assert sorted(played) == sorted(f"{task} {episode}" for task in tasks for episode in range(4))
+    samples = decode_batch(config.run_dir.batch(1).read_bytes(), "1").batch.samples
+    assert sorted((sample.group_id, sample.token_ids) for sample in samples) == [(group, [1, 2 + i]) for group in (0, 1) for i in range(4)]
+
+
+def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, monkeypatch):
+    """They may be played to the end again: the same metric would then be added twice, and reported as the user's fault."""
+
+    async def main():
+        pool, kept = WorkerPool(tmp_path / "logs"), []
+        pool.add_metrics = lambda rollouts: [rollout.metrics.update(added=1.0) for rollout in rollouts]
+        try:
+            light_worker.start(pool, monkeypatch)
+            await pool.sizes(20.0)
+            old = Rollout(episode=1, metrics={"own": 2.0})
+            return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
+        finally:
+            await pool.close()
+
+    rollouts, kept = asyncio.run(main())
+    assert [rollout.metrics for rollout in rollouts] == [{"added": 1.0}, {"own": 2.0, "added": 1.0}, {"added": 1.0}]
+    assert {key for members in kept for rollout in members for key in rollout.metrics} == {"own"}
+
+
+class CancelsItself:
+    """An environment that, in its first episode, awaits a task it has cancelled."""
+
+    scores_groups, num_plays = False, 0
+
+    async def play(self, order, num_episodes):
+        self.num_plays += 1
+        if self.num_plays == 1:
+            mine = asyncio.create_task(asyncio.sleep(9))
+            mine.cancel()
+            await mine
+        return [[Rollout(reward=1.0)]]
+
+
+def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
+    """The group must not hang."""
+    answers = sent(CancelsItself(), PlayGroup(1, "train", 0, 2, {}, 0))
+    assert answers == [([0, 1], 0)]
+
+
+def test_a_failed_member_is_played_again(tmp_path):
+    sound, failed = Rollout(episode=0), Rollout(episode=1, error="inference was away", cause="inference")
+    made = builder(tmp_path, 1)
+    made.pending.members[5] = Members(group_id=5, env="e", task=3, members=[sound, failed])
+    assert made.members(5, oldest=0) == [sound] and made.members(6, oldest=0) == []
+
+
+def member(group_id, episode, version=0, reward=0.5):
+    turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
+    return Members(group_id=group_id, env="e", task=3, members=[Rollout(turns=[turn], episode=episode, reward=reward)])
+
+
+def test_members_are_durable_until_their_group_is(tmp_path):
+    log = PendingLog(tmp_path / "pending.log")
+    log.append([member(1, 0), member(2, 0), member(1, 2), member(1, 0, reward=0.75)])
+    log.append([Group(group_id=2, env="e", task=3, rollouts=[Rollout(), Rollout(episode=1)])])
+    log.rewrite()
+    log.append([member(4, 0, version=7), member(4, 1), member(5, 0)])
+    again = PendingLog(tmp_path / "pending.log")
+    assert again.load({5}, 6) == [] and [group.group_id for group in again.groups] == [2]
+    assert {key: [(one.episode, one.reward) for one in record.members] for key, record in again.members.items()} == {
+        1: [(2, 0.5), (0, 0.75)],
+        4: [(1, 0.5)],
+    }
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_group_with_members_goes_on_under_its_number_and_its_task_is_issued_once(committed):
+    source = TaskSource({"e": EnvTasks(9)}, seed=3)
+    refs = [source.next(["e"]) for _ in range(4)]
+    state = source.state(refs) if committed else None
+    again = TaskSource({"e": EnvTasks(9)}, seed=3)
+    again.restore(state, done=[refs[0]], begun=[refs[2]])
+    issued = [again.next(["e"]) for _ in range(8)]
+    assert (
+        issued.count(refs[2]) == 1 and len({ref.group_id for ref in issued}) == 8 and refs[0].group_id not in {r.group_id for r in issued}
+    )
+    assert sorted([refs[0].task, *(ref.task for ref in issued)]) == list(range(9))
+    assert TaskRef(refs[2].group_id, "e", refs[2].task) in issued

@@ -1,0 +1,155 @@
+"""The teacher's client against a real HTTP server."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from rl.config.orchestrator import TeacherConfig
+from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.groups.teacher import Teacher, make_teachers
+from rl.system.errors import RunError
+from rl.wire.messages import VersionSpan
+from rl.wire.rollouts import Group, Rollout, Turn
+from tests.orchestrator.stub_teacher import StubTeacher, logprob
+
+
+def turn(prompt, completion):
+    logprobs, spans = [-0.1] * len(completion), [VersionSpan(0, len(completion))]
+    return Turn(prompt_ids=prompt, completion_ids=completion, logprobs=logprobs, policy_versions=spans, finish_reason="stop")
+
+
+def against(stub, act, **options):
+    """Runs `act(teacher, stub)` with a stub server."""
+
+    async def main():
+        async with stub:
+            teacher = Teacher(TeacherConfig(base_url=stub.url + "/", **{"timeout_s": 20.0, **options}))
+            try:
+                return await act(teacher, stub)
+            finally:
+                await teacher.close()
+
+    return asyncio.run(main())
+
+
+def nonsense(text="{}"):
+    return web.Response(text=text, content_type="application/json")
+
+
+def test_a_chain_of_turns_is_one_request_and_every_sampled_token_gets_its_own_number():
+    rollouts = [
+        Rollout(turns=[turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [7]), turn([5], [6])]),
+        Rollout(turns=[turn([1], [2])], error="boom"),
+        Rollout(turns=[turn([1], [2])], trainable=False),
+        Rollout(turns=[turn([1], [2])], truncated=True),
+        Rollout(turns=[turn([1], [])]),
+    ]
+
+    async def act(teacher, stub):
+        teacher.model = "big"
+        await teacher.score_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), mask_truncated=True)
+        return stub.requests
+
+    assert sorted(against(StubTeacher(), act)) == [[1, 2, 3, 4, 9, 7], [5, 6]]
+    samples = group_samples(Group(group_id=0, env="e", task=0, rollouts=rollouts[:1], advantages=[0.0]))
+    for sample in samples:
+        expected = [logprob(sample.token_ids, t) if sampled else 0.0 for t, sampled in enumerate(sample.loss_mask)]
+        assert sample.teacher_logprobs == expected
+    assert all(t.teacher_logprobs is None for rollout in rollouts[1:] for t in rollout.turns)
+
+
+def test_what_passes_is_repeated_and_what_does_not_fails_the_rollout():
+    trouble = [
+        web.Response(status=503),
+        nonsense(),
+        nonsense("oops"),
+        nonsense('{"choices": [{"prompt_logprobs": [null, {"9": {"logprob": 0}}]}]}'),
+    ]
+    rollouts = [Rollout(turns=[turn([1], [2])]), Rollout(turns=[turn([3], [4])])]
+
+    async def act(teacher, stub):
+        teacher.model, teacher.checked = "big", True
+        stub.answers = trouble
+        first = await teacher.score([1, 2])
+        stub.answers = [web.json_response({"error": {"message": "Token id 2 is out of vocabulary"}}, status=400)]
+        await teacher._score_rollout(rollouts[0])
+        await teacher._score_rollout(rollouts[1])
+        return first
+
+    assert against(StubTeacher(), act) == [0.0, logprob([1, 2], 1)]
+    assert rollouts[0].cause == "teacher" and rollouts[1].error is None
+    for text in ("/v1/completions", "400", "Token id 2 is out of vocabulary", "must have the tokenizer of the trained model"):
+        assert text in rollouts[0].error
+
+
+@pytest.mark.parametrize("answer", [None, "away"])
+def test_a_teacher_that_is_down_fails_at_its_deadline(answer):
+    async def act(teacher, stub):
+        teacher.model = "big"
+        stub.answers = [None]
+        if answer == "away":
+            await stub.runner.cleanup()
+        with pytest.raises(RunError, match=r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s") as caught:
+            await teacher.score([1, 2])
+        assert ("Connect" if answer == "away" else "no answer yet") in str(caught.value)
+
+    against(StubTeacher(), act, timeout_s=1.0)
+
+
+def test_the_check_at_the_start(model, monkeypatch):
+    ours = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def check(stub, answers=(), **options):
+        async def act(teacher, stub):
+            stub.answers = list(answers)
+            await teacher.check(str(model), 256)
+            return teacher.model
+
+        return against(stub, act, **options)
+
+    assert check(StubTeacher(tokenizer=ours)) == "big"
+    assert check(StubTeacher()) == "big"  # no /detokenize: trusted
+    with pytest.raises(RunError, match="serves big, not small"):
+        check(StubTeacher(), model="small")
+    with pytest.raises(RunError, match=r"sequences of 256 tokens.*max_model_len = 256 needs 257"):
+        check(StubTeacher(max_model_len=256))
+    with pytest.raises(RunError, match="no prompt_logprobs"):
+        check(StubTeacher(), [nonsense('{"choices": [{"text": ""}]}')])
+
+    class Shorter:
+        def decode(self, ids, **_):
+            return "" if max(ids) == ours.get_vocab_size() - 1 else ours.decode(ids, skip_special_tokens=False)
+
+    with pytest.raises(RunError, match="has another tokenizer"):
+        check(StubTeacher(tokenizer=Shorter()))
+    with pytest.raises(RunError, match=r"wrong key.*environment variable SOME_KEY"):
+        check(StubTeacher(key="secret"), api_key_var="SOME_KEY")
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert check(StubTeacher(key="secret"), api_key_var="SOME_KEY") == "big"
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "sent"),
+    [
+        ("https://far.example/v1", {}, True),
+        ("http://localhost:8000/v1", {}, True),
+        ("http://[::1]:8000/v1", {}, True),
+        ("http://far.example/v1", {}, False),
+        ("http://10.0.0.7:8000/v1", {}, False),
+        ("http://10.0.0.7:8000/v1", {"key_over_http": True}, True),
+    ],
+)
+def test_a_key_is_not_sent_where_others_can_read_it(monkeypatch, url, settings, sent):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    teacher = Teacher(TeacherConfig(base_url=url, **settings))
+    assert ("Authorization" in teacher.headers) == sent
+    assert sent == ("is not sent over plain http" not in teacher._remedy(401))
+
+
+def test_environments_share_a_teacher_or_have_their_own():
+    default, other = TeacherConfig(base_url="http://a/v1"), TeacherConfig(base_url="http://b/v1")
+    teachers = make_teachers(default, {"x": None, "y": other, "z": TeacherConfig(base_url="http://a/v1")})
+    assert teachers["x"] is teachers["z"] and teachers["y"].url == "http://b/v1"
+    assert list(make_teachers(None, {"x": None, "y": other})) == ["y"]

@@ -1,0 +1,65 @@
+"""When the orchestrator considers the trainer ended."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import rl.wire.batch_file
+from rl.orchestrator.policy import trainer_requests
+from rl.orchestrator.policy.probe import Prompt, add_prompt
+from rl.orchestrator.policy.trainer_requests import TrainerRequests
+from rl.orchestrator.progress import Progress
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import RoleStatus, write_status
+from rl.wire.inference_client import Generation
+from rl.wire.messages import VersionSpan
+from tests.trainer.samples import make_sample
+from tests.waiting import until
+
+
+def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(tmp_path):
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    requests = TrainerRequests(run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0)
+    run_dir.checkpoint(4).mkdir(parents=True)
+    assert not requests.trainer_has_ended()  # it died before its last checkpoint, and comes again
+    run_dir.checkpoint(10).mkdir()
+    assert requests.trainer_has_ended()
+
+
+@pytest.mark.parametrize("clock", [1e9, 9e9], ids=["behind", "ahead"])
+def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats(tmp_path, monkeypatch, clock):
+    monkeypatch.setattr(trainer_requests, "DEAD_S", 0.2)
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    run_dir.checkpoint(5).mkdir(parents=True)
+    requests = TrainerRequests(run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0)
+    for beat in range(8):
+        write_status(run_dir.status("trainer"), RoleStatus(heartbeat=clock + beat))
+        assert not requests.trainer_has_ended()
+        time.sleep(0.05)
+    until(requests.trainer_has_ended)
+
+
+def test_a_probe_asks_for_the_first_groups_and_reads_no_batch(tmp_path, monkeypatch):
+    """A batch of millions of tokens is decoded in one call, which would block the event loop from any thread."""
+    progress, asked = Progress(9), []
+    for group in (7, 7, 3, 8, 5, 4):
+        add_prompt(progress.prompts, make_sample([group, group], [9], group=group))
+    assert list(progress.prompts.values()) == [Prompt([group, group], 1.0) for group in (7, 3, 8, 5)]
+    progress.newest = 1
+
+    async def generate(session, token_ids, sampling):
+        asked.append((token_ids, sampling))
+        return Generation([6], [-0.5], [VersionSpan(1, 1)], "stop")
+
+    async def reply(sender, answer):
+        answers.append(answer)
+
+    answers, policy = [], SimpleNamespace(loaded=1, servers=SimpleNamespace(generate=generate))
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    monkeypatch.setattr(rl.wire.batch_file, "decode_batch", None)
+    requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
+    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+    assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]
+    assert [sample.token_ids for sample in answers[0].samples] == [[group, 6] for group in (7, 3, 8, 5)]

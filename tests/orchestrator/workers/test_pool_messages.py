@@ -1,0 +1,138 @@
+"""Invalid messages to the pool of workers: garbage kills the worker that sends it, and nothing else."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+
+import msgspec
+import psutil
+import pytest
+
+from rl.orchestrator.workers.pool import Worker, WorkerPool
+from rl.orchestrator.workers.pool_worker import lacking_remedy
+from rl.system import process_table
+from rl.system.children import start
+from rl.wire.rollouts import Rollout, Turn
+from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
+from rl.wire.worker_messages import EnvSpec, Heartbeat, PolicySpec, Ready, WorkerSetup
+
+GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\xff\xff\xff\xff"]
+
+
+async def told(pool: WorkerPool, count: int) -> None:
+    while pool.rejected.count < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def brief_ends(monkeypatch):
+    """The workers here are not real workers, and do not end when asked to."""
+    monkeypatch.setattr("rl.orchestrator.workers.pool.CLOSE_S", 0.2)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path, garbage):
+    async def main() -> tuple[int | None, str, int, bool]:
+        pool = WorkerPool(tmp_path)
+        streams = {}
+        try:
+            for worker_id in ("a-0", "b-0"):
+                child = start(worker_id, ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
+                setup = WorkerSetup(
+                    env=EnvSpec(name=worker_id), policy=PolicySpec(), orchestrator="", worker_id=worker_id, max_tokens=1, retries=0
+                )
+                pool.workers[worker_id] = Worker(setup, child)
+            for name in ("a-0", "b-0", "nobody", "\xff"):
+                streams[name] = await MessageStream.connect(pool.address)
+                await streams[name].send(name.encode("latin-1"))
+            async with asyncio.timeout(20):
+                for name in ("nobody", "\xff"):
+                    await streams[name].send(msgspec.msgpack.encode(Heartbeat()))
+                await told(pool, 2)
+                assert [worker.child.exit_code for worker in pool.workers.values()] == [None, None]
+                await streams["a-0"].send(garbage)
+                code = await pool.workers["a-0"].child.wait_async()
+                await streams["b-0"].send(msgspec.msgpack.encode(Ready(3, None)))
+                ready = await pool.workers["b-0"].ready
+            return code, pool.workers["a-0"].kill_reason, pool.rejected.count, ready == Ready(3, None)
+        finally:
+            for stream in streams.values():
+                stream.writer.close()
+            await pool.close()
+
+    code, kill_reason, count, others_are_heard = asyncio.run(main())
+    assert code == -9 and kill_reason.startswith("it sent an invalid message (") and count == 3 and others_are_heard
+
+
+@pytest.mark.parametrize("announced", [MAX_MESSAGE_BYTES + 1, 1 << 31])
+def test_no_worker_has_the_pool_keep_more_than_one_message(tmp_path, announced):
+    """A worker that sends endlessly is killed before the pool has read any of it. Before, the pool took 617 MiB."""
+
+    async def main() -> tuple[str, int, int]:
+        pool, grown = WorkerPool(tmp_path), 0
+        child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
+        setup = WorkerSetup(env=EnvSpec(name="a"), policy=PolicySpec(), orchestrator="", worker_id="a-0", max_tokens=1, retries=0)
+        worker = pool.workers["a-0"] = Worker(setup, child)
+        before = psutil.Process().memory_info().rss
+        try:
+            stream = await MessageStream.connect(pool.address)
+            await stream.send(b"a-0")
+            stream.writer.write(announced.to_bytes(4))
+            async with asyncio.timeout(20):
+                sent = 0
+                with contextlib.suppress(ConnectionError):
+                    while sent < announced:
+                        stream.writer.write(bytes(1 << 20))
+                        await stream.writer.drain()
+                        sent += 1 << 20
+                        grown = max(grown, psutil.Process().memory_info().rss - before)
+                await child.wait_async()
+            return worker.kill_reason, sent, grown
+        finally:
+            await pool.close()
+
+    kill_reason, sent, grown = asyncio.run(main())
+    assert kill_reason == f"it sent an invalid message (a message of {announced} bytes, {MAX_MESSAGE_BYTES} are allowed)"
+    assert sent < 32 << 20 and grown < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"logprobs": [-1.0]}, r"differ in number: \[1, 2\]"),
+        ({"policy_versions": [[0, 3]]}, r"differ in number: \[2, 3\]"),
+        ({"policy_versions": [[0, -1], [0, 3]]}, "Expected `int` >= 0"),
+        ({"prompt_ids": []}, "an answer to an empty prompt"),
+        ({"teacher_logprobs": [0.0]}, "an answer's tokens and teacher logprobs differ in number"),
+        ({"completion_ids": [1, "x"]}, "Expected `int`, got `str`"),
+    ],
+)
+def test_answers_of_the_policy_that_do_not_fit_together_are_no_message(changes, what):
+    """They would crash the orchestrator when the batch is formed."""
+    turn = {"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [-1.0, -2.0], "policy_versions": [[0, 2]], "finish_reason": "stop"}
+    with pytest.raises(msgspec.ValidationError, match=what):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(turn | changes), type=Turn)
+    assert msgspec.convert(turn, Turn) and Rollout(turns=[])
+
+
+def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
+    """Also processes in their own session, such as tool servers, that the worker itself did not end."""
+
+    async def main() -> int:
+        pool = WorkerPool(tmp_path)
+        marker = f"{os.getpid()}:pool:a-0:1"
+        child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False, marker=marker)
+        setup = WorkerSetup(env=EnvSpec(name="a"), policy=PolicySpec(), orchestrator="", worker_id="a-0", max_tokens=1, retries=0)
+        pool.workers["a-0"] = Worker(setup, child)
+        server = subprocess.Popen(["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True)
+        await pool.close()
+        return server.wait(40)
+
+    assert asyncio.run(main()) == -signal.SIGKILL
+
+
+def test_what_an_interpreter_of_ones_own_needs():
+    text = lacking_remedy("/opt/python")
+    assert text.startswith("`uv pip install --python /opt/python 'aiohttp") and text.endswith("package, and verifiers (classic: <0.4)")

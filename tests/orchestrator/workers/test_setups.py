@@ -1,0 +1,43 @@
+"""Which workers a configuration starts."""
+
+import pytest
+
+from rl.config.command_line import build, parse_args
+from rl.orchestrator.workers.setups import task_faults, worker_setups
+from rl.system.errors import ConfigError
+from rl.wire.worker_messages import PolicySpec, Ready
+
+
+def test_every_worker_is_started_once_whatever_the_labels():
+    """A training environment with the name of an evaluation's own workers gets its workers only once."""
+    environments = '[{id = "a", name = "eval-a", workers = 2}, {id = "b"}]'
+    config = build(parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", '[{id = "a", name = "a"}, {id = "c"}]']))
+    assert [setup.worker_id for setup in worker_setups(config, PolicySpec(), "")] == ["eval-a-0", "eval-a-1", "b-0", "eval-c-0"]
+
+
+def test_an_evaluation_has_no_workers_of_another_environment():
+    labels = ["--orchestrator.environment", '[{id = "a", name = "eval-x"}]', "--orchestrator.eval", '[{id = "b", name = "x"}]']
+    with pytest.raises(ConfigError, match=r"orchestrator.eval.0.name = 'x'\s+names its workers eval-x, like those of a training"):
+        build(parse_args(labels))
+
+
+def test_what_a_run_refuses_about_its_tasks():
+    evals = '[{id = "a", name = "held"}, {id = "b"}, {id = "c"}, {id = "d", num_examples = 0}, {id = "e"}]'
+    environments = '[{id = "a"}, {id = "f", max_samples = 0}]'
+    config = build(parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", evals]))
+    ready = {
+        "a": Ready(4, 0),
+        "f": Ready(9, 0),
+        "eval-b": Ready(0, 2),
+        "eval-c": Ready(None, None),
+        "eval-d": Ready(4, 4),
+        "eval-e": Ready(0, 0),
+    }
+    found = [fault.split(";")[0].split(":")[0] for fault in task_faults(config, ready)]
+    assert found == [
+        "environment f has no training examples",
+        "eval held has no examples, because its environment has no held-out ones",
+        "eval c",
+        "eval d has no examples, because its num_examples is 0",
+        "eval e has no examples, because its environment has no held-out ones",
+    ]

@@ -1,0 +1,198 @@
+"""The threads beside the training: one batch ahead, one version behind, and whose errors are whose."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from rl.config.trainer import WeightsConfig
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.in_memory import make
+from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import Phase
+from rl.system.errors import RunError
+from rl.trainer.data.prefetch import Prefetch
+from rl.trainer.store.publisher import Publisher
+from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.wire.messages import Acknowledged
+from rl.wire.transport import Wait
+from tests.trainer.samples import make_batch
+
+
+class Source:
+    """Gives batches 1 to 3; batch 2 only when it is let go, batch 3 is damaged."""
+
+    def __init__(self):
+        self.asked, self.release, self.threads = [], threading.Event(), set()
+
+    def receive(self, step):
+        self.asked.append(step)
+        self.threads.add(threading.current_thread())
+        if step == 2:
+            assert self.release.wait(10)
+        if step == 3:
+            raise CorruptFileError("batch 3: cut short at byte 7")
+        return make_batch(step) if step < 4 else None
+
+    def validation(self, step):
+        return []
+
+
+def nothing(*_):
+    pass
+
+
+def test_the_next_batch_is_made_ready_while_this_one_is_trained():
+    source = Source()
+    batches = Prefetch(source, lambda batch: f"packed {batch.step}", Wait(10, nothing), 10)
+    first = batches.take(1)  # nobody had asked
+    assert first == "packed 1"
+    batches.ask(2)
+    while source.asked != [1, 2]:
+        time.sleep(0.01)
+    source.release.set()
+    assert batches.take(2) == "packed 2"
+    batches.ask(3)
+    with pytest.raises(CorruptFileError, match="batch 3: cut short at byte 7"):
+        batches.take(3)
+    assert batches.take(4) is None
+    assert source.asked == [1, 2, 3, 4] and threading.main_thread() not in source.threads
+
+
+def test_who_waits_has_the_deadline_and_hears_of_other_failures():
+    def fail():
+        raise OSError("no space left")
+
+    publishing = SingleTaskThread()
+    publishing.start(fail)
+    batches = Prefetch(Source(), nothing, Wait(10, nothing), 0.2)
+    batches.ask(2)
+    time.sleep(0.3)  # asking ahead has no deadline
+    with pytest.raises(OSError, match="no space left"):
+        batches.take(2, [publishing])
+    with pytest.raises(RunError, match="waited 0 s for batch 2 from rank 0"):
+        batches.take(2)
+
+
+class Client:
+    """Notes what is published, once it is let go."""
+
+    def __init__(self):
+        self.versions, self.release = [], threading.Event()
+
+    def coming(self, version):
+        pass
+
+    def published(self, version, wait):
+        wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
+        assert self.release.wait(10)
+        self.versions.append(version.policy_version)
+        return Acknowledged(version.policy_version)
+
+
+class Empty:
+    """A version without tensors, whose folder takes `write_s` to write."""
+
+    def __init__(self, in_memory=None, write_s=0.0):
+        self.in_memory, self.write_s = in_memory, write_s
+
+    def write_record(self, record, fence):
+        record.parent.mkdir(exist_ok=True)
+        record.touch()
+
+    def write(self, path, **_):
+        time.sleep(self.write_s)
+        path.mkdir(parents=True)
+
+
+def test_versions_are_written_and_announced_one_after_another(tmp_path):
+    said = []
+    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, lambda *what: said.append(what)))
+    publisher.start(1, Empty(), checkpoints={0})
+    time.sleep(0.2)
+    assert list(numbered(run_dir.weights_dir)) == [1] and client.versions == [] and said == [] and publisher.metrics() == {}
+    threading.Timer(0.2, client.release.set).start()
+    publisher.start(2, Empty(), checkpoints={1})  # waits for version 1
+    assert client.versions[:1] == [1] and said[0] == (Phase.ANNOUNCING_VERSION, 1, "")
+    assert 0.4 <= publisher.metrics()["time/publish_latency"] < 5
+    for version in (3, 4):
+        publisher.start(version, Empty(), checkpoints={1})
+    publisher.finish()
+    assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]  # 1 is the checkpoint's
+
+
+def test_a_version_is_announced_before_it_is_durable_and_others_wait_for_that(tmp_path, monkeypatch):
+    client, run_dir, happened = Client(), RunDir(tmp_path, tmp_path / "weights"), []
+    client.release.set()
+    monkeypatch.setattr(client, "versions", happened)
+
+    def durable(path):
+        time.sleep(0.1)
+        happened.append(str(path.relative_to(tmp_path)))
+
+    monkeypatch.setattr("rl.trainer.store.publisher.make_durable", durable)
+    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
+    for version in (1, 2, 3):
+        publisher.start(version, Empty(), checkpoints={})
+        if version == 3:
+            assert numbered(run_dir.weights_dir).keys() >= {1, 2}, "1 went before 3 was durable"
+    publisher.finish()
+    made = [[version, f"digests/{version:06d}.json", f"weights/{version:06d}"] for version in (1, 2, 3)]
+    assert happened == [step for steps in made for step in steps]
+    assert list(numbered(run_dir.weights_dir)) == [2, 3]
+
+
+def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(tmp_path, monkeypatch):
+    client, run_dir, coming, seen = Client(), RunDir(tmp_path, tmp_path / "weights"), [], []
+    client.release.set()
+    answer = client.published
+
+    def come(version):  # by a thread of its own: the digests may be there before it
+        coming.append((version.memory, run_dir.weights(1).exists()))
+
+    def published(version, wait):
+        seen.append((version.memory, run_dir.digests(1).exists(), run_dir.weights(1).exists()))
+        return answer(version, wait)
+
+    monkeypatch.setattr(client, "coming", come)
+    monkeypatch.setattr(client, "published", published)
+    publisher = Publisher(run_dir, WeightsConfig(), client, Wait(10, nothing))
+    file = make(100)
+    publisher.start(1, Empty(file, write_s=0.5), checkpoints={})
+    publisher.finish()
+    os.close(file.fd)
+    assert coming == [(file, False)]
+    assert seen == [(file, True, False), (None, True, True)]
+    assert publisher.metrics()["time/publish_latency"] < 0.5
+
+
+def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
+    class Full(Empty):
+        def write(self, path, **_):
+            raise OSError(28, "No space left on device", str(path))
+
+    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
+    publisher.thread.raise_errors()
+    publisher.start(1, Full(), {0})
+    with pytest.raises(OSError, match=r"No space left on device.*000001"):
+        for _ in range(100):
+            publisher.thread.raise_errors()
+            time.sleep(0.05)
+    publisher.finish()
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.trainer.store.publisher.DISK_S", 0.1)
+    hangs = threading.Event()
+
+    class Hangs(Empty):
+        def write(self, path, **_):
+            hangs.wait(10)
+
+    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
+    publisher.start(1, Hangs(), {0})
+    with pytest.raises(RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"):
+        publisher.finish()
+    hangs.set()

@@ -1,0 +1,126 @@
+"""Trainer against vLLM: every supported family of models on the same tokens, and the check that each run makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.config.run import ModelConfig, RLConfig
+from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
+from rl.system.errors import RunError
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.packing import pack
+from rl.trainer.measure.parity import ParityWatch, compare
+from rl.trainer.model.policy import load_policy
+from rl.wire.batch_file import decode_batch
+from rl.wire.messages import TrainBatch
+from rl.wire.parity import LIMITS, parity_of
+from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
+from tests.trainer.samples import make_sample
+from tests.zygote import inference_zygote
+
+FAMILIES = PACKED + LENGTH_DEPENDENT + STATES
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """(dtype, family) -> folder with a model and what vLLM sampled from it, all in one process."""
+    root = tmp_path_factory.mktemp("families")
+    folders = {(dtype, name): make_tiny_model(root / dtype / name, CONFIGS[name]) for dtype in LIMITS for name in FAMILIES}
+
+    process = inference_zygote().fork("scripts.sample_families", "512", *map(str, folders.values()), log=root / "log")
+    try:
+        assert process.wait(280) == 0, process.log.read_text()[-3000:]
+    finally:
+        process.kill()
+    return folders
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_equals_vllm(sampled, world, family, dtype):
+    folder = sampled[dtype, family]
+    settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones
+    config = RLConfig(model=ModelConfig(name=str(folder), dtype=dtype, max_model_len=512), trainer=settings)
+    batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), family).batch
+    model = load_policy(str(folder), config.model, config.trainer, world)
+    tokens = compare(model, config, batch, world)
+    for temperature in (1.0, 0.7):
+        found = parity_of([difference for _, t, difference in tokens if t == temperature])
+        assert found.tokens == 72 and found.within(LIMITS[dtype]), (temperature, found)
+        if dtype == "float32":
+            assert found.kl < 1e-9 and found.largest < 1e-4, found
+
+
+class FakeClient:
+    """Answers a probe with samples whose log-probabilities are the model's own, off by `error`."""
+
+    def __init__(self, samples):
+        self.samples, self.asked = samples, []
+
+    def probe(self, version, timeout_s):
+        self.asked.append(version)
+        return self.samples
+
+
+def probe_samples(model, config, world, error):
+    """Samples with the model's own log-probabilities, all but the first by version 4."""
+    samples = [make_sample([5, 6, 7 + i], [9, 10, 11], group=i) for i in range(3)]
+    own = compare(model, config, TrainBatch(step=1, samples=samples), world)
+    for i, sample in enumerate(samples):
+        sample.policy_versions = [type(sample.policy_versions[0])(3 if i == 0 else 4, 3)]
+    by_place = {}
+    layout = Layout(0, 1, 4096, 64)
+    (row,) = pack(TrainBatch(step=1, samples=samples), [1.0] * 3, layout).micro_batches
+    for (_, _, difference), sample, target in zip(own, row.sequences.tolist(), row.targets.tolist(), strict=True):
+        by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
+    for i, sample in enumerate(samples):
+        off = 5.0 if i == 0 else error
+        sample.logprobs = [0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)]
+    return samples
+
+
+def watch_of(error, tied_folder, world, strict):
+    config = RLConfig(model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig())
+    model = load_policy(str(tied_folder), config.model, config.trainer, world)
+    watch = ParityWatch(LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error)))
+    layout = Layout(0, 1, 4096, 64)
+    return watch, lambda: watch.at_checkpoint(4, model, lambda batch: pack(batch, [1.0] * 3, layout), world)
+
+
+def test_a_probe_is_asked_only_where_no_batch_had_fresh_tokens(tied_folder, world):
+    watch, at_checkpoint = watch_of(0.0, tied_folder, world, strict=True)
+    watch.judge(parity_of([0.0]))
+    assert at_checkpoint() == {} and watch.client.asked == []
+    found = at_checkpoint()
+    assert watch.client.asked == [4] and found["parity/agrees"] == 1.0
+    assert found["parity/tokens"] == 6, "those of version 3 are not compared"
+    assert found["parity/max"] < 1e-5
+    samples, watch.client.samples = watch.client.samples, []
+    assert [at_checkpoint() for _ in range(2)] == [{"parity/unjudged": 1.0}, {"parity/unjudged": 2.0}]  # nothing said so
+    watch.client.samples = samples
+    assert at_checkpoint()["parity/agrees"] == 1.0 and "parity/unjudged" not in at_checkpoint()
+
+
+def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
+    watch, at_checkpoint = watch_of(0.5, tied_folder, world, strict=False)
+    found = at_checkpoint()
+    assert found["parity/agrees"] == 0.0 and found["parity/max"] == pytest.approx(0.5, abs=1e-4)
+    assert found["parity/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() - 1 + 0.5, rel=1e-3)
+    watch.strict = True
+    with pytest.raises(RunError, match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 nats"):
+        at_checkpoint()
+    assert ParityWatch(LIMITS["float32"], True, None).judge(None) == {}
+
+
+def test_a_gross_difference_ends_a_run_before_its_first_step_unless_that_is_wanted():
+    limit, rounding, gross = LIMITS["float32"], parity_of([0.1, -0.1] * 50), parity_of([2.0, -2.0] * 50)
+    with pytest.raises(RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"):
+        ParityWatch(limit, None, None).judge(gross)
+    watch = ParityWatch(limit, None, None)
+    assert watch.judge(None) == {} and watch.judge(rounding)["parity/agrees"] == 0.0
+    assert watch.judge(gross)["parity/agrees"] == 0.0, "later it is told alone"
+    assert ParityWatch(limit, False, None).judge(gross)["parity/kl"] == pytest.approx(gross.kl)
+    few = parity_of([0.0] * 19 + [3.0])
+    assert few.kl > 0.1 and ParityWatch(limit, None, None).judge(few)["parity/agrees"] == 0.0, "one token of twenty tells too little"

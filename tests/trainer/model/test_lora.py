@@ -1,0 +1,250 @@
+"""Adapters against peft and against the base model: values, what is trained, what is stored, and on how many ranks."""
+
+import json
+import os
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl.config.command_line import build, load_config_or_exit, parse_args
+from rl.config.run import ModelConfig
+from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
+from rl.models.tiny import make_tiny_model
+from rl.run_dir.metrics import read_metrics
+from rl.run_dir.paths import numbered
+from rl.system.errors import ConfigError, RunError
+from rl.trainer.model import lora
+from rl.trainer.model.policy import DTYPES, load_policy
+from rl.trainer.optim import gradient_norm, make_optimizer
+from rl.trainer.store import checkpoint, versions
+from tests.families import CONFIGS
+from tests.trainer.samples import make_batch, save_checkpoint
+from tests.trainer.stub_orchestrator import StubOrchestrator
+from tests.trainer.test_main import make_config, run_trainer
+
+RANK = 4
+IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
+ADAPTERS = 2 * RANK * (4 * (64 + 64) + 3 * (64 + 128))
+"""Numbers in the adapters of the tiny model: 2 layers, each with 4 layers of 64 x 64 and 3 of 64 x 128."""
+
+
+def adapted(folder, world, dtype="float32", **settings):
+    torch.manual_seed(0)
+    settings = TrainerConfig(lora=LoraConfig(rank=RANK, **settings), optim=OptimConfig(lr=1e-2), attention="eager")
+    model = load_policy(str(folder), ModelConfig(dtype=dtype), settings, world)
+    return model, make_optimizer(model, settings.optim)
+
+
+def step(model, optimizer):
+    model(input_ids=IDS).logits.float().square().mean().backward()
+    assert gradient_norm(model.parameters()) > 0
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def trained(tied_folder, world):
+    model, optimizer = adapted(tied_folder, world)
+    for _ in range(3):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def whole(parameter):
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def publish(model, path, base, world, dtype="float32"):
+    version = versions.snapshot(model, base, DTYPES[dtype], {}, world)
+    assert version.in_memory is None
+    version.write(path)
+    return path
+
+
+def plain(folder, dtype="float32"):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="eager")
+
+
+def test_settings(capsys):
+    lr = ["--orchestrator.environment.id", "e", "--learning_rate", "2e-5"]
+    assert build(parse_args(lr)).trainer.lora is None
+    assert build(parse_args([*lr, "--trainer.lora"])).trainer.lora == LoraConfig()
+    assert build(parse_args([*lr, "--trainer.lora.targets", "q_proj,v_proj"])).trainer.lora.targets == ["q_proj", "v_proj"]
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets = \[\]\s+names no layer; give some"):
+        build(parse_args([*lr, "--trainer.lora.targets", "[]"]))
+    load_config_or_exit([*lr[:2], "--trainer.lora"])
+    said = capsys.readouterr().err
+    assert "trainer.optim.lr = 1e-06 is the default" in said and "times that (1e-5 to 1e-4)" in said
+
+
+def test_version_0_is_the_base_model(tied_folder, world):
+    assert torch.equal(logits_of(adapted(tied_folder, world)[0]), logits_of(plain(tied_folder)))
+
+
+def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tmp_path):
+    folder = publish(trained[0], tmp_path / "000003", tied_folder, world)
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "digests.json"]
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tied_folder) and config["r"] == RANK and config["lora_alpha"] == 32.0
+    assert sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values()) == ADAPTERS
+    ours, theirs = logits_of(trained[0]), logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert (ours - logits_of(plain(tied_folder))).abs().max() > 0.1
+
+
+def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world, tmp_path):
+    model, optimizer = adapted(tied_folder, world, "bfloat16")
+    for _ in range(3):
+        step(model, optimizer)
+    dtypes = {("lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    folder = publish(model, tmp_path / "000003", tied_folder, world, "bfloat16")
+    theirs = PeftModel.from_pretrained(plain(tied_folder, "bfloat16"), folder, autocast_adapter_dtype=False)
+    assert torch.equal(logits_of(model), logits_of(theirs))
+
+
+def test_only_adapters_are_trained_and_have_optimizer_state(trained, tied_folder):
+    model, optimizer = trained
+    base = dict(plain(tied_folder).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        if not parameter.requires_grad:
+            assert torch.equal(whole(parameter), base.pop(name.replace(".base_layer", ""))), name
+    assert not base
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert sum(moment.numel() * moment.element_size() for moment in moments) == 2 * 4 * ADAPTERS
+
+
+def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
+    """And training goes on as if nothing had been."""
+    model, optimizer = trained
+    twin, twins_optimizer = adapted(tied_folder, world)
+    for _ in range(3):
+        step(twin, twins_optimizer)
+    with lora.without_adapters(model):
+        assert torch.equal(logits_of(model), logits_of(plain(tied_folder)))
+    step(model, optimizer)
+    step(twin, twins_optimizer)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_targets(tied_folder, world):
+    model, _ = adapted(tied_folder, world, targets=["q_proj", "layers.1.mlp.up_proj"])
+    found = {name.partition(".lora_")[0] for name in lora.trainable(model)}
+    assert found == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    for target in ("q_prj", "lm_head", "embed_tokens", "proj"):
+        expected = (
+            f"targets: {target} is not a linear layer of LlamaForCausalLM .* choose from down_proj, gate_proj, k_proj, o_proj, q_proj"
+        )
+        with pytest.raises(RunError, match=expected):
+            adapted(tied_folder, world, targets=["q_proj", target])
+
+
+def test_fused_experts_are_refused_or_left_out_loudly(capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 4}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 50, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    with pytest.raises(
+        RunError, match=r"gate_up_proj holds all experts.*choose from k_proj, o_proj, q_proj, v_proj, or train the whole model"
+    ):
+        lora.add_adapters(model, LoraConfig(targets=["gate_up_proj"]))
+    lora.add_adapters(model, LoraConfig())
+    assert "down_proj, gate_up_proj hold all experts of a layer in one parameter and stay frozen" in capsys.readouterr().err
+    assert {name.split(".")[4] for name in lora.trainable(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_routers_that_do_more_than_their_product_have_no_adapter(tmp_path, world):
+    """A router's module may choose the experts as well: peft cannot add anything to what it returns."""
+    folder = make_tiny_model(tmp_path / "moe", CONFIGS["phimoe"] | {"tie_word_embeddings": False})
+    model, _ = adapted(folder, world)
+    assert {name.split(".")[-4] for name in lora.trainable(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert torch.equal(logits_of(model), plain(folder)(IDS).logits)
+
+
+def test_merged_equals_adapters_also_with_transposed_weights():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=300)).eval()
+    lora.add_adapters(model, LoraConfig(rank=RANK))
+    for parameter in lora.trainable(model).values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    names = [name for name, _ in GPT2LMHeadModel(model.config).named_parameters()]
+    before = logits_of(model)
+    with lora.without_adapters(model):
+        assert (logits_of(model) - before).abs().max() > 0.1
+    lora.merge_adapters(model)
+    assert torch.allclose(logits_of(model), before, rtol=0, atol=1e-5)
+    assert [name for name, _ in model.named_parameters()] == names and not lora.has_adapters(model)
+
+
+def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(trained, tied_folder, world, tmp_path):
+    save_checkpoint(tmp_path / "000003", 3, *trained, world)
+    stored = FileSystemReader(tmp_path / "000003").read_metadata().state_dict_metadata
+    assert len(stored) == 4 * len(lora.trainable(trained[0])) + 1  # weight, two moments, step; RNG
+    assert all("lora_" in name for name in stored if not name.startswith("rng."))
+    step(*trained)
+    other = adapted(tied_folder, world)
+    assert checkpoint.load(*checkpoint.newest_sound(tmp_path, world), *other, world) == 3
+    step(*other)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True))
+    fewer = adapted(tied_folder, world, targets=["q_proj"])
+    with pytest.raises(RunError, match="another model"):
+        checkpoint.load(*checkpoint.newest_sound(tmp_path, world), *fewer, world)
+
+
+# The real trainer process -----------------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def run(root, model, ranks=1, last=STEPS):
+    config = make_config(root, model, lora={"rank": RANK}, optim={"lr": 1e-3}, checkpoint={"interval": 2})
+    with StubOrchestrator(config.run_dir, [make_batch(step, groups=4) for step in range(1, last + 1)]):
+        output = run_trainer(config, ranks=ranks)
+    return config.run_dir, output
+
+
+@pytest.fixture(scope="module")
+def straight(tied_folder, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("straight"), tied_folder)[0]
+
+
+def adapters_of(run_dir, version):
+    return load_file(run_dir.weights(version) / "adapter_model.safetensors")
+
+
+def test_a_run_publishes_adapters(straight, tied_folder):
+    assert list(numbered(straight.weights_dir)) == [1, 2, 3]
+    folder = straight.weights(STEPS)
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors", "digests.json"]
+    theirs = logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
+    assert (theirs - logits_of(plain(tied_folder))).abs().max() > 1e-3
+
+
+def test_two_ranks_equal_one(straight, tied_folder, tmp_path):
+    ours, _ = run(tmp_path, tied_folder, ranks=2)
+    metrics = [read_metrics(run_dir.metrics) for run_dir in (ours, straight)]
+    for step_ in range(1, STEPS + 1):
+        for name in ("loss/mean", "optim/grad_norm", "entropy/mean", "lag_kl/mean" if step_ > 1 else "mismatch_kl/mean"):
+            one, two = (lines[step_, "trainer"][name] for lines in metrics)
+            assert one == pytest.approx(two, rel=1e-4, abs=1e-6), (step_, name)
+    theirs = adapters_of(straight, STEPS)
+    for name, tensor in adapters_of(ours, STEPS).items():
+        assert (tensor - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
+
+
+def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, tmp_path):
+    _, output = run(tmp_path, tied_folder, last=2)
+    assert "the run has ended" in output
+    run_dir, _ = run(tmp_path, tied_folder)
+    ours, theirs = (adapters_of(d, STEPS) for d in (run_dir, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,310 @@
+"""The packed model against the plain one, and against itself: values, gradients, and what it does not depend on."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from rl.config.loss import PolicyGradientConfig
+from rl.config.run import ModelConfig
+from rl.config.trainer import TrainerConfig
+from rl.models.tiny import make_tiny_model
+from rl.run_dir.in_memory import opened
+from rl.run_dir.safetensors import tensor_digests
+from rl.system.errors import RESTART, RunError
+from rl.trainer.data.balance import Layout
+from rl.trainer.data.packing import Packed, pack
+from rl.trainer.measure.performance import Timer
+from rl.trainer.model.attention import TreeMask
+from rl.trainer.model.modes import layer_windows
+from rl.trainer.model.policy import change_layers, load_policy, score
+from rl.trainer.optim import make_optimizer
+from rl.trainer.start import TrainContext
+from rl.trainer.store import versions
+from rl.trainer.train import train_step
+from rl.wire.messages import TrainBatch
+from tests.bounds import OPERATIONS, rounding
+from tests.families import CONFIGS, PACKED
+from tests.trainer.device import DEVICE, on_cpu
+from tests.trainer.samples import branching_batch, make_batch, make_sample
+
+ENTROPY = 0.1
+"""What the entropies count in these tests' objective, beside advantage times log-probability."""
+
+
+def policy(folder, world, dtype="float32", **settings):
+    return load_policy(str(folder), ModelConfig(dtype=dtype), TrainerConfig(**settings), world)
+
+
+def rows_of(batch, max_tokens=4096):
+    rows = pack(batch, [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64)).micro_batches
+    return [row.to(DEVICE) for row in rows]
+
+
+def backward(model, world, batch, max_tokens=4096):
+    """Gradients by name, and {(sample, its n-th loss token): (log-probability, entropy)}."""
+    scored = {}
+    for row in rows_of(batch, max_tokens):
+        scores = score(model, row, world, entropy_gradient=True)
+        (row.advantages * scores.logprobs + ENTROPY * scores.entropies).sum().backward()
+        for n, place in enumerate(row.sequences.tolist()):
+            depth = int(row.position_ids[row.predictors[row.rows[n]]])
+            scored[place, depth + 1] = (scores.logprobs[n].item(), scores.entropies[n].item())
+    gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return gradients, scored
+
+
+def reference(folder, batch):
+    """The same one sample at a time, in plain transformers and torch."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    scored = {}
+    for place, sample in enumerate(batch.samples):
+        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1] / sample.temperature
+        log_softmax = torch.log_softmax(logits, -1)
+        logprobs = log_softmax.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
+        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        mask = torch.tensor(sample.loss_mask[1:])
+        (torch.tensor(sample.advantages[1:]) * logprobs + ENTROPY * entropies)[mask].sum().backward()
+        for t in torch.nonzero(mask)[:, 0].tolist():
+            scored[place, t + 1] = (logprobs[t].item(), entropies[t].item())
+    return {name: p.grad for name, p in model.named_parameters()}, scored
+
+
+def assert_same(found, expected, operations=OPERATIONS):
+    """`operations`: roundings by which two computations may differ, of the largest log-probability and of a gradient's norm."""
+    gradients, scored = found
+    tolerance = rounding(operations)
+    largest = max(abs(value) for values in expected[1].values() for value in values)
+    assert gradients.keys() == expected[0].keys() and scored.keys() == expected[1].keys()
+    for key, values in scored.items():
+        assert values == pytest.approx(expected[1][key], abs=tolerance * largest), key
+    for name, gradient in gradients.items():
+        assert (gradient - expected[0][name]).norm() <= tolerance * expected[0][name].norm().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_trees_equal_single_samples(family, tied, world, tmp_path):
+    """Grouped keys, experts, windows shorter than the samples, absolute positions: the numbers are those of plain transformers."""
+    folder = make_tiny_model(tmp_path / family, CONFIGS[family] | {"tie_word_embeddings": tied})
+    batch = branching_batch()
+    model = policy(folder, world)
+    found = backward(model, world, batch)
+    assert len(found[1]) > 100
+    assert_same(found, reference(folder, batch))
+
+
+VARIANTS = [
+    {"attention": "eager"},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    pytest.param({"compile": True}, marks=pytest.mark.proof),
+    pytest.param({"compile": True, "activation_checkpointing": "full"}, marks=pytest.mark.proof),
+    pytest.param({"compile": True, "activation_checkpointing": "selective"}, marks=pytest.mark.proof),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_variants_compute_the_same(tied_folder, world, variant):
+    batch = branching_batch()
+    operations = 8 if variant.keys() == {"activation_checkpointing"} else OPERATIONS  # the same operations again, or in another order
+    assert_same(
+        backward(policy(tied_folder, world, **variant), world, batch), backward(policy(tied_folder, world), world, batch), operations
+    )
+
+
+def test_eager_attention_has_the_windows_too(world, tmp_path):
+    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"])
+    assert_same(backward(policy(folder, world, attention="eager"), world, branching_batch()), reference(folder, branching_batch()))
+
+
+def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
+    """One token more than transformers': 2e-2 nats off vLLM at the tokens behind the first window before."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    model = policy(make_tiny_model(tmp_path / "cohere2", {"model_type": "cohere2", **sizes, **kinds}), world)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [5, None] and layer_windows(model) == [5, None]
+
+
+def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
+    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"] | {"final_logit_softcapping": 3.0})
+    model = policy(folder, world)
+    assert_same(backward(model, world, branching_batch()), reference(folder, branching_batch()))
+    assert not model.get_output_embeddings().forward.fused
+
+
+def saved_bytes(folder, world, kind):
+    """What is kept for the backward pass, weights aside."""
+    model = policy(folder, world, activation_checkpointing=kind)
+    (row,) = rows_of(make_batch(1, groups=16))
+    own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    sizes = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.dtype == torch.float32:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = score(model, row, world)
+    scores.logprobs.sum().backward()
+    return sum(sizes.values())
+
+
+def test_full_checkpointing_keeps_the_least(world, tmp_path):
+    folder = make_tiny_model(tmp_path / "deep", CONFIGS["llama"] | {"num_hidden_layers": 8})
+    none, full = (saved_bytes(folder, world, kind) for kind in ("none", "full"))
+    assert full < 0.5 * none
+
+
+def products_and_attentions(folder, world, kind):
+    """How many matrix products and attentions of the layers a forward and backward pass takes."""
+    model = policy(folder, world, activation_checkpointing=kind)
+    (row,) = rows_of(make_batch(1))
+    kept = (torch.ops.aten.mm.default, torch.ops.rl.block_attention.default)
+    counts = dict.fromkeys(kept, 0)
+
+    class Count(TorchDispatchMode):
+        """Counts calls."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in counts:
+                counts[function] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Count():
+        score(model, row, world).logprobs.sum().backward()
+    return list(counts.values())
+
+
+@on_cpu
+def test_selective_checkpointing_computes_no_product_again(tied_folder, world):
+    none, selective, full = (products_and_attentions(tied_folder, world, kind) for kind in ("none", "selective", "full"))
+    assert none[1] == 2 and selective == none
+    assert full[1] == 4 and full[0] >= none[0] + 2 * 6  # the last product of a layer is needed by nothing in it
+
+
+def test_selective_checkpointing_of_experts_with_biases(world, tmp_path):
+    """transformers adds them in place to the products, which then cannot be kept."""
+    folder, batch = make_tiny_model(tmp_path / "moe", CONFIGS["gpt_oss"]), branching_batch()
+    expected = backward(policy(folder, world), world, batch)
+    assert_same(backward(policy(folder, world, activation_checkpointing="selective"), world, batch), expected, 1e-6)
+
+
+def test_one_large_equals_many_micro_batches(tied_folder, world):
+    batch = make_batch(2, groups=6)
+    model = policy(tied_folder, world)
+    assert len(rows_of(batch, 30)) > 4
+    assert_same(backward(model, world, batch, 30), backward(model, world, batch))
+
+
+def test_own_logprobs_give_ratio_one(model_folder, world):
+    model = policy(model_folder, world)
+    optimizer = make_optimizer(model, TrainerConfig().optim)  # of sharded parameters, which a forward pass would gather
+    batch = TrainBatch(step=1, samples=[s for s in make_batch(3).samples if s.group_id == 0])
+    (row,) = rows_of(batch)
+    own = score(model, row, world)
+    row.logprobs = own.logprobs.detach()
+    assert not own.entropies.requires_grad
+    metrics = step(model, optimizer, Packed(batch, [[row]], 0.0), world)
+    assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
+
+
+@on_cpu
+def test_bfloat16_computes_as_bfloat16_weights_do(tied_folder, world):
+    """FSDP's mixed precision is the computation of inference: bfloat16 weights, not autocast."""
+    (row,) = rows_of(TrainBatch(step=1, samples=[make_sample([5, 6, 7, 8], [9, 10, 11])]))
+    plain = AutoModelForCausalLM.from_pretrained(tied_folder, dtype=torch.bfloat16, attn_implementation="rl_blocks")
+    logits = plain(row.input_ids[None], tree=TreeMask(row.subtree_ends, row.position_ids)).logits[0, 3:].float()
+    expected = torch.log_softmax(logits, -1).gather(-1, row.targets[:, None])[:, 0]
+    assert torch.allclose(score(policy(tied_folder, world, "bfloat16"), row, world).logprobs, expected, atol=1e-6)
+
+
+def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
+    model = policy(model_folder, world)
+    version = versions.snapshot(model, model_folder, torch.float32, {}, world)
+    version.write(tmp_path / "000001")
+    with opened(version.in_memory) as image:  # what servers of this host read before the folder is there
+        assert tensor_digests(image) == tensor_digests(tmp_path / "000001" / "model.safetensors") == version.digests
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    published, base = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "000001", model_folder))
+    assert torch.equal(published(ids).logits, base(ids).logits)
+    assert published.config.tie_word_embeddings == base.config.tie_word_embeddings
+
+
+def step(model, optimizer, packed, world):
+    settings = TrainerConfig(loss=PolicyGradientConfig())
+    return train_step(TrainContext(model, optimizer, settings, world), packed, 1e-2, Timer())
+
+
+def ready(*samples):
+    batch = TrainBatch(step=1, samples=list(samples))
+    return Packed(batch, [rows_of(batch)], 0.0)
+
+
+def test_a_step_raises_what_was_good(tied_folder, world):
+    model = policy(tied_folder, world)
+    optimizer = make_optimizer(model, TrainerConfig().optim)
+    good = make_sample([5, 6], [7], advantage=1.0, logprobs=[0, 0, -5.5])
+    bad = make_sample([5, 6], [8], advantage=-1.0, logprobs=[0, 0, -5.5])
+    both = ready(good, bad)
+    before = score(model, both.micro_batches[0], world).logprobs.detach()
+    metrics = step(model, optimizer, both, world)
+    after = score(model, both.micro_batches[0], world).logprobs.detach()
+    assert after[0] > before[0] and after[1] < before[1]
+    assert metrics["optim/grad_norm"] > 0 and metrics["optim/lr"] == 1e-2 and 0 < metrics["entropy/mean"] < 5.6
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
+    model = policy(tied_folder, world)
+    optimizer = make_optimizer(model, TrainerConfig().optim)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(RunError, match="nan") as caught:
+        step(model, optimizer, ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])), world)
+    assert caught.value.exit_code == RESTART
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_head_stays_tied_to_an_embedding_in_a_block(world, tmp_path):
+    """BERT's embeddings are a module that transformers would not split; sharded alone, they left the head without values."""
+    model = policy(make_tiny_model(tmp_path / "bert", CONFIGS["bert"]), world)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@on_cpu
+def test_windows_and_implementations_that_the_attention_does_not_see_are_refused(tied_folder, world):
+    model = policy(tied_folder, world)
+    (row,) = rows_of(make_batch(1))
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    model.config.sliding_window = 4
+    with pytest.raises(RunError, match=r"window of 4 tokens to its attention function; set trainer.attention = auto"):
+        score(model, row, world)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(RunError, match=r"does not call its attention function; set trainer.attention = auto"):
+        score(model, row, world)
+
+
+@pytest.mark.parametrize(("mode", "setting", "expected"), [("flex", None, 2), ("blocks", None, 0), ("flex", False, 0), ("blocks", True, 2)])
+def test_layers_are_compiled_by_default_where_attention_is_flex(tied_folder, world, monkeypatch, capsys, mode, setting, expected):
+    compiled_layers = []
+    monkeypatch.setattr("rl.trainer.model.policy.compiled", lambda forward, remedy: compiled_layers.append(forward) or forward)
+    model = AutoModelForCausalLM.from_pretrained(tied_folder)
+    change_layers(model, TrainerConfig(compile=setting), mode, world)
+    assert len(compiled_layers) == expected
+    assert ("trainer.compile: true, the default" in capsys.readouterr().out) == (mode == "flex" and setting is None)
+
+
+@on_cpu
+def test_flex_attention_needs_a_gpu(tied_folder, world):
+    with pytest.raises(RunError, match="use blocks"):
+        policy(tied_folder, world, attention="flex")
+
+
+def test_experts_are_chosen_without_noise(world, tmp_path):
+    model = policy(make_tiny_model(tmp_path / "moe", CONFIGS["qwen3_moe"]), world)
+    (row,) = rows_of(make_batch(1))
+    assert model.training and torch.equal(score(model, row, world).logprobs, score(model, row, world).logprobs)

@@ -1,0 +1,72 @@
+"""The limits, and the reported likely cause of a disagreement."""
+
+import math
+import random
+
+import pytest
+
+from rl.wire.parity import LIMITS, RUN_LIMITS, Limit, Scored, likely_cause, parity_of, parity_warning
+
+EXACT, ROUNDED = LIMITS["float32"], LIMITS["bfloat16"]
+
+
+def tokens(difference, temperature=1.0, positions=range(50)):
+    """Differences of alternating sign."""
+    return [Scored(position, temperature, difference * (-1) ** position) for position in positions]
+
+
+def test_literal_numbers():
+    found = parity_of([0.1, -0.2, 0.0])
+    kls = [math.exp(0.1) - 1.1, math.exp(-0.2) - 0.8, 0.0]
+    assert found.tokens == 3 and found.largest == 0.2
+    assert found.mean == pytest.approx(0.1) and found.kl == pytest.approx(sum(kls) / 3)
+    assert found.kl_error == pytest.approx(0.0055849, abs=1e-6)  # stdev(kls) / sqrt(3)
+
+
+def test_one_token_and_infinite_differences_are_numbers():
+    assert parity_of([0.0]).kl_error == 0.0
+    assert math.isfinite(parity_of([1e9, -math.inf]).kl)
+
+
+@pytest.mark.parametrize(
+    ("difference", "limit", "within"),
+    [(1e-5, EXACT, True), (2e-4, EXACT, False), (0.035, ROUNDED, True), (0.1, ROUNDED, False), (0.5, ROUNDED, False)],
+)
+def test_limits(difference, limit, within):
+    assert parity_of([token.difference for token in tokens(difference, positions=range(400))]).within(limit) == within
+
+
+def test_a_run_in_bfloat16_is_held_to_less():
+    assert RUN_LIMITS["bfloat16"] == Limit(pytest.approx(6e-3), math.inf) and RUN_LIMITS["float32"] == EXACT
+
+
+def test_few_noisy_tokens_are_not_held_against_it():
+    """Log-normal differences with KL 1.6e-3: a mean over eight tokens may exceed 2e-3, and must not be reported as a fault."""
+    rng = random.Random(0)
+    faults = sum(not parity_of([rng.gauss(0, 0.056) for _ in range(8)]).within(ROUNDED) for _ in range(500))
+    assert faults == 0
+    assert not parity_of([rng.gauss(0, 0.15) for _ in range(200)]).within(ROUNDED)
+
+
+def test_causes():
+    limit = Limit(1e-6, 1e-4)
+    good, bad = tokens(1e-6), tokens(0.2)
+    assert "temperature" in likely_cause(good + tokens(0.2, 0.7), limit, None)
+    late = tokens(1e-6, positions=range(64)) + tokens(0.2, positions=range(64, 200))
+    assert "from 64 on differ: the sliding window" in likely_cause(late, limit, 64)
+    assert "positions are computed differently" in likely_cause(tokens(1e-6, positions=range(100)) + bad_from(100), limit, None)
+    assert "the weights differ" in likely_cause(tokens(2.0) + tokens(2.0, 0.7), limit, None)
+    assert "different arithmetic" in likely_cause(bad + tokens(0.2, 0.7), limit, None)
+
+
+def bad_from(start):
+    return tokens(0.2, positions=range(start, 2 * start))
+
+
+def test_that_nothing_is_compared_is_told_once():
+    said = [parity_warning({"parity/unjudged": float(count)}, LIMITS["float32"]) for count in range(1, 6)]
+    assert [bool(text) for text in said] == [False, False, True, False, False]
+    assert "trainer and inference could not be compared before the last 3 checkpoints" in said[2]
+    line = {"parity/agrees": 0.0, "parity/tokens": 64.0, "parity/mean": 0.1, "parity/max": 0.7, "parity/kl": 0.02}
+    assert parity_warning(line, LIMITS["float32"]).startswith("trainer and inference disagree on 64 tokens")
+    assert parity_warning(line | {"parity/agrees": 1.0}, LIMITS["float32"]) == ""
