@@ -111,7 +111,7 @@ class User:
         code = process.wait(60)
         os.close(screen)
         text = printed.decode(errors="replace").replace("\r", "")
-        assert pressed and code == 130, f"{command}: exit code {code}\n{text}"
+        assert pressed and code == 130, f"{command}: pressed {pressed}, exit code {code}, and last on the screen\n{text[-3000:]}"
         return text
 
 
@@ -162,7 +162,7 @@ def an_environment_of_its_own(user: User) -> Path:
     assert "tasks: train 80, eval 20" in described and "exact" in described and "Which number comes after 0?" in described
     run = user.clone / "outputs" / "my_env-SmolLM2-135M-Instruct-quick"
     quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag("resume.md", " --trainer.checkpoint.interval 1")
-    printed = user.interrupts(quick, (run / "weights" / "000001").is_dir)
+    printed = user.interrupts(quick, (run / "batches" / "000001.batch").exists)
     (again,) = re.findall(r"^resume with: (rl .*)$", printed, re.MULTILINE)
     batch = (run / "batches" / "000001.batch").read_bytes()
     assert ours(user.clone) == [] and not (run / "weights" / "000002").exists()

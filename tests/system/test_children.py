@@ -331,6 +331,32 @@ except Stopped as stop:
     assert time.monotonic() - began < 5 and not alive(pid)
 
 
+def test_a_signal_that_arrives_in_a_finalizer_is_not_lost(driver):
+    code = """
+class Slow:
+    def __del__(self):
+        print("in", flush=True)
+        time.sleep(60)
+
+children = Children()
+children.stop_on_signals()
+children.start("a", [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp)
+slow = Slow()
+del slow
+print("goes on", flush=True)
+try:
+    children.poll()
+except Stopped as stop:
+    print("stopping by", stop, flush=True)
+    children.stop()
+"""
+    parent = driver(code)
+    assert parent.stdout.readline() == "in\n"
+    parent.send_signal(signal.SIGINT)
+    printed = parent.stdout.read()  # with Python's report of the exception that it ignored
+    assert printed.endswith("goes on\nstopping by SIGINT\n") and parent.wait(timeout=10) == 0
+
+
 def test_nothing_to_stop_is_quick():
     began = time.monotonic()
     children = Children()

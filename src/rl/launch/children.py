@@ -44,6 +44,8 @@ class Children:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = False
+        self.received: int | None = None
+        """The signal that asked for the stop."""
         self.not_ours: set[int] = set()
         """Descendants that existed before the first child: W&B's service, which must outlive the children."""
         self.guard: Guard | None = None
@@ -100,14 +102,19 @@ class Children:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)
                 os._exit(128 + signum)
-            self.stopping = True
+            self.stopping, self.received = True, signum
             raise Stopped(signum)
 
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGTERM, on_signal)
 
     def poll(self) -> None:
-        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds."""
+        """Replaces a guard that is gone, and reaps adopted orphans that have ended. Call it every few seconds.
+
+        Raises Stopped if a signal has come whose own exception was lost: Python only prints what is raised inside a finalizer.
+        """
+        if self.received is not None:
+            raise Stopped(self.received)
         if self.guard:
             self.guard.poll()
             self._running()
