@@ -120,3 +120,22 @@ def test_each_turn_of_a_seeded_conversation_has_a_seed_of_its_own_and_again_the_
 
     assert seeds(7) == seeds(7) and len({*seeds(7), *seeds(8)}) == 6
     assert seeds(None) == [None] * 3
+
+
+@pytest.mark.parametrize("kind", [Conversation, TextConversation])
+def test_requests_of_one_conversation_at_once_have_seeds_of_their_own(kind):
+    """They had the same, so that an evaluation by a vote of five answers had one answer five times."""
+
+    async def later():
+        await asyncio.sleep(0.01)
+        return "yes"
+
+    policy = StubPolicy(lambda prompt: later())
+    chat = kind(policy, 0, SAMPLING, Turns(), seed=7)
+    prompt = "a" if kind is TextConversation else [{"role": "user", "content": "a"}]
+
+    async def vote():
+        await asyncio.gather(*(chat.answer(prompt, None, {}) for _ in range(5)))
+
+    asyncio.run(vote())
+    assert len({call["sampling"]["seed"] for call in policy.servers.asked}) == 5

@@ -126,6 +126,8 @@ class Conversation:
     turns: Turns = field(default_factory=Turns)
     history: list[Past] = field(default_factory=list)
     seed: int | None = None
+    asked: int = 0
+    """Number of requests so far. Each has its own seed, even several at once."""
 
     async def answer(self, messages: list[Message], tools: list[Tool] | None, overrides: dict[str, Any]) -> tuple[Turn, Answer]:
         """The policy's answer to a chat. Raises the errors of `Policy.sample`, and RolloutError for an invalid chat."""
@@ -134,7 +136,8 @@ class Conversation:
             before, ids = self._prompt(messages, compared, tools)
         except RendererError as error:  # this model's template cannot render the environment's messages or tools
             raise RolloutError("environment", str(error)) from error
-        sampling = self.sampling | seed_of_turn(self.seed, len(self.turns))
+        sampling = self.sampling | seed_of_turn(self.seed, self.asked)
+        self.asked += 1
         turn = await self.policy.sample(self.server, ids, sampling, overrides)
         answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
         num_old = len(before.whole()) if before else 0

@@ -96,6 +96,8 @@ class TextConversation:
 
     def __init__(self, policy: Policy, server: int, sampling: dict[str, Any], turns: Turns, seed: int | None = None):
         self.policy, self.server, self.sampling, self.turns, self.seed = policy, server, sampling, turns, seed
+        self.asked = 0
+        """See Conversation."""
         self.history: list[Past] = []
         """In order of the completions."""
 
@@ -110,7 +112,8 @@ class TextConversation:
         else:
             self.policy.check_append_only(len(self.history))
             before, new, ids = None, text, renderer.encode(text)
-        sampling = self.sampling | seed_of_turn(self.seed, len(self.turns))
+        sampling = self.sampling | seed_of_turn(self.seed, self.asked)
+        self.asked += 1
         turn = await self.policy.sample(self.server, ids, sampling, overrides)
         completion = renderer.decode(turn.completion_ids)
         self.history.append(Past(len(self.turns), before, [new, completion]))
