@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from rl.inference.draw import carried_seed
 from rl.inference.engine import VersionedEngine
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.main import newest_sound_version
@@ -149,6 +150,16 @@ def test_a_seed_fits_into_the_array_in_which_vllm_keeps_it_on_gpus(seed, fits):
     request = SimpleNamespace(prompt_token_ids=[1], sampling_params=SamplingParams(seed=seed))
     with nullcontext() if fits else pytest.raises(ValueError, match="does not fit into a signed 64-bit integer"):
         VersionedEngine.refuse_deadly(engine, request)
+
+
+def test_speculative_decoding_on_a_cpu_draws_without_the_seed_and_says_so_once(capsys):
+    """Regression: each request of an evaluation was refused, for it has a seed, so that every evaluation was 0."""
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), speculative_config=SimpleNamespace())
+    engine = SimpleNamespace(vllm_config=config, told_of_seeds=False)
+    for _ in range(2):
+        VersionedEngine.hand_over_seed(engine, params := SamplingParams(seed=3))
+        assert params.seed is None and carried_seed(params) is None
+    assert capsys.readouterr().err.count("no seeds with speculative decoding on a CPU") == 1
 
 
 def test_a_port_in_use_is_waited_for_and_then_said(monkeypatch):

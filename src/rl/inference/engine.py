@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -58,6 +59,7 @@ class VersionedEngine(AsyncLLM):
     """The version that the workers have staged, to be loaded soon."""
     broken: str = ""
     """Why the engine must no longer be used, although its process is alive."""
+    told_of_seeds: bool = False
     swapping: bool = False
     """New weights are being put in place: the engine may take longer than a step to answer."""
 
@@ -119,12 +121,16 @@ class VersionedEngine(AsyncLLM):
             raise ValueError("a sampling parameter does not fit into a signed 64-bit integer") from None
 
     def hand_over_seed(self, params: SamplingParams | None) -> None:
-        """Makes our own draw on CPUs use the request's seed. Raises ValueError if vLLM draws there, because the seed would kill it."""
+        """Makes our own draw on CPUs use the request's seed. With speculative decoding vLLM draws there, and a seed would kill it."""
         if self.vllm_config.device_config.device_type != "cpu" or params is None or params.seed is None:
             return
-        if self.vllm_config.speculative_config:
-            raise ValueError("with speculative decoding on a CPU, a request cannot have a seed; leave the seed out")
-        carry_seed(params)
+        if not self.vllm_config.speculative_config:
+            carry_seed(params)
+        elif not self.told_of_seeds:
+            self.told_of_seeds = True
+            told = "no seeds with speculative decoding on a CPU: evaluations are drawn differently each time"
+            print(f"inference: WARNING: {told}", file=sys.stderr, flush=True)
+        params.seed = None
 
     async def sample(self, token_ids: list[int], params: SamplingParams, session: int | None = None) -> Generation:
         """Answers one prompt. Log-probabilities are in nats, of the distribution that was sampled from. Cancelling aborts the request."""

@@ -61,10 +61,12 @@ class Pool:
 
     def __init__(self, servers, after=None):
         self.servers, self.after, self.played, self.lost = servers, after or {}, [], {}
+        self.seeds = []
 
     async def play(self, env, split, task, num_episodes, sampling, server, seed):
         version = self.servers.versions[0]
         self.played.append((task, version))
+        self.seeds.append(seed)
         turn = Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], policy_versions=[VersionSpan(version, 1)], finish_reason="stop")
         if (held := self.after.get(len(self.played))) is not None:
             self.servers.versions = [held]
@@ -239,6 +241,17 @@ def test_an_eval_is_wholly_of_its_version(world, after):
     assert read_metrics(config.run_dir.metrics)[4, "eval"]["eval/e/reward_mean"] == 4.0
     wrong = [task for task, version in pool.played if version != 4]
     assert len(pool.played) == 4 + len(wrong)  # only what was wrong was played again
+
+
+def test_every_task_of_an_eval_has_a_seed_which_is_that_of_other_versions_and_of_other_runs_of_the_seed(world):
+    def seeds(version, **changes):
+        pool = Pool(Servers(version))
+        config, evaluator, policy = world(pool.servers, pool)
+        evaluator.config = config.model_copy(update=changes)
+        asyncio.run(evaluator._play(config.orchestrator.eval[0], version, policy.reconcile))
+        return sorted(pool.seeds)
+
+    assert seeds(2) == seeds(4) and len({*seeds(4), *seeds(4, seed=1)}) == 8
 
 
 def test_a_server_that_never_keeps_the_version_ends_the_eval(world):
