@@ -1,11 +1,12 @@
 """`rl compare`: what it prints of two runs that are written here."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rl.commands.compare import means, stretches
+from rl.commands.compare import means, seed_lines, stretches
 from rl.config.command_line import build, parse_args, to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
@@ -40,6 +41,8 @@ trainer.gpus          -      0
 trainer.lora.rank     -      16
 trainer.lora.alpha    -      32.0
 trainer.lora.targets  -      all-linear
+both have seed 0: it decides the order of tasks and the draws of evaluations; training rollouts are sampled without a seed, so the runs \
+differ from their first batch on, even with equal settings
 
 steps               1    2     3  4
 reward/mean   A  0.25  0.5  0.75  1  ▁▃▆█
@@ -71,12 +74,11 @@ def test_nothing_is_wider_than_the_terminal(runs, capsys, monkeypatch, width):
     assert code == 0 and max(map(len, out.splitlines())) <= width
     heads = next(line for line in out.splitlines() if line.startswith("steps"))
     assert len(heads.split()) == {50: 3, 80: 5, 110: 7}[width]
+    assert "even with equal settings" in " ".join(out.split()), "it was cut at the terminal's edge"
 
 
 def test_a_run_with_itself_and_what_is_no_run(runs, capsys):
-    assert (
-        "\nno setting differs, nor the seed: tasks and the samples of evaluations are the same; " in called(capsys, "compare", "x", "x")[1]
-    )
+    assert "\nno setting differs\nboth have seed 0: it decides the order of tasks" in called(capsys, "compare", "x", "x")[1]
     assert called(capsys, "compare", "x", "z")[::2] == (
         2, "rl compare: outputs/z: no such run or model folder; outputs contains the runs x, y\n"
     )  # fmt: skip
@@ -93,3 +95,11 @@ def test_a_computed_number_is_shown_without_its_rounding_errors_unless_they_diff
     assert texts([9.999999999999999e-06, 3 * 1e-6, None]) == ["1e-05", "3e-06", None]
     assert texts([1e-6, 9.999999e-07]) == ["1e-06", "9.999999e-07"] and texts([32.0, 0.1 + 0.2]) == ["32.0", "0.3"]
     assert texts([True, ["a", 1e-7], "9.999999999999999e-06"]) == ["True", "['a', 1e-07]", "9.999999999999999e-06"]
+
+
+def test_what_a_common_seed_says():
+    def said(*kinds):
+        return seed_lines([SimpleNamespace(config=SimpleNamespace(seed=seed, sft=sft)) for seed, sft in kinds], None)
+
+    assert "both have seed 3: it decides the order of the examples; " in said((3, True), (3, True))[0]
+    assert said((3, None), (4, None)) == said((3, True), (3, None)) == []

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -38,9 +39,11 @@ SHAPES = ((6, 24), (6, 12), (4, 12), (3, 8), (2, 4))
 VALUE_WIDTHS = (10, 60)
 """Minimum and maximum width of a differing setting's value; longer values are cut."""
 SAME_SEED = (
-    "no setting differs, nor the seed: tasks and the samples of evaluations are the same; training rollouts are sampled without a seed, "
-    "so the runs differ from their first batch on"
+    "it decides the order of tasks and the draws of evaluations; training rollouts are sampled without a seed, so the runs differ from "
+    "their first batch on, even with equal settings"
 )
+SAME_SEED_SFT = "it decides the order of the examples; with equal settings, data and number of threads the weights are equal, too"
+"""What a common seed says about two runs; see docs/reliability.md."""
 Stretches = list[tuple[int, int]]
 """First and last step of each interval."""
 
@@ -65,15 +68,24 @@ def about(roots: list[Path], runs: list[Run]) -> list[str]:
 
 
 def settings(runs: list[Run], width: int | None) -> list[str]:
-    """Returns a table of the settings that differ, except the run's location."""
+    """Returns a table of the settings that differ, except the run's location, and what a common seed says."""
     changed = setting_diffs([run.config for run in runs])
     if not changed:
-        return [SAME_SEED]
+        return ["no setting differs", *seed_lines(runs, width)]
     least, most = VALUE_WIDTHS
     if width:
         most = max(least, min(most, (width - max(len(one.key) for one in changed)) // len(runs) - 2))
     rows = [[one.key, *(clip("-" if value is None else value, most) for value in one.values)] for one in changed]
-    return table(["settings that differ", *NAMES], rows, left=3)
+    return table(["settings that differ", *NAMES], rows, left=3) + seed_lines(runs, width)
+
+
+def seed_lines(runs: list[Run], width: int | None) -> list[str]:
+    """Returns what it says about two runs of one kind that they have the same seed; nothing for other runs."""
+    first, second = (run.config for run in runs)
+    if first.seed != second.seed or bool(first.sft) != bool(second.sft):
+        return []
+    text = f"both have seed {first.seed}: {SAME_SEED_SFT if first.sft else SAME_SEED}"
+    return textwrap.wrap(text, width) if width else [text]
 
 
 def stretches(last: int, count: int) -> Stretches:
