@@ -72,7 +72,7 @@ def test_the_error_of_an_environment_that_does_not_load_has_a_bound(tmp_path):
             await heard.put((name, msgspec.msgpack.decode(message, type=FromWorker)))
 
         tasks = []
-        server = MessageServer(f"{tmp_path}/pool", lambda work: tasks.append(asyncio.create_task(work)), take, None)
+        server = MessageServer(f"{tmp_path}/pool", lambda work: tasks.append(asyncio.create_task(work)), bool, take, None)
         with pytest.raises(SystemExit):
             setup = SimpleNamespace(worker_id="e-0", orchestrator=f"{tmp_path}/pool")
             await worker.serve(setup, None, "no: " + "x" * 5_000_000)

@@ -1,7 +1,7 @@
 """Whole messages over a Unix socket: a length of four bytes, then that many bytes.
 
-The memory that a peer can make this process use is bounded: one message and a socket's buffer. ZeroMQ, by contrast, bounds the size of a
-message's parts but not their number.
+The memory that a peer can make this process use is bounded: one message and a socket's buffer, however often it connects. ZeroMQ, by
+contrast, bounds the size of a message's parts but not their number.
 """
 
 import asyncio
@@ -64,12 +64,20 @@ class MessageStream:
 class MessageServer:
     """A Unix socket for peers that send their name in their first message."""
 
-    def __init__(self, path: str, watch: Callable[[Coroutine[Any, Any, None]], None], take: Take, refuse: Callable[[str, Exception], None]):
-        """`watch` runs coroutines in the background. `take` gets a peer's name and each of its messages; for an invalid message it raises
-        one of UNREADABLE, which is passed to `refuse`, and the connection is closed."""
-        self.watch, self.take, self.refuse = watch, take, refuse
+    def __init__(
+        self,
+        path: str,
+        watch: Callable[[Coroutine[Any, Any, None]], None],
+        is_peer: Callable[[str], bool],
+        take: Take,
+        refuse: Callable[[str, Exception], None],
+    ):
+        """`watch` runs coroutines in the background. `is_peer` tells the names of peers; nothing is read from others. `take` gets a peer's
+        name and each of its messages; for an invalid message it raises one of UNREADABLE, which is passed to `refuse`, and the connection
+        is closed."""
+        self.watch, self.is_peer, self.take, self.refuse = watch, is_peer, take, refuse
         self.streams: dict[str, MessageStream] = {}
-        """By the peer's name; the newer of two connections."""
+        """By the peer's name; the newer of two connections, as the older is closed."""
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(path)
         self.socket.listen()
@@ -87,6 +95,10 @@ class MessageServer:
         name = ""
         try:
             name = (await stream.receive(MAX_NAME_BYTES) or b"").decode(errors="replace")
+            if not self.is_peer(name):
+                raise DecodeError("from nobody who is known here")
+            if before := self.streams.get(name):
+                before.writer.close()
             self.streams[name] = stream
             while (message := await stream.receive()) is not None:
                 await self.take(name, message)

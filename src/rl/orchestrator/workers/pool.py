@@ -101,7 +101,7 @@ class WorkerPool:
         self.watchers: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception that ends the run."""
-        self.server = MessageServer(self.address, self._watch, self._take, self._refuse)
+        self.server = MessageServer(self.address, self._watch, self.workers.__contains__, self._take, self._refuse)
 
     # Processes ----------------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class WorkerPool:
         """Handles a worker's message. Raises the exceptions in UNREADABLE if it is invalid or impossible."""
         worker = self.workers.get(worker_id)
         if worker is None:
-            raise msgspec.DecodeError("not a worker of this pool")
+            raise msgspec.DecodeError("not a worker of this pool any more")
         worker.heard = time.monotonic()
         message = ANSWERS.decode(data)
         if isinstance(message, Played) and (play := worker.sent.get(message.play_id)):
