@@ -1,6 +1,7 @@
 """Homes from a package index and a Hub with real uv: what is installed, which verifiers, and what is said when it cannot be."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -369,6 +370,13 @@ def test_a_place_that_cannot_be_written(index, said, tmp_path, monkeypatch):
     with pytest.raises(
         RunError, match=f"environment rows: {homes_root()}: No space left on device; set RL_ENVIRONMENTS to .* or free some space"
     ):
+        ensure(Request("rows", None), said.append)
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RunError, match="No locks available; set RL_ENVIRONMENTS to a folder on a local disk, since this one has no locks"):
         ensure(Request("rows", None), said.append)
     assert nothing_half_made()
 

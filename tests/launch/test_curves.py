@@ -192,6 +192,7 @@ def test_parts_of_a_reward_are_drawn_beside_it_where_they_have_its_scale():
     names = ("reward/e/form", "reward/e/answer", "reward/e/num_turns")
     lines = {(step, "orchestrator"): dict(zip(names, values, strict=True)) | {"reward/mean": 0.5} for step, values in steps.items()}
     assert reward_parts(Numbers.of(lines)) == ["reward/e/answer", "reward/e/form", "reward/e/num_turns"]
+    lines[1, "orchestrator"]["reward/e/never"] = float("nan")  # ended the report with a traceback
     assert drawn_parts(Numbers.of(lines)) == {"reward/e/answer": ([1, 2], [0.4, 0.3]), "reward/e/form": ([1, 2], [0.2, 0.6])}
     assert (
         drawn_parts(Numbers.of({at: {"reward/e/form": line["reward/e/form"]} for at, line in lines.items()})) == {}

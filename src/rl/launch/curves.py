@@ -195,7 +195,7 @@ def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
 def drawn_parts(numbers: Numbers) -> dict[str, Points]:
     """Returns the parts of rewards to draw with the rewards: at least two, within 0 to 1, and not constant."""
     curves = {name: numbers.points("orchestrator", name) for name in reward_parts(numbers)}
-    found = {name: points for name, points in curves.items() if 0 <= min(points[1]) < max(points[1]) <= 1}
+    found = {name: points for name, points in curves.items() if points[1] and 0 <= min(points[1]) < max(points[1]) <= 1}
     return found if 1 < len(found) <= MOST_PARTS else {}
 
 
