@@ -97,6 +97,14 @@ def test_a_computed_number_is_shown_without_its_rounding_errors_unless_they_diff
     assert texts([True, ["a", 1e-7], "9.999999999999999e-06"]) == ["True", "['a', 1e-07]", "9.999999999999999e-06"]
 
 
+def test_the_parts_of_a_reward_follow_it(runs, capsys):
+    for name in ("x", "y"):
+        log = MetricsLog(Path("outputs", name, "metrics.jsonl"), "orchestrator")
+        log.write(1, {"reward/mean": 0.5, "reward/e/mean": 0.5, "reward/e/exact": 0.25, "reward/e/form": 0.75})
+    out = called(capsys, "compare", "x", "y")[1].splitlines()
+    assert [line.split()[0] for line in out if line.startswith("reward/")] == ["reward/mean", "reward/e/exact", "reward/e/form"]
+
+
 def test_what_a_common_seed_says():
     def said(*kinds):
         return seed_lines([SimpleNamespace(config=SimpleNamespace(seed=seed, sft=sft)) for seed, sft in kinds], None)
