@@ -1,7 +1,7 @@
 """The messages between the orchestrator and environment workers."""
 
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -158,11 +158,15 @@ class LoadFailed(msgspec.Struct, tag=True):
     message: str
 
 
+MAX_ROLLOUTS = 100_000
+"""Most rollouts of a message. One takes 450 bytes of the pool's memory even where the message has a single byte for it."""
+
+
 class Played(msgspec.Struct, tag=True):
     """Finished episodes of a group, including failed rollouts with their error."""
 
     play_id: int
-    rollouts: list[Rollout]
+    rollouts: Annotated[list[Rollout], msgspec.Meta(max_length=MAX_ROLLOUTS)]
     unfinished: int = 0
     """Number of episodes of the group that are still being played."""
 
