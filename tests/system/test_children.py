@@ -1,16 +1,19 @@
 """Supervision with real processes: whatever happens to a child or to the parent, no process is left."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rl.launch.children import Children
+from rl.launch.guard import Guard
 from rl.run_dir.logs import last_lines, next_log
 from rl.system import process_table
 from rl.system.children import STOP_DEADLINE_S, RestartPolicy, start
@@ -217,6 +220,24 @@ time.sleep(60)
     assert all(alive(pid) for pid in found)
     parent.send_signal(signal.SIGKILL)
     until(lambda: not any(alive(pid) for pid in found), timeout_s=5)
+
+
+def test_a_guard_that_the_system_refuses_is_started_by_a_later_poll(tmp_path, monkeypatch):
+    """Regression: a killed guard and a full process table at once ended the run without a report."""
+    guard, begin = Guard("none", tmp_path / "none", 1.0), subprocess.Popen
+    guard.process.kill()
+    guard.process.wait()
+
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    guard.poll()
+    guard.forget(SimpleNamespace(pid=1))
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    guard.poll()
+    assert guard.process.poll() is None
+    guard.close()
 
 
 @pytest.mark.parametrize("phase", ["alone", "second guard"])

@@ -21,10 +21,12 @@ class Guard:
     def _start(self) -> None:
         reader, self.pipe = os.pipe()
         # It must not inherit our output: a reader that waits for its end would also wait for the guard.
-        self.process = subprocess.Popen(
-            self.command, stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
-        )
-        os.close(reader)
+        try:
+            self.process = subprocess.Popen(
+                self.command, stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+            )
+        finally:
+            os.close(reader)
         for session, start in self.sessions.items():
             self._send(f"+ {session} {start}")
 
@@ -43,11 +45,12 @@ class Guard:
         self._send(f"- {child.pid}")
 
     def poll(self) -> None:
-        """Replaces a guard that was killed or stopped."""
+        """Replaces a guard that was killed or stopped. If the system refuses another process, the next call tries again."""
         line = process_table.entry(self.process.pid)
         if self.process.poll() is not None or not line or line.state == "T":
             self.close()
-            self._start()
+            with contextlib.suppress(OSError):
+                self._start()
 
     def close(self) -> None:
         """Kills the guard before it sees the end of the pipe: there is nothing left for it to do."""
