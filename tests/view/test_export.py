@@ -72,6 +72,7 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "lab-pc")
     run_dir = RunDir(make_runs(output_dir) / "first", output_dir / "first" / "weights")
     elsewhere = f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc and node17, see https://example.org/a/b/c, 3/4/5"
+    elsewhere += ", file:///scratch/bob/d.py, PATH=/opt/e:/scratch/bob/f http://[::1]:80/a/b"
     (run_dir.logs / "inference-node17-8000-1.log").write_text(f"{elsewhere}\n")
     status = RoleStatus(process="inference-node17-8000", pid=1, host="node17", heartbeat=time.time(), phase=Phase.SERVING)
     write_status(run_dir.status("inference-node17-8000"), status)
@@ -85,6 +86,7 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
         for place in (str(tmp_path), "lovelace", "/scratch", "bob", "lab-pc", "node17"):
             assert place not in text, (name, place)
         assert "first/a.py ~/b.py .../c.py on HOST and HOST, see https://example.org/a/b/c, 3/4/5" in text
+        assert "3/4/5, file://.../d.py, PATH=.../e:.../f http://[::1]:80/a/b" in text
     content = recorded(tmp_path / "x.html")
     assert "first/logs/trainer-1.log" in content["health"]["bottleneck"] + str(content["health"]["findings"])
     assert content["logs"].keys() == {one["name"] for one in content["health"]["processes"] if one["attempts"]}

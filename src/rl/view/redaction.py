@@ -9,8 +9,8 @@ from rl.records.run import Run
 
 CONVERSATION = ("messages", "prompt", "pieces")
 """Fields with texts of a model, a tool or a task: a word there may equal a host name by chance, and a path may belong to the task."""
-PATH = re.compile(r"(?<![\w.:/~-])(?:/[\w.@+%=-]+)+(/[\w.@+%=-]+)")
-"""An absolute path of at least two parts, with its last part as a group; not a part of a URL."""
+PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~-]))(?:/[\w.@+%=-]+)+(/[\w.@+%=-]+)")
+"""An absolute path of at least two parts, with its last part as a group; not a part of a URL, except of one of a file."""
 
 
 class Redaction:
