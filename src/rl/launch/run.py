@@ -33,7 +33,7 @@ from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import Stopped
-from rl.system.errors import RunError
+from rl.system.errors import RunError, system_error
 from rl.system.linux import shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault
@@ -176,6 +176,8 @@ def run(config: RLConfig, prepared: Prepared, division: devices.Split, children:
     except RunError as error:
         code, why = 1, f"rl: {error}"
         again += "" if error.resume_at is None else f" {error.resume_at}"
+    except OSError as error:
+        code, why = 1, f"rl: {system_error(error)}"
     finally:
         watch.console.close()
     if why:

@@ -35,3 +35,9 @@ class ConfigError(RunError):
     """Settings are invalid; the message lists every fault with its remedy. Commands catch it to exit with 2, or to add a file name."""
 
     exit_code = WRONG_SETTINGS
+
+
+def system_error(error: OSError) -> str:
+    """Describes a system error, with the remedy if a disk cannot be written."""
+    remedy = "; free space or make it writable, or use another directory (for a run: output_dir)" if error.errno in CANNOT_WRITE else ""
+    return f"{error.filename or 'the run directory'}: {error.strerror or error}{remedy}"
