@@ -18,8 +18,6 @@ MAX_BYTES = 1 << 30
 """Maximum size of all indices together; the oldest are deleted first."""
 Identity = tuple[int, int]
 """Size of a file in bytes, and its mtime in ns."""
-Kept = tuple[Columns, dict[int, Identity], dict[tuple[int, str], Identity]]
-"""The columns, the files of steps by step, and those of evaluations by version and name."""
 
 
 def cache_file(root: Path) -> Path:
@@ -59,8 +57,8 @@ def make_room(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def load(path: Path) -> Kept | None:
-    """Loads an index; None if there is no readable one."""
+def load(path: Path) -> tuple[Columns, dict[int, Identity], dict[tuple[int, str], Identity]] | None:
+    """The columns, the files of steps by step, and those of evaluations by version and name; None if there is no readable index."""
     try:
         with safe_open(path, framework="np") as file:
             about, columns = file.metadata() or {}, Columns()

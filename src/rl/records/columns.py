@@ -208,8 +208,3 @@ class Columns:
     def code(self, name: str, word: str) -> int:
         """The code of a word in a column; NONE, which no row has, for an unknown word."""
         return self.words[name].codes.get(word, NONE)
-
-    @property
-    def num_bytes(self) -> int:
-        """Allocated memory in bytes."""
-        return sum(array.nbytes for arrays in (self.arrays, self.metrics) for array in arrays.values())

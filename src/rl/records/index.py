@@ -23,8 +23,6 @@ SUSPECTS = 3
 """Number of newest steps that are checked again: an orchestrator that was killed before its commit rewrites their files."""
 CACHE_S = 2.0
 """An index that took more seconds to read is kept in the user's cache."""
-TICK_NS, LOOK_AGAIN = 100_000_000, -1
-"""A folder that changed within the last TICK_NS may change again with the same mtime."""
 GONE_SHARE = 0.25
 """Rows of deleted files are removed once they exceed this share."""
 
@@ -42,21 +40,6 @@ class Source(NamedTuple):
 PENDING = Source(Kind.PENDING, 0)
 
 
-class Identity(NamedTuple):
-    """Identifies the file that was read."""
-
-    size: int
-    mtime_ns: int
-
-
-class State(NamedTuple):
-    """Shows whether files were added or removed: mtimes of the folders in ns, and the contents of `discarded/`."""
-
-    rollouts: int
-    discarded: tuple[str, ...]
-    evals: tuple[int, ...]
-
-
 class RolloutIndex:
     """Columns of all rollouts. `refresh` reads what is new, and is not thread-safe."""
 
@@ -64,9 +47,9 @@ class RolloutIndex:
         """cache_file: where the index is kept beyond this process; None: nowhere."""
         self.run_dir, self.cache_file = run_dir, cache_file
         self.columns = Columns()
-        self.steps: dict[int, Identity] = {}
+        self.steps: dict[int, cache.Identity] = {}
         """The step files that were read."""
-        self.evals: dict[tuple[int, str], Identity] = {}
+        self.evals: dict[tuple[int, str], cache.Identity] = {}
         """The evaluation files that were read, by version and name."""
         self.damaged: dict[Source, str] = {}
         """Unreadable files, with the reason; their rollouts are missing."""
@@ -74,13 +57,12 @@ class RolloutIndex:
         """Folders without read permission, with the error."""
         self.gone = 0
         """Number of rows whose file no longer exists."""
-        self.looked: State | None = None
+        self.looked = False
+        """Whether the files were listed before: an index from the cache may be older than any change."""
         self.pending_as_read: tuple[int, int] = (0, 0)
         """Inode of pending.jsonl, and the offset up to which it was read."""
         if cache_file and (found := cache.load(cache_file)):
-            self.columns, steps, evals = found
-            self.steps = {step: Identity(*identity) for step, identity in steps.items()}
-            self.evals = {key: Identity(*identity) for key, identity in evals.items()}
+            self.columns, self.steps, self.evals = found
 
     def refresh(self) -> None:
         """Reads what is new, and drops what is gone."""
@@ -102,30 +84,26 @@ class RolloutIndex:
             cache.save(self.cache_file, self.columns, steps, {key: value for key, value in self.evals.items() if key not in damaged})
 
     def _changes(self) -> tuple[list[Source], list[Source]]:
-        """Returns the files that are gone or were replaced, and those to read. Assumes that old ones are unchanged, unless the run was
-        rolled back since."""
-        folders = self._versions()
-        state = State(mtime(self.run_dir.rollouts_dir), self._names(self.run_dir.discarded), tuple(map(mtime, folders.values())))
-        newest = [
-            step for step in range(max(self.steps, default=0), max(0, max(self.steps, default=0) - SUSPECTS), -1) if step in self.steps
-        ]
-        others = [step for step in newest if self._identity(Source(Kind.STEP, step)) != self.steps[step]]
-        if state == self.looked and not others and not self.denied:
-            return [], []
+        """Returns the files that are gone or were replaced, and those to read. Old files of steps are assumed to be unchanged, unless the
+        newest ones are gone or were replaced: then the run was rolled back, or is another one (see --clean)."""
         there = {int(match[1]) for match in map(STEP_FILE.fullmatch, self._names(self.run_dir.rollouts_dir)) if match}
-        whole = bool(not self.looked or state.discarded != self.looked.discarded or others)  # others: may be a new run, see --clean
-        looked_at = self.steps.keys() & there if whole else newest
-        changed = {step for step in looked_at if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
+        newest = sorted(self.steps)[-SUSPECTS:]
+        if not self.looked or self._replaced(newest) or not there.issuperset(newest):
+            newest = list(self.steps)
+        changed = self._replaced(newest)
         gone = [Source(Kind.STEP, step) for step in (self.steps.keys() - there) | changed]
         new = [Source(Kind.STEP, step) for step in sorted((there - self.steps.keys()) | (changed & there))]
-        files = [(version, folder / name) for version, folder in folders.items() for name in self._names(folder) if name.endswith(".jsonl")]
+        folders = self._versions().items()
+        files = [(version, folder / name) for version, folder in folders for name in self._names(folder) if name.endswith(".jsonl")]
         evals = {(version, path.stem): identity_of(path) for version, path in files}
         gone += [Source(Kind.EVAL, *key) for key, identity in self.evals.items() if evals.get(key) != identity]
         new += [Source(Kind.EVAL, *key) for key, identity in evals.items() if self.evals.get(key) != identity]
-        now = time.time_ns()
-        settled = all(now - changed > TICK_NS for changed in (state.rollouts, *state.evals))
-        self.looked = state if settled else state._replace(rollouts=LOOK_AGAIN)
+        self.looked = True
         return gone, new
+
+    def _replaced(self, steps: list[int]) -> set[int]:
+        """The steps whose file is not the one that was read."""
+        return {step for step in steps if self._identity(Source(Kind.STEP, step)) != self.steps[step]}
 
     def _names(self, folder: Path) -> tuple[str, ...]:
         """The sorted names in a folder."""
@@ -147,7 +125,7 @@ class RolloutIndex:
             self.denied[self.run_dir.evals] = str(error)
             return {}
 
-    def _identity(self, source: Source) -> "Identity | None":
+    def _identity(self, source: Source) -> cache.Identity | None:
         return next((found for path in self.paths(source) if (found := identity_of(path))), None)
 
     def paths(self, source: Source) -> list[Path]:
@@ -245,18 +223,10 @@ def compressed(path: Path) -> Path:
     return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
-def mtime(path: Path) -> int:
-    """The mtime of a directory in ns; 0 if it does not exist or is not accessible."""
-    try:
-        return path.stat().st_mtime_ns
-    except (FileNotFoundError, PermissionError):
-        return 0
-
-
-def identity_of(path: Path) -> Identity | None:
-    """The Identity of a file; None if it does not exist or is not accessible."""
+def identity_of(path: Path) -> cache.Identity | None:
+    """The size and mtime of a file; None if it does not exist or is not accessible."""
     try:
         there = path.stat()
     except (FileNotFoundError, PermissionError):
         return None
-    return Identity(there.st_size, there.st_mtime_ns)
+    return there.st_size, there.st_mtime_ns

@@ -19,7 +19,7 @@ from rl.records.cache import cache_file
 from rl.records.columns import Kind
 from rl.records.frames import frame
 from rl.records.index import RolloutIndex
-from rl.records.rollouts import KINDS, Rollouts, Texts, all_rollouts, is_number
+from rl.records.rollouts import KINDS, Rollouts, all_rollouts, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
@@ -144,10 +144,6 @@ class Run:
     def _index(self) -> RolloutIndex:
         return RolloutIndex(self.run_dir, cache_file(self.root) if self._cache else None)
 
-    @cached_property
-    def _texts(self) -> Texts:
-        return Texts(self._index)
-
     def rollouts(self, kind: str | None = None, **wanted: Any) -> Rollouts:
         """Selects rollouts by fields: `step`, `version`, `env`, `task`, `group_id`, `outcome`, `why`, `reward`, ..., or a metric's name.
 
@@ -166,7 +162,7 @@ class Run:
             unknown = [str(name) for name in several if name not in there.codes]
             if unknown and there.words:
                 raise RunError(f"env = {', '.join(unknown)}: has no rollouts; there are: {', '.join(there.words)}")
-            return all_rollouts(self._index, self._texts, kinds).where(**wanted)
+            return all_rollouts(self._index, kinds).where(**wanted)
 
     def group(self, group_id: int) -> Rollouts:
         """The rollouts of a group, settled or pending, by index in the group. Raises RunError if there are none."""

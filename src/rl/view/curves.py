@@ -17,7 +17,6 @@ from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 Axis = Literal["step", "samples", "tokens", "time"]
 MOST_POINTS = 1500
 """Maximum number of points of a curve; a longer one is reduced to means over stretches of steps."""
-FIRST = ("reward/mean", "eval/", "rollouts/", "entropy/mean", "loss/mean", "mismatch_kl/mean", "lag/mean")
 
 
 def metrics(runs: Sequence[Run]) -> Metrics:
