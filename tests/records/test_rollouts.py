@@ -218,4 +218,6 @@ def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():
     columns, lines = index.Columns(), [index.Line(reward=i / 7, messages=b"", step=i, env="e", metrics={"m": 1.0}) for i in range(1000)]
     for _ in range(20):
         columns.add(index.Kind.STEP, lines, [(0, 1)] * len(lines))
-    assert columns.size == 20_000 and sum(array.nbytes for array in (*columns.arrays.values(), *columns.metrics.values())) / columns.size < 160
+    assert (
+        columns.size == 20_000 and sum(array.nbytes for array in (*columns.arrays.values(), *columns.metrics.values())) / columns.size < 160
+    )

@@ -13,7 +13,7 @@ import pytest
 from rl.records.run import Run
 from rl.run_dir import metrics
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import DECODER, Gauges, Span, Start, old
+from rl.run_dir.spans import Gauges, Span, Start
 from rl.view import timeline
 from rl.view.library import Library, UnknownRunError
 from rl.view.rollouts import Wanted
@@ -97,33 +97,6 @@ def test_the_index_of_rollouts_keeps_no_numbers_waiting(tmp_path):
         assert pool.submit(lambda: run.step).result(timeout=10) == 4
 
 
-def test_spans_are_decoded_once(tmp_path, monkeypatch):
-    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    decoded = []
-    monkeypatch.setattr("rl.records.spans.DECODER", Decoder(decoded))
-    asked = TimelineParameters(run="x", begin=10_000.0, end=10_099.9)
-    first = handlers.timeline(asked)
-    assert [len(lane.spans) for lane in first.lanes if lane.name == "step"] == [100, 100] and len(decoded) == 2 * (SPANS + 2)
-    write(files.spans / "trainer.jsonl", Span(name="publish", begin=50.0, end=51.0, lane="publisher"))
-    again = handlers.timeline(asked)
-    assert len(decoded) == 2 * (SPANS + 2) + 1 and {lane.name for lane in again.lanes} >= {"step", "publisher"}
-    (files.spans / "trainer.jsonl").rename(old(files.spans / "trainer.jsonl"))
-    write(files.spans / "trainer.jsonl", Start(process="trainer", pid=1, host="h", place="", time=10_000.0, monotonic=0.0))
-    handlers.timeline(asked)
-    assert len(decoded) == 2 * (SPANS + 2) + 2
-
-
-class Decoder:
-    """Counts what is decoded."""
-
-    def __init__(self, lines: list[bytes]):
-        self.lines = lines
-
-    def decode(self, line: bytes) -> Start | Span | Gauges:
-        self.lines.append(line)
-        return DECODER.decode(line)
-
-
 def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     files, handlers = made(tmp_path / "x", steps=50), Handlers(Library([tmp_path]))
     before = handlers.runs(NoParameters()).runs[0].step
@@ -136,8 +109,8 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     for module in ("rl.run_dir.metrics", "rl.run_dir.numbers"):
         monkeypatch.setattr(f"{module}.parse_line", parse)
     for _ in range(3):
-        health, lanes = handlers.health(OfRun(run="x")), handlers.timeline(TimelineParameters(run="x")).lanes
-    assert [(lane.process, len(lane.spans), lane.spans[-1].text) for lane in lanes] == [("trainer", 50, "step 50: forward and backward")]
+        health = handlers.health(OfRun(run="x"))
+    assert handlers.timeline(TimelineParameters(run="x")).note.startswith("no spans of this time are here")
     assert parsed == [] and health.lines[0].startswith("step 50 of 9") and "2.0 s per step" in health.lines[0]
     with (files.metrics.with_suffix("") / "trainer.jsonl").open("a") as file:
         file.write(json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5}) + "\n")

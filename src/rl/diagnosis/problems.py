@@ -11,6 +11,7 @@ from rl.diagnosis.state import Process, RunState, span
 from rl.run_dir.checksums import MANIFEST, read_manifest
 from rl.run_dir.files import HEADER, MAGIC, CorruptFileError
 from rl.run_dir.logs import newest_log
+from rl.run_dir.metrics import MOST_NAMES
 from rl.run_dir.safetensors import read_header
 
 LOW_BYTES = 256 << 20
@@ -103,6 +104,16 @@ def damage(state: RunState) -> list[Problem]:
     """Returns damaged files, judged only by size and header; `rl doctor RUN --verify` reads every byte."""
     remedy = f"`{state.resume}` moves it away and recreates it"
     return [Problem(f"{path} is damaged: {why}; {remedy}", files=(path,) if path.is_file() else ()) for path, why in faults(state)]
+
+
+def metrics_left_out(state: RunState) -> list[Problem]:
+    """Returns that some metrics are not shown, if a source has too many."""
+    path = state.run_dir.metrics
+    return [
+        Problem(f"{path}: has more than {MOST_NAMES:,} metrics of the {source}; the others are shown nowhere", serious=False, files=(path,))
+        for source, table in state.numbers.tables.items()
+        if table.left_out
+    ]
 
 
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:

@@ -210,8 +210,8 @@ def other_clock(staleness: Staleness, name: str, heartbeat: float, now: float) -
 def read_state(run_dir: RunDir, config: RLConfig, heartbeats: Staleness | None = None, metrics: "Numbers | None" = None) -> RunState:
     """Returns the state of a run. Missing or half-written files count as absent. Raises PermissionError for unreadable files.
 
-    `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ. `metrics` are the run's numbers if the caller
-    follows them; without it, they are read.
+    `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ. `metrics` are the run's numbers if the
+    caller follows them; without it, they are read.
     """
     from rl.run_dir.numbers import Numbers
 

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from rl.diagnosis.rollouts import TRAINED, Row, conversation_texts, messages_text, num_prompt_messages, parse_rollout, rollout_text
+from rl.diagnosis.rollouts import TRAINED, Row, contains, messages_text, num_prompt_messages, parse_rollout, rollout_text
 from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
 from rl.records.index import RolloutIndex, Source
 from rl.run_dir.files import CorruptFileError, reading
@@ -261,7 +261,7 @@ class Rollouts(Sequence[Rollout]):
                 row = rollout.row
             except RunError:
                 continue
-            if any(text in part.casefold() for part in (*conversation_texts(row["messages"]), str(row.get("error") or ""))):
+            if contains(row, text):
                 yield rollout
 
     def counts(self, name: str) -> dict[Any, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.metrics import ALWAYS, NEWEST_BYTES, parse_line, source_files
+from rl.run_dir.metrics import ALWAYS, MOST_NAMES, NEWEST_BYTES, parse_line, source_files
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps [n] int64, and values of a metric at these steps [n] float64."""
@@ -28,6 +28,8 @@ class Table:
         """Times of the first and the newest line of a row, seconds since the epoch; a step that was trained again has several lines."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with spare capacity for more rows."""
+        self.left_out = False
+        """Whether there are metrics beyond MOST_NAMES."""
         self.order = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def add(self, step: int, line: Mapping[str, Any]) -> None:
@@ -43,6 +45,9 @@ class Table:
         for name, value in line.items():
             if name not in ALWAYS:
                 if name not in self.arrays:
+                    if len(self.arrays) >= MOST_NAMES:
+                        self.left_out = True
+                        continue
                     self.arrays[name] = np.full(len(self.times), np.nan)
                 self.arrays[name][row] = np.nan if value is None else value
 

@@ -1,17 +1,15 @@
 """Curves: the metrics, their values over steps, samples, tokens or time, and the events at each step."""
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from rl.records.run import Run
+from rl.records.run import Run, check_metric
 from rl.records.timeline import restarts
-from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
+from rl.run_dir.metric_names import OWN, SECTIONS, meaning
 from rl.run_dir.paths import numbers
-from rl.system.errors import RunError
 from rl.view.responses import Curves, Mark, Metric, Metrics, Series
 
 Axis = Literal["step", "samples", "tokens", "time"]
@@ -29,26 +27,17 @@ def metrics(runs: Sequence[Run]) -> Metrics:
                     found.setdefault(name, source)
     order = [name for names in SECTIONS.values() for name in names]
     rank = {name: i for i, name in enumerate(order)}
-    names = sorted(found, key=lambda name: (sections.index(meaning(name)[0]), rank.get(name, len(rank)), name))
-    return Metrics(metrics=[Metric(name=name, section=meaning(name)[0], what=meaning(name)[1], source=found[name]) for name in names])
-
-
-class UnknownMetricError(RunError):
-    """A request names an unknown metric; the answer is 404."""
-
-
-def check_names(runs: Sequence[Run], names: Sequence[str]) -> None:
-    """Raises UnknownMetricError for a name that is in no run and not in the reference, whose metrics may still appear."""
-    known = {name for run in runs for name in run.numbers.names}
-    for name in names:
-        if name not in known and meaning(name)[0] == OWN:
-            close = difflib.get_close_matches(name, known | METRICS.keys(), n=1)
-            raise UnknownMetricError(f"{name}: no such metric" + (f"; did you mean {close[0]}?" if close else "; see docs/metrics.md"))
+    known = [
+        Metric(name=name, section=section, what=what, source=source) for name, source in found.items() for section, what in [meaning(name)]
+    ]
+    return Metrics(metrics=sorted(known, key=lambda one: (sections.index(one.section), rank.get(one.name, len(rank)), one.name)))
 
 
 def curves(keys: Sequence[str], runs: Sequence[Run], names: Sequence[str], axis: Axis, begin: float | None, end: float | None) -> Curves:
     """The curves of metrics of runs, optionally limited to an interval of the axis and one point beyond each end."""
-    check_names(runs, names)
+    known = {name for run in runs for name in run.numbers.names}
+    for name in names:
+        check_metric(name, known)
     series, marks, ends = [], [], (-np.inf if begin is None else begin, np.inf if end is None else end)
     for key, run in zip(keys, runs, strict=True):
         place = Places(run, axis)

@@ -3,12 +3,11 @@
 import json
 import math
 import time
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from rl.diagnosis.rollouts import Row, content_texts, num_prompt_messages, plain
+from rl.diagnosis.rollouts import Row, calls_of, contains, content_texts, num_prompt_messages, plain
 from rl.records.columns import NONE
 from rl.records.rollouts import ERROR, Rollout, Rollouts
 from rl.records.run import Run
@@ -170,22 +169,15 @@ def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool
             row = rollout.row
         except RunError:  # its file is gone, or damaged, which the page reports elsewhere
             continue
-        if (not text or text in searchable(row).casefold()) and (not wanted.tool_errors or has_tool_error(row)):
+        if (not text or contains(row, text)) and (not wanted.tool_errors or has_tool_error(row)):
             found.append(rollout)
     return found, looked, True
 
 
-def searchable(row: Row) -> str:
-    """All text of a rollout."""
-    parts = [
-        message.text + message.thinking + "".join(call.name + call.arguments for call in message.calls) for message in messages_of(row)
-    ]
-    return "\n".join([*parts, str(row.get("error") or "")])
-
-
 def has_tool_error(row: Row) -> bool:
     """Whether a tool result mentions an error at its beginning. It is free text, so there is no better sign."""
-    return any(message.role == "tool" and "error" in message.text[:200].casefold() for message in messages_of(row))
+    results = ("\n".join(content_texts(message.get("content"))) for message in row["messages"] if message.get("role") == "tool")
+    return any("error" in result[:200].casefold() for result in results)
 
 
 def row_of(rollout: Rollout) -> RolloutRow:
@@ -271,8 +263,7 @@ def messages_of(row: Row) -> list[Message]:
 
 def message_of(message: dict[str, Any]) -> Message:
     """One message. Thinking between tags in the content is moved to its own field."""
-    content = message.get("content")
-    text = "\n".join(content_texts(content if isinstance(content, list) else [content]))
+    text = "\n".join(content_texts(message.get("content")))
     thinking = plain(message.get("reasoning_content") or message.get("thinking") or "")
     if message.get("role") == "assistant" and not thinking:
         head, close, tail = text.partition("</think>")
@@ -283,22 +274,10 @@ def message_of(message: dict[str, Any]) -> Message:
         role=visible(str(message.get("role") or "")),
         thinking=bounded(visible(thinking))[0],
         text=shown,
-        calls=list(calls_of(message)),
+        calls=[Call(name=visible(name), arguments=visible(pretty(arguments))) for name, arguments in calls_of(message)],
         name=visible(str(message.get("name") or message.get("tool_call_id") or "")),
         left_out=left_out,
     )
-
-
-def calls_of(message: dict[str, Any]) -> Iterator[Call]:
-    """The tool calls of a message; calls in an unknown form are shown as JSON."""
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        inner = function if isinstance(function, dict) else call if isinstance(call, dict) and "name" in call else None
-        if inner is None:
-            yield Call(name="", arguments=visible(plain(call)))
-        else:
-            yield Call(name=visible(str(inner.get("name"))), arguments=visible(pretty(inner.get("arguments"))))
 
 
 def pretty(arguments: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.records.comparison import eval_names, eval_points, setting_diffs
+from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.errors import RunError
@@ -147,14 +147,13 @@ def stretches(values: np.ndarray) -> list[float | None]:
 
 def eval_changes(run: Run) -> list[EvalChange]:
     """The first and the newest mean reward of each evaluation."""
-    found = []
-    for name in eval_names(run):
-        versions, values = run.numbers.curve(f"eval/{name}/reward_mean", "eval")
-        if len(values):
-            first, last = map(float, (values[0], values[-1]))
-            begin, end = int(versions[0]), int(versions[-1])
-            errors = dict(zip(*run.numbers.curve(f"eval/{name}/reward_mean_stderr", "eval"), strict=True))
-            clear = abs(last - first) > 2 * math.hypot(errors.get(begin, 0.0), errors.get(end, 0.0))
+    found, errors = [], run.eval_values("reward_mean_stderr")
+    for name, means in run.eval_values().items():
+        if means:
+            begin, end = min(means), max(means)
+            error = math.hypot(*(errors.get(name, {}).get(version, 0.0) for version in (begin, end)))
+            first, last = means[begin], means[end]
+            clear = abs(last - first) > 2 * error
             found.append(EvalChange(name=name, first=first, last=last, first_version=begin, last_version=end, clear=clear))
     return found
 

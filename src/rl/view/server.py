@@ -19,11 +19,11 @@ from starlette.routing import Route as At
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from rl.records.run import UnknownMetricError
 from rl.run_dir.hashes import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.view.access import PageGate
-from rl.view.curves import UnknownMetricError
 from rl.view.library import Library, UnknownRunError
 from rl.view.routes import ROUTES, Handlers, Route
 from rl.wire.gate import refusal
