@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,6 +57,16 @@ class Kind(IntEnum):
     STEP = 0
     PENDING = 1
     EVAL = 2
+
+
+class Source(NamedTuple):
+    """A file of rollouts: `rollouts/000012.jsonl` (compressed or not), `evals/000010/NAME.jsonl`, or pending.jsonl."""
+
+    kind: Kind
+    number: int
+    """The step or policy version."""
+    name: str = ""
+    """Name of the evaluation."""
 
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]

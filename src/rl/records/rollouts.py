@@ -13,8 +13,8 @@ from typing import Any, overload
 import numpy as np
 
 from rl.diagnosis.rollouts import TRAINED, Row, contains, messages_text, num_prompt_messages, parse_rollout, rollout_text
-from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind
-from rl.records.index import RolloutIndex, Source
+from rl.records.columns import FLAGS, METRIC, NONE, OPTIONAL, WORDS, Columns, Kind, Source
+from rl.records.index import RolloutIndex
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
