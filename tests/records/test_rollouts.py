@@ -135,7 +135,11 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
     write_step(run_dir, 3, [group(4, [0.0, 1.0])])
     assert len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10 and read == ["000003.jsonl"]  # before it is made anew
     pending.rewrite([group(5, [1.0])])
-    assert ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)] and len(run.rollouts("train")) == 10 and read == ["000003.jsonl", "pending.jsonl"]
+    assert (
+        ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)]
+        and len(run.rollouts("train")) == 10
+        and read == ["000003.jsonl", "pending.jsonl"]
+    )
     with pytest.raises(RunError, match="has moved: its file was rewritten"):
         _ = waiting[1].row
     write_step(run_dir, 3, [group(6, [0.0, 1.0, 0.0])])  # the orchestrator was killed before its commit

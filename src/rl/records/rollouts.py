@@ -101,6 +101,11 @@ class Rollout:
         return None if self["rollout_id"] == NONE else self["rollout_id"]
 
     @property
+    def episode(self) -> int | None:
+        """Its index among the samples of its task; None if unknown."""
+        return None if self["episode"] == NONE else self["episode"]
+
+    @property
     def reward(self) -> float:
         """The reward; nan if the rollout failed."""
         return self["reward"]

@@ -126,7 +126,8 @@ def one_series(key: str, run: Run, name: str, place: Places, ends: tuple[float, 
 
 def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> list[Mark]:
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
-    found = [("eval", int(step), f"evaluation of version {step}") for step in eval_versions(run)]
+    evaluated = line_times(run).get("eval", (np.empty(0, np.int64), np.empty(0)))[0].tolist()
+    found = [("eval", step, f"evaluation of version {step}") for step in evaluated]
     found += [("checkpoint", step, f"checkpoint {step}") for step in numbers(run.run_dir.checkpoints)]
     steps, times = wall_times(run)
     found += [("change", step, text) for step, text in changes(run)]
@@ -144,11 +145,6 @@ def marks_of(key: str, run: Run, place: Places, ends: tuple[float, float]) -> li
         places.append(event.time - place.begin if place.by_time else float(place(np.array([step]))[0]))
     marks = zip(found, places, strict=True)
     return [Mark(run=key, kind=kind, step=step, x=x, text=text) for (kind, step, text), x in marks if not (x < ends[0] or x > ends[1])]  # type: ignore[arg-type]
-
-
-def eval_versions(run: Run) -> list[int]:
-    """The evaluated versions."""
-    return line_times(run).get("eval", (np.empty(0), np.empty(0)))[0].tolist()
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:

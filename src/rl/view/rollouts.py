@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.diagnosis.rollouts import Row, calls_of, contains, content_texts, num_prompt_messages, plain
-from rl.records.columns import NONE
 from rl.records.rollouts import ERROR, Rollout, Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
@@ -190,7 +189,7 @@ def row_of(rollout: Rollout) -> RolloutRow:
         env=rollout.env,
         task=rollout.task,
         group=rollout.group_id,
-        rollout=none_or(rollout["episode"]) if is_eval else rollout.rollout_id,
+        rollout=rollout.episode if is_eval else rollout.rollout_id,
         agent=rollout["agent"],
         reward=finite(rollout.reward),
         advantage=finite(rollout.advantage),
@@ -200,10 +199,6 @@ def row_of(rollout: Rollout) -> RolloutRow:
         turns=rollout["num_turns"],
         failed=bool(rollout["failed"]),
     )
-
-
-def none_or(value: int) -> int | None:
-    return None if value == NONE else value
 
 
 def finite(value: float) -> float | None:

@@ -58,9 +58,10 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     lanes, hidden = recorded_lanes(found.spans)
     lanes = sorted([*lanes, *gauge_lanes(found, end)], key=lambda lane: (rank(lane.process), lane.process))
     shown, *notes = longest(lanes)
+    moments = [Moment(kind=mark.name, time=mark.time, process=mark.process, text=mark_text(mark), step=mark.step) for mark in found.marks]
     note = "; ".join(text for text in (*notes, hidden, "" if lanes or begin == end else NO_SPANS) if text)
     quiet = quiet_times(found, begin, min(end, known_until(found.spans, run.recording.counted, run.status)))
-    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments(found.marks), quiet=quiet, note=note)
+    return Timeline(begin=begin, end=end, first=first, last=last, lanes=shown, moments=moments, quiet=quiet, note=note)
 
 
 def known_until(spans: list[Done], newest: Mapping[str, float], statuses: Mapping[str, RoleStatus]) -> float:
@@ -187,11 +188,6 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
         f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {least:.3g} s or less are missing here and in the shares; "
         "choose a shorter time"
     )
-
-
-def moments(marks: list[Mark]) -> list[Moment]:
-    """The marks as events in words."""
-    return [Moment(kind=mark.name, time=mark.time, process=mark.process, text=mark_text(mark), step=mark.step) for mark in marks]
 
 
 def mark_text(mark: Mark) -> str:
